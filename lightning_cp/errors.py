@@ -1,0 +1,29 @@
+"""Every error a user can meet. Each message says what was asked, what was got and what would work."""
+
+
+class LightningCPError(Exception):
+    """Base of all errors raised by this package."""
+
+
+class ConfigError(LightningCPError, ValueError):
+    """A setting, or a combination of settings, that cannot be executed."""
+
+
+class ShapeError(LightningCPError, ValueError):
+    """A tensor or a sequence whose size, dtype or device does not fit."""
+
+
+class BatchMismatchError(LightningCPError, RuntimeError):
+    """The ranks of one context-parallel group were given different batches."""
+
+
+class NonFiniteError(LightningCPError, ArithmeticError):
+    """A loss or a gradient that is NaN or infinite where it must not be."""
+
+
+class RankFailure(LightningCPError, RuntimeError):  # noqa: N818 - the public name says what happened
+    """Another rank failed; the message carries that rank's own error."""
+
+
+class CheckpointError(LightningCPError, RuntimeError):
+    """A checkpoint that is missing, incomplete, damaged or belongs to something else."""

@@ -1,0 +1,1 @@
+"""Block attention on one device; never communicates."""

@@ -1,0 +1,189 @@
+"""Documents: intervals of the sequence that attend only to themselves.
+
+A packed row, a padded row and a plain row are the same thing here: a sorted list of disjoint
+intervals. What no interval covers is padding; it gets no tiles, so it costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightning_cp.errors import ShapeError
+
+Intervals = npt.NDArray[np.int64]
+"""int64 ``[documents, 2]``: (start, end) of each document, sorted and disjoint."""
+
+IntsLike = Sequence[int] | torch.Tensor | npt.NDArray[np.integer]
+
+
+class Documents:
+    """The documents of every row of a batch. Immutable and hashable, so that schedules can be cached.
+
+    One row stands for all rows of a batch; otherwise there is one entry per batch row.
+    """
+
+    def __init__(self, rows: Sequence[Intervals], seq_len: int) -> None:
+        if not rows:
+            raise ShapeError("Documents needs at least one row, got none.")
+        self.seq_len = int(seq_len)
+        self.rows: tuple[Intervals, ...] = tuple(_frozen(row) for row in rows)
+        for index, row in enumerate(self.rows):
+            _check_intervals(row, self.seq_len, index)
+        if len(self.rows) > 1 and all(np.array_equal(self.rows[0], row) for row in self.rows[1:]):
+            self._distinct = 1
+        else:
+            self._distinct = len(self.rows)
+        self._key = (self.seq_len, tuple(row.tobytes() for row in self.rows))
+
+    @classmethod
+    def single(cls, seq_len: int) -> Documents:
+        """One document that fills the sequence."""
+        return cls([np.array([[0, seq_len]], dtype=np.int64)], seq_len)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: IntsLike, seq_len: int | None = None) -> Documents:
+        """One packed row from cumulative lengths ``[documents + 1]``, as flash-attn takes them.
+
+        Raises:
+            ShapeError: not 1-D integers, first entry not 0, decreasing, or last entry not ``seq_len``.
+        """
+        cu = _int_array(cu_seqlens, "cu_seqlens", ndim=1)
+        if cu.size < 2:
+            raise ShapeError(f"cu_seqlens needs at least two entries, got {cu.size}.")
+        if cu[0] != 0:
+            raise ShapeError(f"cu_seqlens must start at 0, got {cu[0]} at index 0.")
+        bad = np.flatnonzero(np.diff(cu) < 0)
+        if bad.size:
+            at = int(bad[0]) + 1
+            raise ShapeError(
+                f"cu_seqlens must not decrease, got {cu[at]} after {cu[at - 1]} at index {at}."
+            )
+        total = int(cu[-1]) if seq_len is None else seq_len
+        if cu[-1] != total:
+            raise ShapeError(
+                f"cu_seqlens must end at the sequence length {total}, got {cu[-1]} at index {cu.size - 1}."
+            )
+        rows = np.stack([cu[:-1], cu[1:]], axis=1)
+        return cls([rows[rows[:, 1] > rows[:, 0]]], total)
+
+    @classmethod
+    def from_segment_ids(cls, segment_ids: torch.Tensor, padding_id: int | None = None) -> Documents:
+        """From ids ``[rows, seq_len]`` (or ``[seq_len]``): a run of equal ids is a document.
+
+        Args:
+            segment_ids: integers; every document has an id of its own within its row.
+            padding_id: the id of tokens that belong to no document, if there is one.
+
+        Raises:
+            ShapeError: an id comes back after another one: its tokens are not one interval.
+        """
+        ids = _rows(segment_ids, "segment_ids")
+        return cls([_runs(row, padding_id, index) for index, row in enumerate(ids)], ids.shape[1])
+
+    @classmethod
+    def from_position_ids(cls, position_ids: torch.Tensor) -> Documents:
+        """From ``[rows, seq_len]`` positions that restart: a document begins wherever the step is not +1."""
+        positions = _rows(position_ids, "position_ids")
+        seq_len = positions.shape[1]
+        rows: list[Intervals] = []
+        for row in positions:
+            starts = np.concatenate([[0], np.flatnonzero(np.diff(row) != 1) + 1]).astype(np.int64)
+            rows.append(np.stack([starts, np.append(starts[1:], seq_len)], axis=1))
+        return cls(rows, seq_len)
+
+    @classmethod
+    def from_padding_mask(cls, mask: torch.Tensor) -> Documents:
+        """From a ``[rows, seq_len]`` mask, 1 for tokens and 0 for left or right padding.
+
+        Raises:
+            ShapeError: a row has padding between tokens; a dense mask cannot be expressed.
+        """
+        kept = _rows(mask.to(torch.int64), "padding mask")
+        rows: list[Intervals] = []
+        for index, row in enumerate(kept != 0):
+            edges = np.flatnonzero(np.diff(np.concatenate([[False], row, [False]]).astype(np.int8)))
+            if edges.size > 2:
+                raise ShapeError(
+                    f"a padding mask must have its zeros at the left or right end of a row, got "
+                    f"{edges.size // 2} separate runs of tokens in row {index}. Describe packed "
+                    "documents with cu_seqlens or segment ids instead."
+                )
+            rows.append(edges.reshape(-1, 2).astype(np.int64))
+        return cls(rows, kept.shape[1])
+
+    @property
+    def num_rows(self) -> int:
+        """Rows given; 1 means that every batch row has these documents."""
+        return len(self.rows)
+
+    @property
+    def shared(self) -> bool:
+        """Whether all rows have the same documents, so that one tile list serves the batch."""
+        return self._distinct == 1
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every row is one document that fills the sequence."""
+        return all(row.shape[0] == 1 and row[0, 1] - row[0, 0] == self.seq_len for row in self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Documents) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        counts = [row.shape[0] for row in self.rows]
+        return f"Documents(rows={len(self.rows)}, documents={counts}, seq_len={self.seq_len})"
+
+
+def _frozen(row: Intervals) -> Intervals:
+    out = np.array(row, dtype=np.int64).reshape(-1, 2)
+    out.setflags(write=False)
+    return out
+
+
+def _check_intervals(row: Intervals, seq_len: int, index: int) -> None:
+    flat = row.reshape(-1)
+    ordered = np.all(row[:, 1] > row[:, 0]) and np.all(np.diff(flat) >= 0)
+    if not ordered or (flat.size and (flat[0] < 0 or flat[-1] > seq_len)):
+        raise ShapeError(
+            f"documents must be non-empty, sorted, disjoint intervals within 0..{seq_len}, "
+            f"got {row.tolist()} in row {index}."
+        )
+
+
+def _int_array(values: IntsLike, name: str, ndim: int) -> npt.NDArray[np.int64]:
+    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ShapeError(f"{name} must hold integers (int32 or int64), got {array.dtype}.")
+    if array.ndim != ndim:
+        raise ShapeError(f"{name} must have {ndim} dimension(s), got shape {tuple(array.shape)}.")
+    return array.astype(np.int64)
+
+
+def _rows(values: torch.Tensor, name: str) -> npt.NDArray[np.int64]:
+    rows = values if values.dim() == 2 else values.unsqueeze(0)
+    out = _int_array(rows, name, ndim=2)
+    if out.size == 0:
+        raise ShapeError(f"{name} is empty: shape {tuple(values.shape)}.")
+    return out
+
+
+def _runs(row: npt.NDArray[np.int64], padding_id: int | None, index: int) -> Intervals:
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(row)) + 1]).astype(np.int64)
+    ids = row[starts]
+    runs = np.stack([starts, np.append(starts[1:], row.size)], axis=1)
+    if padding_id is not None:
+        runs, ids = runs[ids != padding_id], ids[ids != padding_id]
+    if np.unique(ids).size != ids.size:
+        seen, counts = np.unique(ids, return_counts=True)
+        raise ShapeError(
+            f"a segment id must be one contiguous run, got id {seen[counts > 1][0]} in separate places "
+            f"of row {index}. Give every document its own id."
+        )
+    return runs

@@ -1,0 +1,77 @@
+"""Which heads each Ulysses rank computes, and which K/V heads it must receive for them.
+
+Query heads split evenly. A rank receives exactly the K/V heads that its query heads use, so any
+number of K/V heads works: a K/V head used by several ranks is sent to each of them, and where the
+local query heads straddle groups unevenly the keys are expanded locally (``kv_index``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_cp.errors import ConfigError, ShapeError
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """Heads of an attention call over ``ulysses_size`` ranks.
+
+    Raises:
+        ConfigError: query heads do not divide by ``ulysses_size``.
+        ShapeError: query heads do not divide by K/V heads.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    ulysses_size: int
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ShapeError(
+                f"the number of query heads must be a multiple of the number of K/V heads, got "
+                f"{self.num_heads} query heads and {self.num_kv_heads} K/V heads."
+            )
+        if self.num_heads % self.ulysses_size:
+            works = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise ConfigError(
+                f"ulysses_size={self.ulysses_size} does not divide the {self.num_heads} attention heads. "
+                f"Sizes that work: {', '.join(map(str, works))}; give the rest of the ranks to the ring."
+            )
+
+    @property
+    def local_heads(self) -> int:
+        """Query heads per rank."""
+        return self.num_heads // self.ulysses_size
+
+    @property
+    def group(self) -> int:
+        """Query heads per K/V head."""
+        return self.num_heads // self.num_kv_heads
+
+    def q_range(self, rank: int) -> tuple[int, int]:
+        """First and past-last query head of a rank."""
+        return rank * self.local_heads, (rank + 1) * self.local_heads
+
+    def kv_range(self, rank: int) -> tuple[int, int]:
+        """First and past-last K/V head that a rank receives."""
+        first, last = self.q_range(rank)
+        return first // self.group, (last - 1) // self.group + 1
+
+    def num_local_kv(self, rank: int) -> int:
+        """K/V heads that a rank receives."""
+        first, last = self.kv_range(rank)
+        return last - first
+
+    def kv_index(self, rank: int) -> tuple[int, ...] | None:
+        """Local K/V head of each local query head, or ``None`` when plain grouping already says it."""
+        first_q, last_q = self.q_range(rank)
+        first_kv, _ = self.kv_range(rank)
+        index = tuple(head // self.group - first_kv for head in range(first_q, last_q))
+        per_kv, rest = divmod(self.local_heads, self.num_local_kv(rank))
+        plain = tuple(i // per_kv for i in range(self.local_heads)) if not rest else None
+        return None if index == plain else index
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether some K/V head is sent to more than one rank, so that its gradients are summed."""
+        return sum(self.num_local_kv(rank) for rank in range(self.ulysses_size)) > self.num_kv_heads

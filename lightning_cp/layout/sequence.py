@@ -1,0 +1,200 @@
+"""Which global tokens each context-parallel rank holds.
+
+Each ring rank gets a *sorted* list of global segments; the Ulysses ranks of that ring rank take
+contiguous, equal slices of the list. Lengths that do not divide are padded at the end of the
+sequence: padded tokens have global indices from ``seq_len`` up to ``padded_len``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightning_cp.errors import ConfigError, ShapeError
+from lightning_cp.layout.documents import Documents
+
+LayoutKind = Literal["contiguous", "zigzag"]
+LAYOUT_KINDS: tuple[str, ...] = get_args(LayoutKind)
+
+Segments = npt.NDArray[np.int64]
+"""int64 ``[segments, 2]``: (global start, length), sorted by start."""
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """Distribution of one sequence over ``ring_size * ulysses_size`` context-parallel ranks.
+
+    The context-parallel rank is ``ring_rank * ulysses_size + ulysses_rank`` (ring outside Ulysses).
+
+    Args:
+        seq_len: tokens of the sequence before padding.
+        ring_size: ranks that K/V travel around.
+        ulysses_size: ranks that trade sequence for heads.
+        kind: ``contiguous``, or ``zigzag`` (ring rank r holds chunks r and 2*ring_size-1-r).
+        documents: intervals that attend only to themselves; ``None`` is one document.
+
+    Raises:
+        ConfigError: an unknown kind or a size below 1.
+        ShapeError: the sequence is shorter than two tokens a rank, or the documents are of another length.
+    """
+
+    seq_len: int
+    ring_size: int = 1
+    ulysses_size: int = 1
+    kind: LayoutKind = "zigzag"
+    documents: Documents | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ring_size", "ulysses_size"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, got {size!r}.")
+        if self.kind not in LAYOUT_KINDS:
+            raise ConfigError(f"layout must be one of {', '.join(LAYOUT_KINDS)}, got {self.kind!r}.")
+        shortest = 1 if self.cp_size == 1 else 2 * self.cp_size
+        if self.seq_len < shortest:
+            raise ShapeError(
+                f"a sequence of {self.seq_len} tokens is too short for ring_size={self.ring_size} x "
+                f"ulysses_size={self.ulysses_size}: it must have at least {shortest} (two a rank; this "
+                f"layout divides into multiples of {self.divisor}). Use fewer context-parallel ranks "
+                "or longer sequences."
+            )
+        if self.documents is not None and self.documents.seq_len != self.seq_len:
+            raise ShapeError(
+                f"documents describe {self.documents.seq_len} tokens, but the layout has {self.seq_len}."
+            )
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks that share one sequence."""
+        return self.ring_size * self.ulysses_size
+
+    @property
+    def divisor(self) -> int:
+        """What the padded length is a multiple of."""
+        if self.kind == "zigzag" and self.ring_size > 1:
+            return self.ring_size * math.lcm(2, self.ulysses_size)
+        return self.cp_size
+
+    @property
+    def padded_len(self) -> int:
+        """Tokens after padding: the next multiple of ``divisor``."""
+        return -(-self.seq_len // self.divisor) * self.divisor
+
+    @property
+    def ring_len(self) -> int:
+        """Tokens of one ring rank (all its Ulysses ranks together)."""
+        return self.padded_len // self.ring_size
+
+    @property
+    def local_len(self) -> int:
+        """Tokens of one context-parallel rank."""
+        return self.padded_len // self.cp_size
+
+    def require_unpadded(self) -> None:
+        """Refuse a length that needs padding.
+
+        Raises:
+            ShapeError: ``seq_len`` is not a multiple of ``divisor``.
+        """
+        if self.padded_len != self.seq_len:
+            raise ShapeError(
+                f"padding=False, but a sequence of {self.seq_len} tokens does not divide by "
+                f"{self.divisor} (ring_size={self.ring_size}, ulysses_size={self.ulysses_size}, layout "
+                f"{self.kind}). The next valid length is {self.padded_len}; or set padding=True, which "
+                "is exact and costs no attention."
+            )
+
+    def segments(self, ring_rank: int) -> Segments:
+        """Sorted global (start, length) segments that a ring rank holds."""
+        return _segments(self.kind, self.padded_len, self.ring_size)[ring_rank]
+
+    def positions(self, cp_rank: int) -> torch.Tensor:
+        """int64 ``[local_len]``: global index of each local token, in local order (padding >= seq_len)."""
+        ring_rank, ulysses_rank = divmod(self._check_rank(cp_rank), self.ulysses_size)
+        runs = [torch.arange(start, start + size) for start, size in self.segments(ring_rank).tolist()]
+        return torch.cat(runs)[ulysses_rank * self.local_len : (ulysses_rank + 1) * self.local_len]
+
+    def shard(
+        self, x: torch.Tensor, cp_rank: int, dim: int = 1, pad_value: float | int | bool = 0
+    ) -> torch.Tensor:
+        """The local tokens of ``x`` along ``dim``: pure indexing, plus padding; no communication.
+
+        Raises:
+            ShapeError: ``x`` does not have ``seq_len`` entries along ``dim``.
+        """
+        self._check_size(x, dim, self.seq_len, "shard", "the whole sequence")
+        positions = self.positions(cp_rank).to(x.device)
+        local = x.index_select(dim, positions.clamp(max=self.seq_len - 1))
+        padding = positions >= self.seq_len
+        if self.padded_len == self.seq_len or not bool(padding.any()):
+            return local
+        shape = [1] * x.dim()
+        shape[dim] = -1
+        return local.masked_fill(padding.view(shape), pad_value)
+
+    def unshard(self, shards: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
+        """Put the shards of all ranks (in cp-rank order) back into original order and length.
+
+        Raises:
+            ShapeError: not one shard per rank, or a shard that is not ``local_len`` long.
+        """
+        if len(shards) != self.cp_size:
+            raise ShapeError(f"unshard needs {self.cp_size} shards, one per rank, got {len(shards)}.")
+        for x in shards:
+            self._check_size(x, dim, self.local_len, "unshard", "a local shard")
+        order = self._inverse.to(shards[0].device)
+        return torch.cat(list(shards), dim).index_select(dim, order)
+
+    @cached_property
+    def _inverse(self) -> torch.Tensor:
+        """int64 ``[seq_len]``: where global token i sits in the concatenation of all shards."""
+        order = torch.cat([self.positions(rank) for rank in range(self.cp_size)])
+        return torch.argsort(order)[: self.seq_len]
+
+    def _check_rank(self, cp_rank: int) -> int:
+        if not 0 <= cp_rank < self.cp_size:
+            raise ConfigError(f"cp_rank must be in 0..{self.cp_size - 1}, got {cp_rank}.")
+        return cp_rank
+
+    def _check_size(self, x: torch.Tensor, dim: int, want: int, verb: str, what: str) -> None:
+        if not -x.dim() <= dim < x.dim():
+            raise ShapeError(f"cannot {verb} along dim {dim}: the tensor has shape {tuple(x.shape)}.")
+        if x.size(dim) == want:
+            return
+        hint = ""
+        if verb == "shard" and x.size(dim) == self.local_len:
+            hint = " That is the local length: was it sharded already?"
+        raise ShapeError(
+            f"{verb} expects {what}, {want} entries along dim {dim}, got shape {tuple(x.shape)}.{hint}"
+        )
+
+
+@lru_cache(maxsize=256)
+def _segments(kind: str, padded_len: int, ring_size: int) -> tuple[Segments, ...]:
+    """Segments of every ring rank; neighbouring chunks are joined."""
+    if kind == "contiguous" or ring_size == 1:
+        size = padded_len // ring_size
+        return tuple(_readonly([(rank * size, size)]) for rank in range(ring_size))
+    chunk = padded_len // (2 * ring_size)
+    ranks: list[Segments] = []
+    for rank in range(ring_size):
+        late = 2 * ring_size - 1 - rank
+        if late == rank + 1:
+            ranks.append(_readonly([(rank * chunk, 2 * chunk)]))
+        else:
+            ranks.append(_readonly([(rank * chunk, chunk), (late * chunk, chunk)]))
+    return tuple(ranks)
+
+
+def _readonly(pairs: list[tuple[int, int]]) -> Segments:
+    out = np.array(pairs, dtype=np.int64)
+    out.setflags(write=False)
+    return out
