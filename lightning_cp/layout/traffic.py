@@ -73,15 +73,11 @@ def attention_traffic(
         return ring_forward, ring_backward
     tokens = plan.layout.local_len * per_head
     others = [rank for rank in range(heads.ulysses_size) if rank != ulysses_rank]
-    qkv_out = sum(heads.local_heads + 2 * heads.num_local_kv(rank) for rank in others) * tokens
-    heads_in = (heads.ulysses_size - 1) * tokens
-    qkv_back = (heads.local_heads + 2 * heads.num_local_kv(ulysses_rank)) * heads_in
-    out_back = heads.local_heads * heads_in
-    forward = Traffic(all_to_all_calls=2, all_to_all_bytes=(qkv_out + out_back) * itemsize)
-    dout_out = heads.local_heads * (heads.ulysses_size - 1) * tokens
-    backward = Traffic(
-        all_to_all_calls=2, all_to_all_bytes=dout_out * itemsize + qkv_back * wire
-    )
+    like_q = len(others) * heads.local_heads * tokens  # q, out, dout and dq alike
+    kv_out = sum(2 * heads.num_local_kv(rank) for rank in others) * tokens
+    dkv_home = len(others) * 2 * heads.num_local_kv(ulysses_rank) * tokens
+    forward = Traffic(3, (2 * like_q + kv_out) * itemsize)
+    backward = Traffic(3, 2 * like_q * itemsize + dkv_home * wire)
     return ring_forward + forward, ring_backward + backward
 
 

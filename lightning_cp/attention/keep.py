@@ -1,0 +1,78 @@
+"""Keeping attention's (out, lse) through activation checkpointing.
+
+Without it, a checkpointed block repeats attention *and its communication* when it is recomputed.
+``keep_attention`` is a ``context_fn`` for ``torch.utils.checkpoint.checkpoint(use_reentrant=False)``:
+each checkpointed region keeps the results of its attention calls, in order, and the recomputation
+takes them from there (Li et al. 2023, arXiv 2310.03294, section 3.3). It costs
+``L * H * (D * itemsize + 4)`` bytes per call, batch row and rank.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
+from types import TracebackType
+
+import torch
+
+Kept = tuple[torch.Tensor, torch.Tensor]
+"""out [B, L, H, D] and lse [B, h, T]."""
+
+
+class Stash:
+    """The kept results of one checkpointed region, being recorded or replayed."""
+
+    def __init__(self, results: list[Kept], replaying: bool) -> None:
+        self.replaying = replaying
+        self._results = results
+        self._next = 0
+
+    def record(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Keep the result of the next attention call."""
+        self._results.append((out.detach(), lse.detach()))
+
+    def replay(self) -> Kept:
+        """The result of the next attention call, as it was recorded."""
+        kept = self._results[self._next]
+        self._next += 1
+        return kept
+
+
+# Set while a region runs, in the thread that runs it: the recomputation runs inside backward, and
+# checkpoint enters its context in that very thread.
+_current: ContextVar[Stash | None] = ContextVar("lightning_cp_kept_attention", default=None)
+
+
+def current_stash() -> Stash | None:
+    """The stash of the checkpointed region that is being run, if there is one."""
+    return _current.get()
+
+
+def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts for a checkpointed region's forward and for its recomputation.
+
+    Use: ``checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)``, or for Hugging Face
+    models ``gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})``.
+    """
+    results: list[Kept] = []
+    return _Region(results, replaying=False), _Region(results, replaying=True)
+
+
+class _Region(AbstractContextManager[None]):
+    """Makes a stash current; may be entered again (a graph that is kept is recomputed again)."""
+
+    def __init__(self, results: list[Kept], replaying: bool) -> None:
+        self._results = results
+        self._replaying = replaying
+        self._tokens: list[Token[Stash | None]] = []
+
+    def __enter__(self) -> None:
+        self._tokens.append(_current.set(Stash(self._results, self._replaying)))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _current.reset(self._tokens.pop())

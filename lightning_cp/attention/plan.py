@@ -1,0 +1,125 @@
+"""AttentionPlan: everything that one attention call needs, decided before any tensor moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from lightning_cp.attention.spec import AttentionSpec
+from lightning_cp.errors import ConfigError, ShapeError
+from lightning_cp.kernels.api import Kernel, Request, Scores, select_kernel
+from lightning_cp.layout import HeadSplit, RankSchedule, SequenceLayout, schedule
+from lightning_cp.mesh import ContextParallelMesh
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Who this rank is, which heads and tiles it computes, and with what."""
+
+    mesh: ContextParallelMesh
+    heads: HeadSplit
+    schedule: RankSchedule
+    scores: Scores
+    kernel: Kernel
+
+    @property
+    def ulysses_rank(self) -> int:
+        """Place in the Ulysses group."""
+        return self.mesh.ulysses_rank
+
+    @property
+    def q_ranges(self) -> list[tuple[int, int]]:
+        """Query heads of each Ulysses rank."""
+        return [self.heads.q_range(rank) for rank in range(self.heads.ulysses_size)]
+
+    @property
+    def paired_kv_ranges(self) -> list[tuple[int, int]]:
+        """What each Ulysses rank needs of K and V laid out head by head (K, V, K, V, ...)."""
+        ranges = [self.heads.kv_range(rank) for rank in range(self.heads.ulysses_size)]
+        return [(2 * first, 2 * last) for first, last in ranges]
+
+
+def make_plan(
+    q_BLHD: torch.Tensor,
+    k_BLKD: torch.Tensor,
+    v_BLKD: torch.Tensor,
+    mesh: ContextParallelMesh,
+    layout: SequenceLayout,
+    spec: AttentionSpec,
+    kernel: str,
+) -> AttentionPlan:
+    """Check this rank's inputs and decide how the call is executed; moves nothing.
+
+    Raises:
+        ShapeError: q, k and v do not fit each other or the layout.
+        ConfigError: heads that do not split, a layout of another mesh, or no kernel for the request.
+    """
+    check_inputs(q_BLHD, k_BLKD, v_BLKD, layout)
+    if (layout.ring_size, layout.ulysses_size) != (mesh.ring_size, mesh.ulysses_size):
+        raise ConfigError(
+            f"the layout is for ring_size={layout.ring_size}, ulysses_size={layout.ulysses_size}, but "
+            f"the mesh has ring_size={mesh.ring_size}, ulysses_size={mesh.ulysses_size}."
+        )
+    heads = HeadSplit(q_BLHD.shape[2], k_BLKD.shape[2], mesh.ulysses_size)
+    part = schedule(layout, None, spec.mask).rank(mesh.ring_rank)
+    kinds = frozenset(tile.mask for hop in part.hops for tile in hop.tiles)
+    head_dim = q_BLHD.shape[3]
+    chosen = _select(
+        kernel,
+        Request(q_BLHD.device.type, q_BLHD.dtype, head_dim, kinds | _mask_kinds(spec), spec.needs),
+    )
+    return AttentionPlan(mesh, heads, part, Scores(spec.scale(head_dim), spec.mask), chosen)
+
+
+@lru_cache(maxsize=64)
+def _select(kernel: str, request: Request) -> Kernel:
+    return select_kernel(kernel, request)
+
+
+def _mask_kinds(spec: AttentionSpec) -> frozenset[str]:
+    """Kinds that tiles of this spec can have on any rank, so that all ranks choose alike."""
+    if spec.window != (-1, -1):
+        return frozenset({"full", "causal", "band"})
+    return frozenset({"full", "causal"} if spec.causal else {"full"})
+
+
+def check_inputs(
+    q_BLHD: torch.Tensor, k_BLKD: torch.Tensor, v_BLKD: torch.Tensor, layout: SequenceLayout
+) -> None:
+    """Check that q, k and v fit each other and the layout.
+
+    Raises:
+        ShapeError: naming all three tensors.
+    """
+    shown = ", ".join(
+        f"{name} {tuple(x.shape)} {x.dtype} on {x.device}"
+        for name, x in (("q", q_BLHD), ("k", k_BLKD), ("v", v_BLKD))
+    )
+    if any(x.dim() != 4 for x in (q_BLHD, k_BLKD, v_BLKD)):
+        raise ShapeError(f"q, k and v must be [batch, local tokens, heads, head dim], got {shown}.")
+    if len({(x.dtype, x.device) for x in (q_BLHD, k_BLKD, v_BLKD)}) > 1:
+        raise ShapeError(f"q, k and v must have one dtype and one device, got {shown}.")
+    if k_BLKD.shape != v_BLKD.shape or q_BLHD.shape[0] != k_BLKD.shape[0]:
+        raise ShapeError(
+            f"k and v must have equal shapes, and the batch size of q, got {shown}."
+        )
+    if q_BLHD.shape[3] != k_BLKD.shape[3]:
+        raise ShapeError(f"q and k must have the same head dim, got {shown}.")
+    if q_BLHD.shape[1] != k_BLKD.shape[1]:
+        raise ShapeError(
+            f"q and k must hold the same local tokens (cross-attention is not sharded), got {shown}."
+        )
+    if q_BLHD.shape[1] != layout.local_len:
+        hint = " It looks like the whole sequence: shard it first."
+        raise ShapeError(
+            f"the layout gives each rank {layout.local_len} of {layout.seq_len} tokens (padded to "
+            f"{layout.padded_len}), got {shown}."
+            + (hint if q_BLHD.shape[1] in (layout.seq_len, layout.padded_len) else "")
+        )
+    documents = layout.documents
+    if documents is not None and documents.num_rows not in (1, q_BLHD.shape[0]):
+        raise ShapeError(
+            f"documents describe {documents.num_rows} rows, but the batch has {q_BLHD.shape[0]}: {shown}."
+        )

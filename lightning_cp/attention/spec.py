@@ -1,0 +1,70 @@
+"""AttentionSpec: what a query may see, and how scores are made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.layout import Mask
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSpec:
+    """Mask and score semantics of one attention call; names and conventions are flash-attn's.
+
+    Args:
+        causal: a query sees no later key.
+        softmax_scale: factor on q.k; ``None`` is ``head_dim ** -0.5``.
+        window: (left, right) distances still visible; -1 is unbounded.
+        softcap: cap of the scores, ``softcap * tanh(score / softcap)``; 0.0 is off.
+        alibi_slopes: one slope per query head, a bias linear in the distance.
+        sinks: one logit per query head that takes part in the softmax only.
+        dropout_p: must be 0.0: a mask that equals the unsharded one cannot be drawn.
+
+    Raises:
+        ConfigError: a value that no mode can execute.
+    """
+
+    causal: bool = True
+    softmax_scale: float | None = None
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    dropout_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.dropout_p != 0.0:
+            raise ConfigError(
+                f"attention dropout must be 0.0 under context parallelism, got {self.dropout_p}: the "
+                "ranks cannot draw the mask that one process would. Set the model's attention dropout "
+                "to 0.0 (dropout elsewhere in the model is fine)."
+            )
+        scale = self.softmax_scale
+        if scale is not None and (scale == 0 or not math.isfinite(scale)):
+            raise ConfigError(f"softmax_scale must be finite and not 0, got {scale}.")
+        if not math.isfinite(self.softcap) or self.softcap < 0:
+            raise ConfigError(f"softcap must be 0.0 (off) or positive, got {self.softcap}.")
+        _ = self.mask  # validates the window
+
+    @property
+    def mask(self) -> Mask:
+        """Causality and window, as the schedule takes them."""
+        return Mask(self.causal, tuple(self.window), uses_distance=self.alibi_slopes is not None)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Score features that a kernel must declare."""
+        asked = {
+            "softcap": self.softcap != 0.0,
+            "alibi": self.alibi_slopes is not None,
+            "sinks": self.sinks is not None,
+        }
+        return frozenset(name for name, wanted in asked.items() if wanted)
+
+    def scale(self, head_dim: int) -> float:
+        """The factor on q.k."""
+        return head_dim**-0.5 if self.softmax_scale is None else float(self.softmax_scale)

@@ -1,0 +1,116 @@
+"""Ranks agree before data moves.
+
+Collectives with shapes or dtypes that differ between ranks do not fail, they corrupt (gloo's
+all-to-all returns unwritten memory), and a rank that raises alone leaves the others waiting. So
+ranks first exchange a short vector of integers: an error flag, and named facts that must be equal.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from lightning_cp.errors import BatchMismatchError, RankFailure
+
+WIDTH = 24
+"""Facts per agreement; fixed, so that ranks with different facts still exchange equal sizes."""
+
+
+def fingerprint(value: object) -> int:
+    """A 32-bit checksum of ``repr(value)`` (or of raw bytes), equal across processes."""
+    data = value if isinstance(value, bytes) else repr(value).encode()
+    return zlib.crc32(data)
+
+
+def agree(
+    facts: Mapping[str, int],
+    group: dist.ProcessGroup,
+    *,
+    what: str,
+    same: Sequence[str] | None = None,
+    within: Sequence[Sequence[int]] | None = None,
+    error: Exception | None = None,
+) -> list[dict[str, int]]:
+    """Exchange ``facts`` and check that they are equal where they must be.
+
+    Args:
+        facts: named integers of this rank; at most ``WIDTH``.
+        group: a group whose backend moves CPU tensors.
+        what: what the facts describe, for the error message.
+        same: the facts that must be equal; all of them by default.
+        within: lists of ranks that must agree with each other; all ranks of the group by default.
+        error: what went wrong on this rank already, if anything did: then every rank raises.
+
+    Returns:
+        The facts of every rank of the group.
+
+    Raises:
+        BatchMismatchError: a fact differs; on every rank, naming the fact and each rank's value.
+        RankFailure: another rank reported an error; carries its text. The rank itself raises its own.
+    """
+    names = list(facts)
+    assert len(names) <= WIDTH, names
+    vector = torch.zeros(WIDTH + 2, dtype=torch.int64)
+    vector[0] = int(error is not None)
+    vector[1] = fingerprint(names)
+    vector[2 : 2 + len(names)] = torch.tensor([facts[name] for name in names], dtype=torch.int64)
+    gathered = [torch.empty_like(vector) for _ in range(group.size())]
+    dist.all_gather(gathered, vector, group=group)
+    if any(int(other[0]) for other in gathered):
+        _raise_reported(error, group)
+    if len({int(other[1]) for other in gathered}) > 1:
+        raise BatchMismatchError(
+            f"{what}: the ranks are not at the same call, or their batches have different fields. "
+            f"This rank has {', '.join(names)}."
+        )
+    table = [
+        dict(zip(names, other[2 : 2 + len(names)].tolist(), strict=True)) for other in gathered
+    ]
+    for ranks in within or [range(len(table))]:
+        _check_equal(table, names if same is None else same, list(ranks), group, what)
+    return table
+
+
+def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
+    """Whether ``flag`` is set on any rank of a group whose backend moves CPU tensors."""
+    value = torch.tensor([int(flag)], dtype=torch.int64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+    return bool(value.item())
+
+
+def _check_equal(
+    table: list[dict[str, int]],
+    names: Sequence[str],
+    ranks: list[int],
+    group: dist.ProcessGroup,
+    what: str,
+) -> None:
+    for name in names:
+        values = [table[rank][name] for rank in ranks]
+        if len(set(values)) > 1:
+            shown = ", ".join(
+                f"rank {dist.get_global_rank(group, rank)}: {value}"
+                for rank, value in zip(ranks, values, strict=True)
+            )
+            raise BatchMismatchError(
+                f"{what}: ranks that share one sample disagree on {name} ({shown}). Every rank of a "
+                "context-parallel group must be given the same batch: shard samplers over "
+                "strategy.data_parallel_size and strategy.data_rank, not over the world size."
+            )
+
+
+def _raise_reported(error: Exception | None, group: dist.ProcessGroup) -> None:
+    texts: list[str | None] = [None] * group.size()
+    dist.all_gather_object(texts, f"{type(error).__name__}: {error}" if error else None, group=group)
+    if error is not None:
+        raise error
+    failed = {
+        dist.get_global_rank(group, rank): text for rank, text in enumerate(texts) if text is not None
+    }
+    shown = "; ".join(f"rank {rank} raised {text}" for rank, text in failed.items())
+    raise RankFailure(f"stopped before any data moved, because {shown}")
+
+

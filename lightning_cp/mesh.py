@@ -1,0 +1,250 @@
+"""Sizes -> DeviceMesh -> process groups.
+
+Axes, outer to inner: ``dp_replicate, dp_shard, ring, ulysses, tp``. Flattened groups: ``cp`` = ring
+x ulysses (ranks that share a sample), ``fsdp`` = dp_shard x cp, ``data`` = dp_replicate x dp_shard,
+``loss`` = data x cp (ranks whose gradients are averaged).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_cp.comm.all_gather import all_gather
+from lightning_cp.errors import ConfigError
+from lightning_cp.layout import SequenceLayout
+
+
+class Axis(StrEnum):
+    """Axes of the mesh, outer to inner."""
+
+    DP_REPLICATE = "dp_replicate"
+    DP_SHARD = "dp_shard"
+    RING = "ring"
+    ULYSSES = "ulysses"
+    TP = "tp"
+
+
+class Flat(StrEnum):
+    """Groups that span several axes."""
+
+    CP = "cp"
+    FSDP = "fsdp"
+    DATA = "data"
+    LOSS = "loss"
+
+
+FLATTENED: dict[Flat, tuple[Axis, ...]] = {
+    Flat.CP: (Axis.RING, Axis.ULYSSES),
+    Flat.FSDP: (Axis.DP_SHARD, Axis.RING, Axis.ULYSSES),
+    Flat.DATA: (Axis.DP_REPLICATE, Axis.DP_SHARD),
+    Flat.LOSS: (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.RING, Axis.ULYSSES),
+}
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A split of the context-parallel ranks, and why it was chosen."""
+
+    ulysses_size: int
+    ring_size: int
+    why: str
+
+
+def factorise(cp_size: int, num_heads: int, ranks_per_node: int | None = None) -> Factors:
+    """Split ``cp_size`` into Ulysses, as much as the heads allow, and ring for the rest.
+
+    Ulysses sends less than a ring as soon as there are more than ``heads / kv_heads`` ranks, but is
+    limited by the number of heads and wants the fast links inside a node.
+
+    Args:
+        cp_size: ranks that share a sequence.
+        num_heads: query heads on each tensor-parallel rank.
+        ranks_per_node: the largest useful Ulysses size, if known.
+    """
+    common = math.gcd(num_heads, cp_size)
+    limit = ranks_per_node or common
+    ulysses = max(d for d in range(1, common + 1) if common % d == 0 and d <= limit)
+    why = f"gcd({num_heads} heads, {cp_size} ranks) = {common}"
+    if ulysses != common:
+        why += f", at most {limit} ranks of one node"
+    return Factors(ulysses, cp_size // ulysses, why)
+
+
+class ContextParallelMesh:
+    """The process groups of one run. ``torch.distributed`` must be initialised.
+
+    Args:
+        ring_size: ranks that K/V travel around.
+        ulysses_size: ranks that trade sequence for heads.
+        device_type: ``cpu`` or ``cuda``.
+        data_parallel_replicate_size: groups of ranks that hold copies of the whole model state.
+        data_parallel_shard_size: data-parallel ranks that share one copy of the model state.
+        tensor_parallel_size: ranks that share each layer.
+
+    Raises:
+        ConfigError: a size that is not a positive integer, no process group yet, or sizes that do
+            not multiply to the world size.
+    """
+
+    def __init__(
+        self,
+        ring_size: int = 1,
+        ulysses_size: int = 1,
+        device_type: str = "cpu",
+        data_parallel_replicate_size: int = 1,
+        data_parallel_shard_size: int = 1,
+        tensor_parallel_size: int = 1,
+    ) -> None:
+        self.sizes: dict[Axis, int] = {
+            Axis.DP_REPLICATE: data_parallel_replicate_size,
+            Axis.DP_SHARD: data_parallel_shard_size,
+            Axis.RING: ring_size,
+            Axis.ULYSSES: ulysses_size,
+            Axis.TP: tensor_parallel_size,
+        }
+        _check_sizes(self.sizes)
+        self.device_type = device_type
+        self.device_mesh: DeviceMesh = init_device_mesh(
+            device_type,
+            tuple(self.sizes.values()),
+            mesh_dim_names=tuple(axis.value for axis in self.sizes),
+        )
+        self._flat: dict[Flat, DeviceMesh] = {
+            flat: self.device_mesh[tuple(axis.value for axis in axes)]._flatten(flat.value)
+            for flat, axes in FLATTENED.items()
+        }
+        self._control: dict[Flat, dist.ProcessGroup] = {}
+        if device_type != "cpu":
+            self._control = {flat: _cpu_twin(self._flat[flat]) for flat in (Flat.CP, Flat.LOSS)}
+        self._destroyed = False
+
+    @property
+    def ring_size(self) -> int:
+        """Ranks of the ring."""
+        return self.sizes[Axis.RING]
+
+    @property
+    def ulysses_size(self) -> int:
+        """Ranks that trade sequence for heads."""
+        return self.sizes[Axis.ULYSSES]
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks that share one sample."""
+        return self.ring_size * self.ulysses_size
+
+    @property
+    def data_size(self) -> int:
+        """Groups of ranks with different samples."""
+        return self.sizes[Axis.DP_REPLICATE] * self.sizes[Axis.DP_SHARD]
+
+    @property
+    def ring_rank(self) -> int:
+        """This rank's place in its ring."""
+        return self.device_mesh.get_local_rank(Axis.RING.value)
+
+    @property
+    def ulysses_rank(self) -> int:
+        """This rank's place in its Ulysses group."""
+        return self.device_mesh.get_local_rank(Axis.ULYSSES.value)
+
+    @property
+    def cp_rank(self) -> int:
+        """This rank's place among those that share its sample."""
+        return self._flat[Flat.CP].get_local_rank()
+
+    @property
+    def data_rank(self) -> int:
+        """Which samples this rank works on."""
+        return self._flat[Flat.DATA].get_local_rank()
+
+    def axis_mesh(self, axis: Axis | Flat | str) -> DeviceMesh:
+        """The one-dimensional mesh of an axis or a flattened group."""
+        if axis in set(Flat):
+            return self._flat[Flat(axis)]
+        return self.device_mesh[Axis(axis).value]
+
+    def group(self, axis: Axis | Flat | str) -> dist.ProcessGroup:
+        """The process group of an axis or a flattened group."""
+        return self.axis_mesh(axis).get_group()
+
+    def control_group(self, flat: Flat) -> dist.ProcessGroup:
+        """A group for small CPU messages (agreement): the group itself on CPU, a gloo twin otherwise."""
+        return self._control.get(flat) or self.group(flat)
+
+    def shard(
+        self, x: torch.Tensor, layout: SequenceLayout, dim: int = 1, pad_value: float | int | bool = 0
+    ) -> torch.Tensor:
+        """This rank's tokens of ``x``, which every rank of the cp group holds whole; no communication."""
+        self._check_layout(layout)
+        return layout.shard(x, self.cp_rank, dim=dim, pad_value=pad_value)
+
+    def unshard(self, x_local: torch.Tensor, layout: SequenceLayout, dim: int = 1) -> torch.Tensor:
+        """The whole sequence, in original order and length, from every rank's tokens.
+
+        Differentiable: gradients of all ranks are summed.
+        """
+        self._check_layout(layout)
+        if self.cp_size == 1:
+            return layout.unshard([x_local], dim=dim)
+        return layout.unshard(all_gather(x_local, self.group(Flat.CP)), dim=dim)
+
+    def destroy(self) -> None:
+        """Destroy the groups made here, once; the world group stays."""
+        if self._destroyed or not dist.is_initialized():
+            return
+        self._destroyed = True
+        meshes = [*(self.axis_mesh(axis) for axis in Axis), *self._flat.values()]
+        groups = {mesh.get_group() for mesh in meshes} | set(self._control.values())
+        for group in groups - {dist.group.WORLD}:
+            dist.destroy_process_group(group)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        return f"ContextParallelMesh({sizes}, device_type={self.device_type})"
+
+    def _check_layout(self, layout: SequenceLayout) -> None:
+        if (layout.ring_size, layout.ulysses_size) != (self.ring_size, self.ulysses_size):
+            raise ConfigError(
+                f"the layout is for ring_size={layout.ring_size}, ulysses_size={layout.ulysses_size}, "
+                f"but the mesh has ring_size={self.ring_size}, ulysses_size={self.ulysses_size}."
+            )
+
+
+def _check_sizes(sizes: dict[Axis, int]) -> None:
+    for axis, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(f"mesh axis {axis} must be an integer of at least 1, got {size!r}.")
+    if not dist.is_initialized():
+        raise ConfigError(
+            "ContextParallelMesh needs torch.distributed to be initialised: use it inside a strategy, "
+            "or call torch.distributed.init_process_group first."
+        )
+    world = dist.get_world_size()
+    if math.prod(sizes.values()) != world:
+        shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+        raise ConfigError(
+            f"the mesh sizes must multiply to the world size {world}, got {shown} = "
+            f"{math.prod(sizes.values())}. Change a size, or start that many processes."
+        )
+
+
+def _cpu_twin(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """A gloo group over the same ranks, and the same for every other group of this kind."""
+    mine = mesh.get_group()
+    ranks = dist.get_process_group_ranks(mine)
+    everyone: list[list[int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, ranks)
+    twin: dist.ProcessGroup | None = None
+    for members in sorted({tuple(members) for members in everyone if members}):
+        made = dist.new_group(list(members), backend="gloo")
+        if list(members) == ranks:
+            twin = made
+    assert twin is not None
+    return twin
