@@ -1,0 +1,54 @@
+"""Context parallelism for Lightning: train on sequences that do not fit one device.
+
+>>> import lightning_cp
+>>> trainer = lightning.pytorch.Trainer(strategy="ulysses_ring", devices=8)  # doctest: +SKIP
+
+Names are loaded when they are first used, so that importing this package is cheap.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_cp._autoload import register_when_loaded
+
+if TYPE_CHECKING:
+    from lightning_cp.attention.api import context_parallel_attention as context_parallel_attention
+    from lightning_cp.attention.keep import keep_attention as keep_attention
+    from lightning_cp.attention.spec import AttentionSpec as AttentionSpec
+    from lightning_cp.callback import ContextParallelCallback as ContextParallelCallback
+    from lightning_cp.layout import Documents as Documents
+    from lightning_cp.layout import SequenceLayout as SequenceLayout
+    from lightning_cp.mesh import ContextParallelMesh as ContextParallelMesh
+    from lightning_cp.mixin import ContextParallelMixin as ContextParallelMixin
+    from lightning_cp.strategies.trainer import UlyssesRingStrategy as UlyssesRingStrategy
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AttentionSpec": "lightning_cp.attention.spec",
+    "ContextParallelCallback": "lightning_cp.callback",
+    "ContextParallelMesh": "lightning_cp.mesh",
+    "ContextParallelMixin": "lightning_cp.mixin",
+    "Documents": "lightning_cp.layout",
+    "SequenceLayout": "lightning_cp.layout",
+    "UlyssesRingStrategy": "lightning_cp.strategies.trainer",
+    "context_parallel_attention": "lightning_cp.attention.api",
+    "keep_attention": "lightning_cp.attention.keep",
+}
+
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])
+
+
+register_when_loaded()

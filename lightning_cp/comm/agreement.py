@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_cp.errors import BatchMismatchError, RankFailure
 
-WIDTH = 24
+WIDTH = 40
 """Facts per agreement; fixed, so that ranks with different facts still exchange equal sizes."""
 
 
@@ -30,7 +30,6 @@ def agree(
     group: dist.ProcessGroup,
     *,
     what: str,
-    same: Sequence[str] | None = None,
     within: Sequence[Sequence[int]] | None = None,
     error: Exception | None = None,
 ) -> list[dict[str, int]]:
@@ -40,12 +39,12 @@ def agree(
         facts: named integers of this rank; at most ``WIDTH``.
         group: a group whose backend moves CPU tensors.
         what: what the facts describe, for the error message.
-        same: the facts that must be equal; all of them by default.
         within: lists of ranks that must agree with each other; all ranks of the group by default.
         error: what went wrong on this rank already, if anything did: then every rank raises.
 
     Returns:
-        The facts of every rank of the group.
+        The facts of every rank of the group; where ``within`` is given, other subgroups may have other
+        facts, listed under this rank's names in order.
 
     Raises:
         BatchMismatchError: a fact differs; on every rank, naming the fact and each rank's value.
@@ -61,34 +60,38 @@ def agree(
     dist.all_gather(gathered, vector, group=group)
     if any(int(other[0]) for other in gathered):
         _raise_reported(error, group)
-    if len({int(other[1]) for other in gathered}) > 1:
-        raise BatchMismatchError(
-            f"{what}: the ranks are not at the same call, or their batches have different fields. "
-            f"This rank has {', '.join(names)}."
-        )
     table = [
         dict(zip(names, other[2 : 2 + len(names)].tolist(), strict=True)) for other in gathered
     ]
     for ranks in within or [range(len(table))]:
-        _check_equal(table, names if same is None else same, list(ranks), group, what)
+        if len({int(gathered[rank][1]) for rank in ranks}) > 1:
+            raise BatchMismatchError(
+                f"{what}: ranks that share one sample are not at the same call, or were given different "
+                f"fields. This rank has: {', '.join(names)}."
+            )
+        _check_equal(table, list(ranks), group, what)
     return table
 
 
-def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
-    """Whether ``flag`` is set on any rank of a group whose backend moves CPU tensors."""
-    value = torch.tensor([int(flag)], dtype=torch.int64)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
-    return bool(value.item())
+def checksum(x: torch.Tensor) -> int:
+    """A checksum of a tensor's values that depends on their order; computed where the tensor lives.
+
+    The values' bits, as integers, are multiplied by odd numbers that depend on their place and summed
+    modulo 2**64: one differing value always changes the sum, several hardly ever cancel.
+    """
+    flat = x.detach().contiguous().view(-1)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    bits = flat.view(integers[flat.element_size()]).to(torch.int64)
+    place = torch.arange(bits.numel(), device=bits.device, dtype=torch.int64)
+    return int((bits * (place * 0x9E3779B97F4A7C1 * 2 + 0x2545F4914F6CDD1D)).sum())
 
 
 def _check_equal(
-    table: list[dict[str, int]],
-    names: Sequence[str],
-    ranks: list[int],
-    group: dist.ProcessGroup,
-    what: str,
+    table: list[dict[str, int]], ranks: list[int], group: dist.ProcessGroup, what: str
 ) -> None:
-    for name in names:
+    for name in table[0]:
         values = [table[rank][name] for rank in ranks]
         if len(set(values)) > 1:
             shown = ", ".join(

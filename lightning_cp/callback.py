@@ -1,0 +1,105 @@
+"""ContextParallelCallback: where a batch is sharded, outputs are unsharded, and logs are averaged.
+
+The strategy attaches one by itself. Subclass it and pass yours to the Trainer to change how batches
+become shards; the hooks below are called by the strategy at the right moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_cp.errors import ConfigError
+
+
+class Core(Protocol):
+    """What the callback needs of the strategy's core."""
+
+    @property
+    def in_step(self) -> bool: ...  # noqa: D102
+    def shard(self, batch: Any, *, needs_labels: bool) -> Any: ...  # noqa: D102
+    def unshard(self, output: Any, dims: Mapping[str, int | None]) -> Any: ...  # noqa: D102
+    def average(self, value: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
+    def end_step(self) -> None: ...  # noqa: D102
+
+
+class ContextParallelCallback(Callback):
+    """Shards batches, unshards predictions, and makes ``self.log`` show what one process would log."""
+
+    def __init__(self) -> None:
+        self._core: Core | None = None
+        self._logging_module: LightningModule | None = None
+
+    def connect(self, core: Core) -> None:
+        """Called by the strategy before anything else."""
+        self._core = core
+
+    @property
+    def core(self) -> Core:
+        """The strategy's core.
+
+        Raises:
+            ConfigError: the Trainer has another strategy.
+        """
+        if self._core is None:
+            raise ConfigError(
+                "ContextParallelCallback needs the context-parallel strategy: Trainer(strategy='ulysses_ring'), "
+                "or strategy=UlyssesRingStrategy(...)."
+            )
+        return self._core
+
+    def shard_batch(self, batch: Any, *, needs_labels: bool) -> Any:
+        """The local part of a batch; override to shard containers of your own."""
+        return self.core.shard(batch, needs_labels=needs_labels)
+
+    def unshard_output(self, output: Any, dims: Mapping[str, int | None]) -> Any:
+        """What ``predict_step`` returned, in original order and length."""
+        return self.core.unshard(output, dims)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a foreign strategy; average what the module logs inside a step."""
+        core = self.core
+        if self._logging_module is not None:
+            return
+        own_log = pl_module.log
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            if core.in_step and not kwargs.get("rank_zero_only"):
+                value = _averaged(core, value)
+            own_log(name, value, *args, **kwargs)
+
+        object.__setattr__(pl_module, "log", log)
+        self._logging_module = pl_module
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the module as it was."""
+        self._release()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Leave the module as it was, after an error too."""
+        self._release()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Backward is over: the model is the plain model until the next batch."""
+        self.core.end_step()
+
+    def _release(self) -> None:
+        if self._core is not None:
+            self._core.end_step()
+        module, self._logging_module = self._logging_module, None
+        if module is not None:
+            module.__dict__.pop("log", None)
+
+
+def _averaged(core: Core, value: Any) -> Any:
+    """Floating-point scalars are means over targets; metrics and counts synchronise themselves."""
+    if isinstance(value, float):
+        value = torch.tensor(value, dtype=torch.float64)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.is_floating_point():
+        return value
+    return core.average(value)

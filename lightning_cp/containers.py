@@ -1,0 +1,79 @@
+"""Walking the tensors of any batch or output: dicts, tuples, lists, named tuples, dataclasses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from lightning_cp.errors import ConfigError
+
+Visit = Callable[[str, torch.Tensor], Any]
+
+ROOT = "batch"
+"""The name of a batch that is a bare tensor."""
+
+
+def is_container(value: object) -> bool:
+    """Whether ``value`` is something that tensors can be found in."""
+    return isinstance(value, (Mapping, list, tuple)) or _is_dataclass(value)
+
+
+def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor with its dotted name: keys, indices and field names joined by dots."""
+    if isinstance(value, torch.Tensor):
+        yield name or ROOT, value
+    for key, item in _items(value):
+        yield from tensors_of(item, f"{name}.{key}" if name else str(key))
+
+
+def map_tensors(value: Any, visit: Visit, name: str = "") -> Any:
+    """The same container with every tensor replaced by ``visit(name, tensor)``; nothing is changed in place.
+
+    Raises:
+        ConfigError: an object that holds nobody knows what.
+    """
+    if isinstance(value, torch.Tensor):
+        return visit(name or ROOT, value)
+    if value is None or isinstance(value, (str, bytes, int, float, bool, complex)):
+        return value
+    if not is_container(value):
+        raise ConfigError(
+            f"cannot look for tensors inside {name or ROOT!r}, a {type(value).__name__}. What works: tensors in "
+            "dicts, tuples, lists, named tuples and dataclasses, nested in any way."
+        )
+    new = {key: map_tensors(item, visit, f"{name}.{key}" if name else str(key)) for key, item in _items(value)}
+    return _rebuild(value, new)
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    if _is_dataclass(value):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return []
+
+
+def _rebuild(value: Any, new: dict[Any, Any]) -> Any:
+    if isinstance(value, Mapping):
+        rebuilt: Any = copy.copy(value)
+        for key, item in new.items():
+            rebuilt[key] = item
+        return rebuilt
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*new.values())
+    if isinstance(value, (list, tuple)):
+        return type(value)(new.values())
+    rebuilt = copy.copy(value)
+    for key, item in new.items():
+        object.__setattr__(rebuilt, key, item)  # frozen dataclasses too
+    return rebuilt
+
+
+def _is_dataclass(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

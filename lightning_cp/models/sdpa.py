@@ -1,0 +1,86 @@
+"""Intercepting ``torch.nn.functional.scaled_dot_product_attention``, in any import style.
+
+Every loaded module that holds a reference to the function gets ours instead, so that
+``from torch.nn.functional import scaled_dot_product_attention`` is seen too. A ``TorchFunctionMode``
+would not do: it is thread-local, and recomputation on CUDA runs in autograd's own thread.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from lightning_cp.attention.spec import AttentionSpec
+from lightning_cp.errors import ConfigError
+from lightning_cp.models.swap import SwapHandle
+
+
+def swap_sdpa(handle: SwapHandle) -> None:
+    """Route calls through ``handle`` while it is active; others go to the original function."""
+    original = F.scaled_dot_product_attention
+
+    def scaled_dot_product_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if not handle.active:
+            extra: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+            return original(query, key, value, attn_mask, dropout_p, is_causal, **extra)
+        _check(query, key, attn_mask, enable_gqa)
+        spec = AttentionSpec(causal=is_causal, softmax_scale=scale, dropout_p=dropout_p)
+        return handle.attention(
+            *(x.transpose(1, 2) for x in (query, key, value)), spec
+        ).transpose(1, 2)
+
+    for place, name in _references(original):
+        setattr(place, name, scaled_dot_product_attention)
+        handle.on_undo(_restore(place, name, scaled_dot_product_attention, original))
+    handle.report.append("torch.nn.functional.scaled_dot_product_attention")
+
+
+def _check(
+    query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None, enable_gqa: bool
+) -> None:
+    if attn_mask is not None:
+        raise ConfigError(
+            f"a dense attn_mask of shape {tuple(attn_mask.shape)} cannot be sharded. What can be expressed: "
+            "is_causal, packed documents (cu_seqlens or segment_ids in the batch) and padding. Call "
+            "scaled_dot_product_attention without attn_mask."
+        )
+    if query.dim() != 4:
+        raise ConfigError(
+            "scaled_dot_product_attention needs [batch, heads, tokens, head dim] under context parallelism, "
+            f"got query {tuple(query.shape)}."
+        )
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ConfigError(
+            f"query has {query.shape[1]} heads and key {key.shape[1]}: pass enable_gqa=True for grouped heads."
+        )
+
+
+def _references(function: Callable[..., Any]) -> list[tuple[Any, str]]:
+    """Every loaded module's global that is ``function``."""
+    found: list[tuple[Any, str]] = []
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        if isinstance(names, dict):
+            found += [(module, name) for name, value in list(names.items()) if value is function]
+    return found
+
+
+def _restore(place: Any, name: str, ours: Any, original: Any) -> Callable[[], None]:
+    def restore() -> None:
+        if getattr(place, name, None) is ours:
+            setattr(place, name, original)
+
+    return restore

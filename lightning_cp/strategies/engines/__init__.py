@@ -1,0 +1,45 @@
+"""Engines: how parameters and gradients are kept in step over the ranks that train one model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.mesh import ContextParallelMesh
+
+
+class Engine(Protocol):
+    """Wraps a module so that gradients come out as the mean over the ``loss`` group."""
+
+    @property
+    def name(self) -> str:
+        """What ``data_parallel=`` selects it by."""
+        ...
+
+    def wrap(
+        self,
+        module: nn.Module,
+        mesh: ContextParallelMesh,
+        device: torch.device,
+        options: Mapping[str, Any],
+    ) -> nn.Module:
+        """The module to call instead of ``module``; parameters equal on all ranks afterwards."""
+        ...
+
+
+def engine(name: str) -> Engine:
+    """The engine that ``data_parallel=name`` asks for.
+
+    Raises:
+        ConfigError: no such engine.
+    """
+    from lightning_cp.strategies.engines.ddp import DDPEngine
+
+    engines: dict[str, Engine] = {"ddp": DDPEngine()}
+    if name not in engines:
+        raise ConfigError(f"data_parallel must be one of {', '.join(engines)}, got {name!r}.")
+    return engines[name]
