@@ -1,0 +1,22 @@
+"""What every test relies on: one thread, property settings, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+
+import pytest
+import torch
+from hypothesis import settings
+
+from tests import pool
+
+torch.set_num_threads(1)
+settings.register_profile("suite", max_examples=500, deadline=None)
+settings.load_profile("suite")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the ranks, after the last test and after Ctrl-C alike."""
+    pool.shut_down()

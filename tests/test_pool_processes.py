@@ -1,0 +1,124 @@
+"""No process outlives the pytest session, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MARK = "POOL_ORPHAN_MARK"
+
+SESSION = """
+import os, time
+from pathlib import Path
+from tests import pool
+from tests.pool import master
+
+master.PRELOAD = ("torch.distributed",)  # starts faster; what is tested is the ending
+
+def work(rank, world_size, seconds):
+    Path(os.environ["STARTED"], str(rank)).touch()
+    if rank == 0 and os.fork() == 0:  # a child of a rank must not outlive it either
+        time.sleep(600)
+    time.sleep(seconds)
+
+def test_work():
+    pool.run_ranks(2, work, float(os.environ["SECONDS_PER_CASE"]), timeout=300.0)
+"""
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="finds processes by their environment in /proc"
+)
+
+
+def marked(mark: str) -> list[int]:
+    """Live processes that inherited the mark, by whatever path."""
+    found: list[int] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (process / "environ").read_bytes()  # empty for a zombie
+        except OSError:
+            continue
+        if f"{MARK}={mark}".encode() in environment:
+            found.append(int(process.name))
+    return found
+
+
+def start_session(directory: Path, mark: str, seconds: float) -> subprocess.Popen[str]:
+    (directory / "test_session.py").write_text(SESSION)
+    (directory / "pytest.ini").write_text("[pytest]\n")
+    (directory / "started").mkdir()
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "tests.conftest",
+        "-p",
+        "no:cacheprovider",
+    ]
+    environment = os.environ | {
+        MARK: mark,
+        "PYTHONPATH": str(ROOT),
+        "STARTED": str(directory / "started"),
+        "SECONDS_PER_CASE": str(seconds),
+    }
+    return subprocess.Popen(
+        [*command, str(directory)],
+        cwd=directory,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_until(happened: Callable[[], bool], limit: float, what: str) -> None:
+    deadline = time.monotonic() + limit
+    while not happened():
+        assert time.monotonic() < deadline, f"{what} within {limit} s"
+        time.sleep(0.05)
+
+
+ENDINGS = {"success": None, "ctrl-c": signal.SIGINT, "kill": signal.SIGKILL}
+EXIT_CODES = {"success": 0, "ctrl-c": 2, "kill": -signal.SIGKILL}
+
+
+@pytest.fixture(scope="module")
+def sessions(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, tuple[str, Path, subprocess.Popen[str]]]]:
+    """One session per ending, all started at once: most of their time is importing."""
+    running: dict[str, tuple[str, Path, subprocess.Popen[str]]] = {}
+    for name, ending in ENDINGS.items():
+        mark, directory = uuid.uuid4().hex, tmp_path_factory.mktemp(name)
+        seconds = 0.5 if ending is None else 600.0
+        running[name] = mark, directory, start_session(directory, mark, seconds)
+    yield running
+    for mark, _, session in running.values():
+        for pid in marked(mark):
+            os.kill(pid, signal.SIGKILL)
+        session.communicate()
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_no_process_is_left(
+    name: str, sessions: dict[str, tuple[str, Path, subprocess.Popen[str]]]
+) -> None:
+    mark, directory, session = sessions[name]
+    wait_until(lambda: len(list((directory / "started").iterdir())) == 2, 120.0, "the ranks start")
+    if (ending := ENDINGS[name]) is not None:
+        assert len(marked(mark)) >= 4, "pytest, fork server and two ranks should be seen"
+        session.send_signal(ending)
+    output, _ = session.communicate(timeout=60.0)
+    assert session.returncode == EXIT_CODES[name], output
+    wait_until(lambda: not marked(mark), 10.0, "every process ends")
