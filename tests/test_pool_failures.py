@@ -134,7 +134,7 @@ def reduce_on_rank_0(rank: int, world_size: int) -> None:
 def test_ranks_out_of_step_fail_their_own_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_master, "SETTLE_LIMIT", 2.0)
     monkeypatch.setattr(pool_master, "GRACE", 1.0)
-    with pytest.raises(RankError, match="did not return from .*reduce_on_rank_0"):
+    with pytest.raises(RankError, match=r"did not return from .*reduce_on_rank_0"):
         run_ranks(2, reduce_on_rank_0)
     assert run_ranks(2, ready) == [2.0, 2.0]
 
