@@ -1,13 +1,13 @@
 """The kernel protocol: attention of a list of tiles on one device, its capabilities, and selection.
 
-Shapes: ``q_BLHD`` [batch, queries, heads, head dim]; ``k_BLKD``, ``v_BLKD`` [batch, keys, K/V heads,
-head dim], heads a multiple of K/V heads; ``out_BLHD`` like q; ``lse_BHL`` [batch, heads, queries],
-natural logarithm, float32 (float64 for float64 inputs), -inf where a query has seen no key.
+Shapes: ``q_BLHD`` [batch, queries, heads, head dim]; ``k_BLKD``, ``v_BLKD`` [batch, keys, K/V
+heads, head dim], heads a multiple of K/V heads; ``out_BLHD`` like q; ``lse_BHL`` [batch, heads,
+queries], natural logarithm, float32 (float64 for float64 inputs), -inf where a query saw no key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,7 +43,8 @@ class Request:
 class Capabilities:
     """What a kernel declares that it can do, exactly."""
 
-    device_types: frozenset[str]
+    device_types: frozenset[str] | None
+    """``None``: wherever PyTorch runs."""
     dtypes: frozenset[torch.dtype]
     masks: frozenset[str]
     max_head_dim: int | None = None
@@ -52,7 +53,7 @@ class Capabilities:
 
     def refusal(self, request: Request) -> str | None:
         """Why the request is not covered, or ``None`` if it is."""
-        if request.device_type not in self.device_types:
+        if self.device_types is not None and request.device_type not in self.device_types:
             return f"runs on {_names(self.device_types)}, not {request.device_type}"
         if request.dtype not in self.dtypes:
             return f"takes {_names(map(str, self.dtypes))}, not {request.dtype}"
@@ -123,7 +124,12 @@ def kernels() -> dict[str, Kernel]:
     from lightning_cp.kernels.aten import AtenCpuFlash, AtenCudaCudnn, AtenCudaFlash
     from lightning_cp.kernels.reference import ReferenceKernel
 
-    found: tuple[Kernel, ...] = (AtenCudaFlash(), AtenCudaCudnn(), AtenCpuFlash(), ReferenceKernel())
+    found: tuple[Kernel, ...] = (
+        AtenCudaFlash(),
+        AtenCudaCudnn(),
+        AtenCpuFlash(),
+        ReferenceKernel(),
+    )
     return {kernel.name: kernel for kernel in found}
 
 
@@ -153,12 +159,12 @@ def select_kernel(name: str, request: Request) -> Kernel:
             return every[candidate]
         refusals.append(f"{candidate} {reason}")
     raise ConfigError(
-        f"no kernel can do what kernel={name!r} was asked: device {request.device_type}, {request.dtype}, "
-        f"head dim {request.head_dim}, masks {_names(request.masks)}"
+        f"no kernel can do what kernel={name!r} was asked: device {request.device_type}, "
+        f"{request.dtype}, head dim {request.head_dim}, masks {_names(request.masks)}"
         + (f", {_names(request.needs)}" if request.needs else "")
         + f". Passed over: {'; '.join(refusals)}."
     )
 
 
-def _names(values: object) -> str:
-    return ", ".join(sorted(str(value) for value in values))  # type: ignore[attr-defined]
+def _names(values: Iterable[object]) -> str:
+    return ", ".join(sorted(str(value) for value in values))

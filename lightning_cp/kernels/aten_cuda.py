@@ -1,0 +1,169 @@
+"""PyTorch's CUDA operators: FlashAttention, and cuDNN's attention.
+
+Only arguments that torch 2.10 has are passed, so that one call serves 2.10 to 2.13: the schemas of
+2.10 and 2.11 are equal, 2.13 appends ``block_table`` and ``num_splits`` to the flash forward, with
+defaults. The random state that the backward operators want is read only with dropout, here 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.kernels.api import Capabilities, Scores
+from lightning_cp.kernels.call_per_tile import (
+    CallPerTile,
+    Gradients,
+    Inputs,
+    Merged,
+    is_causal,
+    replace_infinities,
+)
+from lightning_cp.kernels.flash_window import bottom_right_window, representable
+from lightning_cp.layout.tiles import Mask, Tile
+
+_HALF_PRECISION = frozenset({torch.bfloat16, torch.float16})
+
+
+class AtenCudaFlash(CallPerTile):
+    """``aten::_flash_attention_forward`` on [B, L, H, D]; windows too; shares K/V heads by itself.
+
+    It is FlashAttention-2, or 3 or 4 where ``torch.nn.attention.activate_flash_attention_impl`` has
+    been told so. Version 2 returns lse +inf for a query without keys.
+    """
+
+    name = "aten_cuda_flash"
+    capabilities = Capabilities(
+        device_types=frozenset({"cuda"}),
+        dtypes=_HALF_PRECISION,
+        masks=frozenset({"full", "causal", "band"}),
+        max_head_dim=256,
+        head_dim_multiple=8,
+    )
+
+    def calls(self, tiles: Sequence[Tile], mask: Mask) -> Iterable[Tile]:
+        """Tiles whose window the operator can express."""
+        for tile in super().calls(tiles, mask):
+            yield from representable(tile, mask)
+
+    def attend(
+        self, inputs: Inputs, tile: Tile, scores: Scores
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One call on slices of any strides but the last."""
+        left, right = bottom_right_window(tile, scores.mask)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
+            *inputs,
+            None,  # cu_seqlens of queries and keys: dense
+            None,
+            tile.q_len,
+            tile.k_len,
+            0.0,  # dropout
+            is_causal(tile),
+            False,  # return_debug_mask
+            scale=scores.softmax_scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        return out, replace_infinities(lse, -torch.inf)
+
+    def differentiate(
+        self, merged: Merged, inputs: Inputs, tile: Tile, scores: Scores
+    ) -> Gradients:
+        """One call; ``lse`` is read as dense memory whatever its strides, so it is copied."""
+        left, right = bottom_right_window(tile, scores.mask)
+        random_state = torch.empty(2, dtype=torch.uint64, device=inputs.q.device)
+        return torch.ops.aten._flash_attention_backward.default(
+            merged.dout,
+            *inputs,
+            merged.out,
+            merged.lse.contiguous(),
+            None,
+            None,
+            tile.q_len,
+            tile.k_len,
+            0.0,
+            is_causal(tile),
+            random_state,
+            random_state,
+            scale=scores.softmax_scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+
+
+class AtenCudaCudnn(CallPerTile):
+    """``aten::_scaled_dot_product_cudnn_attention`` on [B, H, L, D]; its lse is [B, H, L, 1].
+
+    cuDNN refuses a single key. Its backward is not deterministic.
+    """
+
+    name = "aten_cuda_cudnn"
+    capabilities = Capabilities(
+        device_types=frozenset({"cuda"}),
+        dtypes=_HALF_PRECISION,
+        masks=frozenset({"full", "causal"}),
+        max_head_dim=128,
+        head_dim_multiple=8,
+    )
+
+    def calls(self, tiles: Sequence[Tile], mask: Mask) -> Iterable[Tile]:
+        """The tiles.
+
+        Raises:
+            ConfigError: a tile with a single key (a document of which a rank holds one token).
+        """
+        for tile in super().calls(tiles, mask):
+            if tile.k_len == 1:
+                raise ConfigError(
+                    f"kernel={self.name!r} cannot attend to a single key, but the schedule has "
+                    f"{tile}. Use kernel='aten_cuda_flash' or kernel='auto', or documents that "
+                    "leave no rank with one token."
+                )
+            yield tile
+
+    def attend(
+        self, inputs: Inputs, tile: Tile, scores: Scores
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One call on transposed views."""
+        q, k, v = (x.transpose(1, 2) for x in inputs)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+            q,
+            k,
+            v,
+            None,  # bias
+            True,  # compute_log_sumexp
+            0.0,  # dropout
+            is_causal(tile),
+            False,  # return_debug_mask
+            scale=scores.softmax_scale,
+        )
+        return out.transpose(1, 2), replace_infinities(lse.squeeze(-1), -torch.inf)
+
+    def differentiate(
+        self, merged: Merged, inputs: Inputs, tile: Tile, scores: Scores
+    ) -> Gradients:
+        """One call on transposed views."""
+        q, k, v = (x.transpose(1, 2) for x in inputs)
+        random_state = torch.empty((), dtype=torch.int64, device=q.device)
+        op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+        dq, dk, dv = op(
+            merged.dout.transpose(1, 2),
+            q,
+            k,
+            v,
+            merged.out.transpose(1, 2),
+            merged.lse.unsqueeze(-1).contiguous(),
+            random_state,
+            random_state,
+            None,  # bias
+            None,  # cu_seqlens of queries and keys: dense
+            None,
+            tile.q_len,
+            tile.k_len,
+            0.0,
+            is_causal(tile),
+            scale=scores.softmax_scale,
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

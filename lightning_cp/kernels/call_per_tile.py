@@ -1,0 +1,141 @@
+"""Kernels that call one fused operator per tile: what they share.
+
+The operator reads slices of the caller's tensors where they lie. Each backward call is given the
+*merged* out and lse of its queries, which makes its gradients the exact share of its tile
+(Dao 2023, arXiv 2307.08691, algorithm 2: only ``lse`` and ``rowsum(dout * out)`` enter).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from lightning_cp.kernels.api import Capabilities, Scores
+from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of q [B, i, H, D], k [B, j, K, D] and v [B, j, K, D]."""
+
+
+class Inputs(NamedTuple):
+    """One tile's slices of q [B, i, H, D] and of k and v [B, j, K, D]; unit stride along D."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class Merged(NamedTuple):
+    """One tile's slices of dout and of the merged out [B, i, H, D] and lse [B, H, i].
+
+    Here lse is +inf where a query has no key: the operators then weigh it by exp(s - inf) = 0.
+    """
+
+    dout: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class CallPerTile(ABC):
+    """Give slices of the inputs to an operator, tile by tile; merge or add what it returns."""
+
+    name: str
+    capabilities: Capabilities
+
+    def forward(
+        self,
+        q_BLHD: torch.Tensor,
+        k_BLKD: torch.Tensor,
+        v_BLKD: torch.Tensor,
+        tiles: Sequence[Tile],
+        scores: Scores,
+        state: Accumulator,
+    ) -> None:
+        """Attend within each tile and merge the results into ``state``."""
+        inputs = _unit_strides(q_BLHD, k_BLKD, v_BLKD)
+        for tile in self.calls(tiles, scores.mask):
+            out_BLHD, lse_BHL = self.attend(_slices(tile, *inputs), tile, scores)
+            state.add(tile.row, tile.q_start, out_BLHD, lse_BHL)
+
+    def backward(
+        self,
+        dout_BLHD: torch.Tensor,
+        q_BLHD: torch.Tensor,
+        k_BLKD: torch.Tensor,
+        v_BLKD: torch.Tensor,
+        out_BLHD: torch.Tensor,
+        lse_BHL: torch.Tensor,
+        tiles: Sequence[Tile],
+        scores: Scores,
+        dq_BLHD: torch.Tensor,
+        dk_BLKD: torch.Tensor,
+        dv_BLKD: torch.Tensor,
+    ) -> None:
+        """Add each tile's gradients to ``dq, dk, dv``, given the merged out and lse."""
+        inputs = _unit_strides(q_BLHD, k_BLKD, v_BLKD)
+        dout_BLHD, out_BLHD = _unit_strides(dout_BLHD, out_BLHD)
+        lse_BHL = replace_infinities(lse_BHL, torch.inf)
+        for tile in self.calls(tiles, scores.mask):
+            merged = Merged(
+                _tokens(dout_BLHD, tile.row, 1, tile.q_start, tile.q_len),
+                _tokens(out_BLHD, tile.row, 1, tile.q_start, tile.q_len),
+                _tokens(lse_BHL, tile.row, 2, tile.q_start, tile.q_len),
+            )
+            parts = self.differentiate(merged, _slices(tile, *inputs), tile, scores)
+            totals = _slices(tile, dq_BLHD, dk_BLKD, dv_BLKD)
+            for total, part in zip(totals, parts, strict=True):
+                total += part
+
+    def calls(self, tiles: Sequence[Tile], mask: Mask) -> Iterable[Tile]:
+        """The tiles to call the operator with; never an empty one, which crashes some of them."""
+        return (tile for tile in tiles if tile.q_len and tile.k_len)
+
+    @abstractmethod
+    def attend(
+        self, inputs: Inputs, tile: Tile, scores: Scores
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``out`` [B, i, H, D] and ``lse`` [B, H, i], which is -inf where a query has no key."""
+
+    @abstractmethod
+    def differentiate(
+        self, merged: Merged, inputs: Inputs, tile: Tile, scores: Scores
+    ) -> Gradients:
+        """The share of this tile in the gradients of its slices."""
+
+
+def is_causal(tile: Tile) -> bool:
+    """The operator's flag. Operators align the diagonal at different corners; a square has but one.
+
+    The schedule makes no other causal tiles: two pieces of a sequence are the same piece, cut alike
+    for queries and keys, or one is wholly ahead of the other.
+    """
+    square = tile.delta == 0 and tile.q_len == tile.k_len
+    assert tile.mask != "causal" or square, f"{tile} is causal but not square"
+    return tile.mask == "causal"
+
+
+def replace_infinities(lse_BHL: torch.Tensor, value: float) -> torch.Tensor:
+    """A copy with ``value`` for -inf and +inf, the two ways to say that a query has no key."""
+    return lse_BHL.nan_to_num(nan=torch.nan, posinf=value, neginf=value)
+
+
+def _unit_strides(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Operators take any strides but the last one, which some read as 1 whatever it is."""
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+def _slices(tile: Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Inputs:
+    return Inputs(
+        _tokens(q, tile.row, 1, tile.q_start, tile.q_len),
+        _tokens(k, tile.row, 1, tile.k_start, tile.k_len),
+        _tokens(v, tile.row, 1, tile.k_start, tile.k_len),
+    )
+
+
+def _tokens(x: torch.Tensor, row: int, dim: int, start: int, length: int) -> torch.Tensor:
+    rows = x if row == ALL_ROWS else x.narrow(0, row, 1)
+    return rows.narrow(dim, start, length)

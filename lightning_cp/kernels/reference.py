@@ -1,0 +1,211 @@
+"""FlashAttention-2 written plainly in PyTorch: the kernel to read, and the one that runs anywhere.
+
+Forward: for each block of queries, pass over the keys of all its tiles block by block with an
+online softmax, and divide by the sum once at the end. Backward: recompute the weights of each block
+from the *merged* log-sum-exp, ``p = exp(s - lse)``, and with ``delta = rowsum(dout * out)`` take
+``dv = p' dout``, ``ds = p (dout v' - delta)``, ``dq = ds k``, ``dk = ds' q``
+(Dao 2023, arXiv 2307.08691, algorithms 1 and 2). No tensor made here is larger than a block.
+
+Within a block, the G query heads that share a K/V head lie end to end, so that one matmul serves
+them and K and V are never repeated: q [B, K, G*i, D], k and v [B, K, j, D], scores [B, K, G*i, j].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+import torch
+
+from lightning_cp.kernels.api import Capabilities, Scores, accumulate_dtype
+from lightning_cp.kernels.merge import Accumulator, batch_rows
+from lightning_cp.layout.columns import UNBOUNDED
+from lightning_cp.layout.tiles import Mask, Tile
+
+
+@dataclass(frozen=True)
+class ReferenceKernel:
+    """Block attention in plain PyTorch, on any device.
+
+    Args:
+        block_q: queries per block.
+        block_k: keys per block.
+    """
+
+    block_q: int = 128
+    block_k: int = 256
+
+    @property
+    def name(self) -> str:
+        """The name users select it by."""
+        return "reference"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Every device, mask and head dim; sums in float32, or float64 for float64 inputs."""
+        return Capabilities(
+            device_types=None,
+            dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
+            masks=frozenset({"full", "causal", "band"}),
+        )
+
+    def forward(
+        self,
+        q_BLHD: torch.Tensor,
+        k_BLKD: torch.Tensor,
+        v_BLKD: torch.Tensor,
+        tiles: Sequence[Tile],
+        scores: Scores,
+        state: Accumulator,
+    ) -> None:
+        """Attend within the tiles: one online softmax, and one merge, per block of queries."""
+        kv_heads, dtype = k_BLKD.shape[2], accumulate_dtype(q_BLHD.dtype)
+        for block in _query_blocks(tiles, self.block_q):
+            rows, queries = batch_rows(block.row), slice(block.start, block.end)
+            q = _group(q_BLHD[rows, queries], kv_heads, dtype) * scores.softmax_scale
+            softmax = _OnlineSoftmax(q)
+            for keys, hidden in _key_blocks(block, scores.mask, self.block_k, q.device):
+                k, v = (x[rows, keys].transpose(1, 2).to(dtype) for x in (k_BLKD, v_BLKD))
+                softmax.add(_score(q, k, hidden), v)
+            out, lse = softmax.result()
+            length = block.end - block.start
+            lse_BHL = lse.unflatten(2, (-1, length)).flatten(1, 2)
+            state.add(block.row, block.start, _ungroup(out, length), lse_BHL)
+
+    def backward(
+        self,
+        dout_BLHD: torch.Tensor,
+        q_BLHD: torch.Tensor,
+        k_BLKD: torch.Tensor,
+        v_BLKD: torch.Tensor,
+        out_BLHD: torch.Tensor,
+        lse_BHL: torch.Tensor,
+        tiles: Sequence[Tile],
+        scores: Scores,
+        dq_BLHD: torch.Tensor,
+        dk_BLKD: torch.Tensor,
+        dv_BLKD: torch.Tensor,
+    ) -> None:
+        """Add the gradients of each block of scores, recomputed from the merged ``lse``."""
+        kv_heads, dtype = k_BLKD.shape[2], accumulate_dtype(q_BLHD.dtype)
+        for block in _query_blocks(tiles, self.block_q):
+            rows, queries = batch_rows(block.row), slice(block.start, block.end)
+            q, dout, out = (
+                _group(x[rows, queries], kv_heads, dtype) for x in (q_BLHD, dout_BLHD, out_BLHD)
+            )
+            q = q * scores.softmax_scale
+            delta = (dout * out).sum(-1, keepdim=True)
+            lse = lse_BHL[rows, :, queries].unflatten(1, (kv_heads, -1)).flatten(2)
+            # A query without keys has weights exp(s - inf) = 0, where s - -inf would be NaN.
+            lse = lse.to(dtype).masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1)
+            dq = torch.zeros_like(q)
+            for keys, hidden in _key_blocks(block, scores.mask, self.block_k, q.device):
+                k, v = (x[rows, keys].transpose(1, 2).to(dtype) for x in (k_BLKD, v_BLKD))
+                weights = torch.exp(_score(q, k, hidden) - lse)
+                dscores = weights * (dout @ v.mT - delta)
+                dq += dscores @ k
+                dk_BLKD[rows, keys] += (dscores.mT @ q).transpose(1, 2)
+                dv_BLKD[rows, keys] += (weights.mT @ dout).transpose(1, 2)
+            dq_BLHD[rows, queries] += _ungroup(dq, block.end - block.start) * scores.softmax_scale
+
+
+class _OnlineSoftmax:
+    """Softmax-weighted sum of values whose scores arrive block by block, normalised at the end.
+
+    (Milakov and Gimelshein 2018, arXiv 1805.02867.)
+    """
+
+    def __init__(self, q: torch.Tensor) -> None:
+        self._peak = q.new_full(q.shape[:-1], -torch.inf)
+        self._total = q.new_zeros(q.shape[:-1])
+        self._weighted = torch.zeros_like(q)
+
+    def add(self, scores: torch.Tensor, v: torch.Tensor) -> None:
+        """Take in the scores [B, K, G*i, j] and the values [B, K, j, D] of some more keys."""
+        peak = torch.maximum(self._peak, scores.amax(-1))
+        # A query that has seen no key yet has peak -inf, and -inf - -inf would be NaN.
+        finite = peak.masked_fill(peak == -torch.inf, 0.0)
+        weights = torch.exp(scores - finite.unsqueeze(-1))
+        decay = torch.exp(self._peak - finite)
+        self._total = self._total * decay + weights.sum(-1)
+        self._weighted = self._weighted * decay.unsqueeze(-1) + weights @ v
+        self._peak = peak
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output [B, K, G*i, D] and log-sum-exp [B, K, G*i]; 0 and -inf without any key."""
+        divisor = self._total.masked_fill(self._total == 0, 1.0).unsqueeze(-1)
+        return self._weighted / divisor, self._peak + self._total.log()
+
+
+class _QueryBlock(NamedTuple):
+    """Queries ``start .. end`` of a batch row (or of all), each within every one of ``tiles``."""
+
+    row: int
+    start: int
+    end: int
+    tiles: tuple[Tile, ...]
+
+
+def _query_blocks(tiles: Sequence[Tile], size: int) -> Iterator[_QueryBlock]:
+    """Cut the queries where a tile starts or ends, then into blocks of at most ``size``."""
+    for row, group in groupby(sorted(tiles), key=lambda tile: tile.row):
+        of_row = list(group)
+        cuts = sorted({at for t in of_row for at in (t.q_start, t.q_start + t.q_len)})
+        for start, end in pairwise(cuts):
+            here = tuple(t for t in of_row if t.q_start <= start and end <= t.q_start + t.q_len)
+            if not here:
+                continue
+            for first in range(start, end, size):
+                yield _QueryBlock(row, first, min(first + size, end), here)
+
+
+def _key_blocks(
+    block: _QueryBlock, mask: Mask, size: int, device: torch.device
+) -> Iterator[tuple[slice, torch.Tensor | None]]:
+    """Blocks of keys that some query sees, with which pairs [i, j] are hidden (``None``: none is).
+
+    In tile coordinates query i sees the keys ``i + low .. i + high``.
+    """
+    for tile in block.tiles:
+        first, last = block.start - tile.q_start, block.end - 1 - tile.q_start
+        left, right = _reach(tile, mask)
+        low, high = tile.delta - left, tile.delta + right
+        seen = range(max(0, first + low), min(tile.k_len, last + high + 1))
+        for start in seen[::size]:
+            end = min(start + size, seen.stop)
+            keys = slice(tile.k_start + start, tile.k_start + end)
+            if last + low <= start and end - 1 <= first + high:
+                yield keys, None
+                continue
+            ahead = torch.arange(start, end, device=device) - torch.arange(
+                first, last + 1, device=device
+            ).unsqueeze(-1)
+            yield keys, (ahead < low) | (ahead > high)
+
+
+def _reach(tile: Tile, mask: Mask) -> tuple[int, int]:
+    """How far (back, ahead) of its own position a query of the tile sees."""
+    if tile.mask == "full":
+        return UNBOUNDED, UNBOUNDED
+    return (UNBOUNDED, 0) if tile.mask == "causal" else (mask.left, mask.right)
+
+
+def _score(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+    """Scores [B, K, G*i, j] of scaled queries, -inf where ``hidden`` [i, j]."""
+    scores = q @ k.mT
+    if hidden is None:
+        return scores
+    grouped = scores.unflatten(2, (-1, hidden.shape[0]))
+    return grouped.masked_fill_(hidden, -torch.inf).flatten(2, 3)
+
+
+def _group(x_BLHD: torch.Tensor, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """[B, i, H, D] -> [B, K, G*i, D]."""
+    return x_BLHD.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3).to(dtype)
+
+
+def _ungroup(x: torch.Tensor, length: int) -> torch.Tensor:
+    """[B, K, G*i, D] -> [B, i, H, D]."""
+    return x.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).flatten(2, 3)

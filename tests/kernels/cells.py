@@ -1,0 +1,57 @@
+"""The cells that kernels are compared with the dense answer on."""
+
+from __future__ import annotations
+
+from lightning_cp.kernels.api import Kernel
+from lightning_cp.kernels.aten import AtenCpuFlash
+from lightning_cp.kernels.reference import ReferenceKernel
+from lightning_cp.layout.sequence import SequenceLayout
+from lightning_cp.layout.tiles import Mask
+from tests.kernels.dense import Problem
+
+SEQ_LEN = 53  # divides by no mesh, so that every layout pads
+
+
+def ids(*lengths: int) -> tuple[int, ...]:
+    """Document ids from lengths; a negative length is padding."""
+    of_document = [
+        (-1,) * -length if length < 0 else (document,) * length
+        for document, length in enumerate(lengths)
+    ]
+    return sum(of_document, ())
+
+
+DOCUMENTS: dict[str, tuple[tuple[int, ...], ...] | None] = {
+    "dense": None,
+    "packed": (ids(1, 13, 16, 1, 22),),
+    "rows": (ids(20, 30, -3), ids(-7, 3, 40, 3)),
+}
+HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
+MASKS = {"full": Mask(causal=False), "causal": Mask()}
+WINDOWS = {
+    "causal_window": Mask(window=(7, -1)),
+    "window": Mask(causal=False, window=(5, 9)),
+    "lookahead": Mask(causal=False, window=(-1, 3)),
+    "diagonal": Mask(window=(0, 0)),
+}
+LAYOUTS = {
+    "1": SequenceLayout(SEQ_LEN),
+    "2_zigzag": SequenceLayout(SEQ_LEN, ring_size=2),
+    "3_zigzag": SequenceLayout(SEQ_LEN, ring_size=3),
+    "4_zigzag": SequenceLayout(SEQ_LEN, ring_size=4),
+    "3_contiguous": SequenceLayout(SEQ_LEN, ring_size=3, kind="contiguous"),
+}
+
+# Blocks smaller than the shards and unequal, so that block edges fall everywhere.
+REFERENCE = ReferenceKernel(block_q=5, block_k=7)
+KERNELS: dict[str, tuple[Kernel, dict[str, Mask]]] = {
+    "reference": (REFERENCE, MASKS | WINDOWS),
+    "aten_cpu_flash": (AtenCpuFlash(), MASKS),
+}
+KERNEL_MASKS = [(kernel, mask) for kernel, (_, masks) in KERNELS.items() for mask in masks]
+
+
+def cell(kernel: str, mask: str, heads: str, documents: str) -> tuple[Kernel, Problem]:
+    """The kernel and the problem of a cell, by the names of its parts."""
+    chosen, masks = KERNELS[kernel]
+    return chosen, Problem(masks[mask], HEADS[heads], DOCUMENTS[documents], seq_len=SEQ_LEN)

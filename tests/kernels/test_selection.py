@@ -1,0 +1,72 @@
+"""Which kernel a request gets, and what a refusal says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.kernels.api import Request, kernels, select_kernel
+
+CPU = Request("cpu", torch.float32, 64, frozenset({"full", "causal"}))
+CUDA = replace(CPU, device_type="cuda", dtype=torch.bfloat16)
+WINDOW = frozenset({"full", "causal", "band"})
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "chosen"),
+    [
+        ("auto", CPU, "aten_cpu_flash"),
+        ("aten", CPU, "aten_cpu_flash"),
+        ("reference", CPU, "reference"),
+        ("auto", replace(CPU, masks=WINDOW), "reference"),
+        ("auto", replace(CPU, device_type="xpu"), "reference"),
+        ("auto", CUDA, "aten_cuda_flash"),
+        ("auto", replace(CUDA, masks=WINDOW), "aten_cuda_flash"),
+        ("aten_cuda_cudnn", CUDA, "aten_cuda_cudnn"),
+        ("auto", replace(CUDA, dtype=torch.float32), "reference"),
+        ("auto", replace(CUDA, head_dim=20), "reference"),
+    ],
+)
+def test_chosen(name: str, request_: Request, chosen: str) -> None:
+    assert select_kernel(name, request_).name == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "match"),
+    [
+        ("flashy", CPU, r"unknown kernel 'flashy'\. Known: auto, aten, aten_cuda_flash"),
+        ("aten_cuda_flash", CPU, "aten_cuda_flash runs on cuda, not cpu"),
+        ("aten_cpu_flash", CUDA, "aten_cpu_flash runs on cpu, not cuda"),
+        (
+            "aten_cuda_flash",
+            replace(CUDA, dtype=torch.float32),
+            "takes torch.bfloat16, torch.float16, not torch.float32",
+        ),
+        ("aten_cuda_cudnn", replace(CUDA, head_dim=136), "takes head dims up to 128, not 136"),
+        ("aten_cuda_flash", replace(CUDA, head_dim=264), "takes head dims up to 256, not 264"),
+        ("aten_cuda_flash", replace(CUDA, head_dim=20), "takes head dims divisible by 8, not 20"),
+        ("aten_cpu_flash", replace(CPU, masks=WINDOW), "aten_cpu_flash has no band mask"),
+        ("aten_cuda_cudnn", replace(CUDA, masks=WINDOW), "aten_cuda_cudnn has no band mask"),
+        ("reference", replace(CPU, needs=frozenset({"softcap"})), "reference has no softcap"),
+        ("reference", replace(CPU, dtype=torch.int64), "not torch.int64"),
+    ],
+)
+def test_refused(name: str, request_: Request, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        select_kernel(name, request_)
+
+
+def test_refusal_names_the_request_and_every_kernel_that_was_passed_over() -> None:
+    request_ = replace(CPU, dtype=torch.complex64, needs=frozenset({"alibi", "sinks"}))
+    with pytest.raises(ConfigError) as caught:
+        select_kernel("auto", request_)
+    text = str(caught.value)
+    assert "device cpu, torch.complex64, head dim 64, masks causal, full, alibi, sinks" in text
+    assert all(f"{name} " in text for name in kernels())
+
+
+def test_names_are_their_own() -> None:
+    assert all(kernel.name == name for name, kernel in kernels().items())
