@@ -1,0 +1,106 @@
+"""What the main job records besides its losses, and the picture it keeps up to date."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_only
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from lightning_cp.data import data_parallel
+from lightning_cp.metrics import bits_per_byte
+from lightning_cp.train.picture import draw_losses
+
+
+class StepMetrics(Callback):
+    """Logs bits per byte, perplexity, gradient norm, tokens and tokens per second of every step.
+
+    Tokens are those of the text: a sequence that several ranks share counts once.
+
+    Args:
+        tokens_per_batch: tokens in one batch of one data rank, before any sharding.
+    """
+
+    def __init__(self, tokens_per_batch: int) -> None:
+        self.tokens_per_batch = tokens_per_batch
+        self.tokens = 0
+        self.seconds = 0.0
+        self._started = 0.0
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Start the step's clock."""
+        self._started = time.perf_counter()
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Log the norm over all gradients, before any clipping."""
+        gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        pl_module.log("train/grad_norm", get_total_norm(gradients))
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Log what follows from the loss and the clock."""
+        loss = float(trainer.callback_metrics["train/loss"])  # waits for the device
+        seconds = time.perf_counter() - self._started
+        tokens = self.tokens_per_batch * data_parallel(trainer)[0]
+        self.tokens += tokens
+        self.seconds += seconds
+        pl_module.log("train/tokens_per_second", tokens / seconds, prog_bar=True)
+        pl_module.log_dict(
+            {
+                "train/bits_per_byte": bits_per_byte(loss),
+                "train/perplexity": math.exp(loss),
+                "train/learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
+                "tokens": float(self.tokens),
+            }
+        )
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Say after how many tokens this validation was."""
+        pl_module.log("tokens", float(self.tokens), sync_dist=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run continues from."""
+        return {"tokens": self.tokens, "seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the counts of a checkpoint."""
+        self.tokens, self.seconds = state_dict["tokens"], state_dict["seconds"]
+
+
+class LossPicture(Callback):
+    """Draws the losses logged so far, after every validation.
+
+    Args:
+        metrics: the CSV logger's file.
+        picture: the image to write.
+        entropy: byte-unigram entropy of the validation text, drawn as a line, bits per byte.
+    """
+
+    def __init__(self, metrics: Path, picture: Path, entropy: float) -> None:
+        self.metrics = metrics
+        self.picture = picture
+        self.entropy = entropy
+
+    @rank_zero_only
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw what is known by now; the loggers have this validation already."""
+        for logger in trainer.loggers:
+            logger.save()
+        if self.metrics.is_file():
+            draw_losses(self.metrics, self.picture, self.entropy)

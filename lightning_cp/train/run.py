@@ -1,0 +1,106 @@
+"""The run itself: build what the config names, validate, train, report."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+import lightning as L
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig
+
+from lightning_cp.data import ByteDataModule, data_parallel
+from lightning_cp.errors import ConfigError
+from lightning_cp.train.callbacks import LossPicture, StepMetrics
+from lightning_cp.train.module import LanguageModel
+from lightning_cp.train.report import BITS, Files, Outcome
+
+
+def train(config: DictConfig) -> Outcome:
+    """Train and validate as configured. Every rank runs this.
+
+    Raises:
+        ConfigError: settings or text that cannot be trained with; raised before other ranks start.
+    """
+    began = time.perf_counter()
+    _check_extras(config)
+    _quiet_what_is_expected()
+    torch.set_num_threads(config.threads_per_rank)
+    L.seed_everything(config.seed, verbose=False)
+
+    files = Files(Path(HydraConfig.get().runtime.output_dir))
+    data: ByteDataModule = instantiate(config.data)
+    model: LanguageModel = instantiate(config.model)
+    steps = StepMetrics(data.tokens_per_batch)
+    trainer = make_trainer(config, files, data, steps)
+    _say(str(data))
+
+    before = trainer.validate(model, datamodule=data, ckpt_path=config.resume, verbose=False)[0]
+    trainer.fit(model, datamodule=data, ckpt_path=config.resume)
+
+    outcome = Outcome(
+        strategy=HydraConfig.get().runtime.choices["strategy"],
+        processes=trainer.world_size,
+        data_parallel_size=data_parallel(trainer)[0],
+        steps=trainer.global_step,
+        tokens=steps.tokens,
+        seconds=time.perf_counter() - began,
+        step_seconds=steps.seconds,
+        before=before,
+        after={name: float(value) for name, value in trainer.callback_metrics.items()},
+        entropy=data.validation_entropy,
+    )
+    _say("\n" + outcome.table(files))
+    return outcome
+
+
+def make_trainer(
+    config: DictConfig, files: Files, data: ByteDataModule, steps: StepMetrics
+) -> L.Trainer:
+    """The configured Trainer, with the callbacks and the logger that every run has."""
+    callbacks: list[Callback] = [
+        steps,
+        LossPicture(files.metrics, files.picture, data.validation_entropy),
+        ModelCheckpoint(
+            dirpath=files.checkpoints,
+            filename="best",
+            monitor=BITS,
+            save_last=True,
+            enable_version_counter=False,
+        ),
+        TQDMProgressBar(refresh_rate=10),
+    ]
+    logger = CSVLogger(files.folder, name=files.metrics.parent.name, version="")
+    return instantiate(config.trainer, logger=logger, callbacks=callbacks)
+
+
+@rank_zero_only
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _check_extras(config: DictConfig) -> None:
+    target = str(config.model.network.get("_target_", ""))
+    if target.startswith("transformers.") and find_spec("transformers") is None:
+        raise ConfigError(
+            f"model.network is {target}, which needs transformers, and it is not installed. "
+            "Install it with: pip install 'lightning_cp[hf]'."
+        )
+
+
+def _quiet_what_is_expected() -> None:
+    """Silence what Lightning says of every run like this one, and nothing else."""
+    # The text is in memory and a sample takes microseconds; worker processes would cost more.
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    # Lightning's own use of a name that PyTorch has deprecated.
+    warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\).*", FutureWarning)
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addFilter(lambda record: "Tip: " not in record.getMessage())

@@ -1,0 +1,95 @@
+"""Every config file composes and instantiates, and the configured model keeps documents apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.errors import MissingConfigException
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from omegaconf.errors import MissingMandatoryValue
+
+from lightning_cp.data import ByteDataModule
+from lightning_cp.train.__main__ import config_dir
+from lightning_cp.train.module import LanguageModel
+
+CONFIGS = Path(config_dir())
+GROUPS = ("model", "data", "trainer", "strategy", "experiment")
+CHOICES = [
+    (group, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))
+]
+
+
+def composed(*overrides: str) -> DictConfig:
+    """The config of a command line, as the entry point sees it."""
+    with initialize_config_dir(config_dir(), version_base="1.3"):
+        return compose("train", overrides=list(overrides))
+
+
+def test_every_file_is_covered() -> None:
+    covered = {CONFIGS / group / f"{choice}.yaml" for group, choice in CHOICES}
+    assert set(CONFIGS.rglob("*.yaml")) == covered | {CONFIGS / "train.yaml"}
+    assert {group for group, _ in CHOICES} == set(GROUPS)
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_choice_composes_and_instantiates(group: str, choice: str, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} is a text. " * 1000)
+    paths = [f"data.paths=[{tmp_path}]"] if choice == "text_files" else []
+    config = composed(f"{group}={choice}", *paths)
+
+    assert isinstance(instantiate(config.model), LanguageModel)
+    assert isinstance(instantiate(config.data), ByteDataModule)
+    trainer = instantiate(config.trainer, logger=False, enable_checkpointing=False)
+    assert isinstance(trainer, L.Trainer)
+    assert trainer.max_steps == config.trainer.max_steps
+    assert trainer.num_devices == config.trainer.devices
+
+
+def test_strategies_that_run_one_process_or_several() -> None:
+    assert composed("strategy=single").trainer.devices == 1
+    for choice in ("ddp", "hybrid", "ulysses", "ring", "auto"):
+        assert composed(f"strategy={choice}").trainer.devices == 4
+
+
+def test_experiments_go_over_every_other_choice_and_the_command_line_over_them() -> None:
+    assert composed("experiment=smoke").trainer.max_steps == 4
+    assert composed("experiment=smoke", "trainer.max_steps=7").trainer.max_steps == 7
+
+
+def test_text_files_needs_paths() -> None:
+    with pytest.raises(MissingMandatoryValue, match=r"data\.paths"):
+        instantiate(composed("data=text_files").data)
+
+
+def test_unknown_choice_lists_the_known_ones() -> None:
+    with pytest.raises(MissingConfigException, match=r"(?s)ring_around.*single"):
+        composed("strategy=ring_around")
+
+
+def test_bytes_of_one_document_do_not_reach_the_next() -> None:
+    model: LanguageModel = instantiate(composed("experiment=smoke").model)
+    first, second, shared = (torch.randint(256, (1, length)) for length in (20, 20, 12))
+    positions = torch.cat([torch.arange(20), torch.arange(12)]).unsqueeze(0)
+    with torch.no_grad():
+        outputs = [
+            model.network(input_ids=torch.cat([before, shared], 1), position_ids=positions).logits
+            for before in (first, second)
+        ]
+    torch.testing.assert_close(outputs[0][:, 20:], outputs[1][:, 20:])
+    assert not torch.allclose(outputs[0][:, :20], outputs[1][:, :20])
+
+
+def test_learning_rate_warms_up_and_falls_to_its_end() -> None:
+    model: LanguageModel = instantiate(composed("model.warmup_steps=10").model)
+    rates = [model.rate(step, 100) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == rates[10] == 1.0
+    assert rates[55] == pytest.approx((1 + model.final_rate) / 2)
+    assert rates[100] == pytest.approx(model.final_rate)
+    assert model.rate(500, 100) == pytest.approx(model.final_rate)
