@@ -1,0 +1,54 @@
+# Everything from a machine with Python 3.11+, pip and make. Overrides for training go in ARGS:
+#   make train ARGS="experiment=long"        make train ARGS="data=text_files data.paths=[book/]"
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+STAMPS := $(VENV)/stamps
+ARGS ?=
+
+.PHONY: help train test test-slow lint clean
+
+help:
+	@echo "make train      create $(VENV) if needed, then train the main job (ARGS=... for overrides)"
+	@echo "make test       create $(VENV) if needed, then run the tests"
+	@echo "make test-slow  the long suites as well"
+	@echo "make lint       ruff, pyright, import-linter, codespell"
+	@echo "make clean      remove $(VENV) and what tools have cached"
+
+train: $(STAMPS)/train
+	$(BIN)/python -m lightning_cp.train $(ARGS)
+
+test: $(STAMPS)/dev
+	$(BIN)/python -m pytest
+
+test-slow: $(STAMPS)/dev
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+lint: $(STAMPS)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+# The stamps keep the second run quick: pip runs again only when what it reads has changed.
+$(STAMPS)/train: $(STAMPS)/venv pyproject.toml constraints.txt
+	$(PIP) -e ".[hf]"
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/venv pyproject.toml constraints.txt
+	$(PIP) -e ".[hf,dev]"
+	@touch $@ $(STAMPS)/train
+
+# Some systems ship Python without ensurepip; then the environment's pip comes from the system's.
+$(STAMPS)/venv:
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" \
+	  || { echo "Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) -V). Try PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) \
+	  || { $(PYTHON) -m venv --clear --without-pip $(VENV) \
+	       && $(PYTHON) -m pip --python $(BIN)/python install -q pip; }
+	@mkdir -p $(STAMPS) && touch $@
