@@ -94,7 +94,8 @@ def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBat
     """
     if not isinstance(batch, torch.Tensor) and not is_container(batch):
         raise ConfigError(
-            f"cannot shard a batch of type {type(batch).__name__}. What works: tensors in dicts, tuples, lists, "
+            f"cannot shard a batch of type {type(batch).__name__}. What works: tensors in dicts, "
+            "tuples, lists, "
             "named tuples and dataclasses; or override ContextParallelCallback.shard_batch."
         )
     tensors = dict(tensors_of(batch))
@@ -186,7 +187,12 @@ def shard_batch(
         if rules.labels == "shift" and aligned_local is not None:
             local.setdefault("shift_labels", aligned_local)
     return ShardedBatch(
-        local, layout, positions, tensors.get(rules.label_key), aligned_local, valid_counts(whole, layout)
+        local,
+        layout,
+        positions,
+        tensors.get(rules.label_key),
+        aligned_local,
+        valid_counts(whole, layout),
     )
 
 
@@ -196,9 +202,7 @@ def valid_counts(whole: WholeBatch, layout: SequenceLayout) -> tuple[int, ...]:
         per_token = torch.full((whole.seq_len,), whole.rows, dtype=torch.int64)
     else:
         per_token = (whole.aligned_labels != IGNORE).sum(0).cpu()
-    return tuple(
-        int(layout.shard(per_token, rank, dim=0).sum()) for rank in range(layout.cp_size)
-    )
+    return tuple(int(layout.shard(per_token, rank, dim=0).sum()) for rank in range(layout.cp_size))
 
 
 def unshard_output(
@@ -270,7 +274,9 @@ def _refuse_undeclared(
             continue
         if seq_len in x.shape:
             raise ConfigError(
-                f"{name!r} of shape {tuple(x.shape)} has a dimension as long as the sequence ({seq_len}), but it "
-                f"is not declared. Say sequence_dims={{{name!r}: {list(x.shape).index(seq_len)}}} to shard it, "
+                f"{name!r} of shape {tuple(x.shape)} has a dimension as long as the sequence "
+                f"({seq_len}), but it "
+                f"is not declared. Say sequence_dims={{{name!r}: {list(x.shape).index(seq_len)}}} "
+                "to shard it, "
                 f"or sequence_dims={{{name!r}: None}} to give every rank all of it."
             )

@@ -13,17 +13,20 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.mesh import ContextParallelMesh, Flat
 
 
 class Core(Protocol):
     """What the callback needs of the strategy's core."""
 
     @property
-    def in_step(self) -> bool: ...  # noqa: D102
-    def shard(self, batch: Any, *, needs_labels: bool) -> Any: ...  # noqa: D102
-    def unshard(self, output: Any, dims: Mapping[str, int | None]) -> Any: ...  # noqa: D102
-    def average(self, value: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
-    def end_step(self) -> None: ...  # noqa: D102
+    def in_step(self) -> bool: ...
+    def shard(self, batch: Any, *, needs_labels: bool) -> Any: ...
+    def unshard(self, output: Any, dims: Mapping[str, int | None]) -> Any: ...
+    def average(self, value: torch.Tensor) -> torch.Tensor: ...
+    def end_step(self) -> None: ...
+    @property
+    def mesh(self) -> ContextParallelMesh: ...
 
 
 class ContextParallelCallback(Callback):
@@ -46,7 +49,8 @@ class ContextParallelCallback(Callback):
         """
         if self._core is None:
             raise ConfigError(
-                "ContextParallelCallback needs the context-parallel strategy: Trainer(strategy='ulysses_ring'), "
+                "ContextParallelCallback needs the context-parallel strategy: "
+                "Trainer(strategy='ulysses_ring'), "
                 "or strategy=UlyssesRingStrategy(...)."
             )
         return self._core
@@ -67,8 +71,9 @@ class ContextParallelCallback(Callback):
         own_log = pl_module.log
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            if core.in_step and not kwargs.get("rank_zero_only"):
-                value = _averaged(core, value)
+            if core.in_step and not kwargs.get("rank_zero_only") and _is_mean(value):
+                value = core.average(torch.as_tensor(value))
+                kwargs = {**_sync_options(core.mesh), **kwargs}
             own_log(name, value, *args, **kwargs)
 
         object.__setattr__(pl_module, "log", log)
@@ -96,10 +101,14 @@ class ContextParallelCallback(Callback):
             module.__dict__.pop("log", None)
 
 
-def _averaged(core: Core, value: Any) -> Any:
+def _is_mean(value: Any) -> bool:
     """Floating-point scalars are means over targets; metrics and counts synchronise themselves."""
-    if isinstance(value, float):
-        value = torch.tensor(value, dtype=torch.float64)
-    if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.is_floating_point():
-        return value
-    return core.average(value)
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.is_floating_point()
+    return isinstance(value, float)
+
+
+def _sync_options(mesh: ContextParallelMesh) -> dict[str, Any]:
+    """What is left to synchronise once the cp group agrees: ranks with other samples, if there are any."""
+    options: dict[str, Any] = {"sync_dist_group": mesh.group(Flat.DATA)}
+    return options if mesh.data_size > 1 else {**options, "sync_dist": True}

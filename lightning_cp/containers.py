@@ -42,10 +42,14 @@ def map_tensors(value: Any, visit: Visit, name: str = "") -> Any:
         return value
     if not is_container(value):
         raise ConfigError(
-            f"cannot look for tensors inside {name or ROOT!r}, a {type(value).__name__}. What works: tensors in "
+            f"cannot look for tensors inside {name or ROOT!r}, a {type(value).__name__}. What "
+            "works: tensors in "
             "dicts, tuples, lists, named tuples and dataclasses, nested in any way."
         )
-    new = {key: map_tensors(item, visit, f"{name}.{key}" if name else str(key)) for key, item in _items(value)}
+    new = {
+        key: map_tensors(item, visit, f"{name}.{key}" if name else str(key))
+        for key, item in _items(value)
+    }
     return _rebuild(value, new)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -179,7 +180,11 @@ class ContextParallelMesh:
         return self._control.get(flat) or self.group(flat)
 
     def shard(
-        self, x: torch.Tensor, layout: SequenceLayout, dim: int = 1, pad_value: float | int | bool = 0
+        self,
+        x: torch.Tensor,
+        layout: SequenceLayout,
+        dim: int = 1,
+        pad_value: float | int | bool = 0,
     ) -> torch.Tensor:
         """This rank's tokens of ``x``, which every rank of the cp group holds whole; no communication."""
         self._check_layout(layout)
@@ -241,7 +246,7 @@ def _cpu_twin(mesh: DeviceMesh) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(mine)
     everyone: list[list[int] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, ranks)
-    twin: dist.ProcessGroup | None = None
+    twin: Any = None
     for members in sorted({tuple(members) for members in everyone if members}):
         made = dist.new_group(list(members), backend="gloo")
         if list(members) == ranks:

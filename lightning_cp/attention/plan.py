@@ -102,9 +102,7 @@ def check_inputs(
     if len({(x.dtype, x.device) for x in (q_BLHD, k_BLKD, v_BLKD)}) > 1:
         raise ShapeError(f"q, k and v must have one dtype and one device, got {shown}.")
     if k_BLKD.shape != v_BLKD.shape or q_BLHD.shape[0] != k_BLKD.shape[0]:
-        raise ShapeError(
-            f"k and v must have equal shapes, and the batch size of q, got {shown}."
-        )
+        raise ShapeError(f"k and v must have equal shapes, and the batch size of q, got {shown}.")
     if q_BLHD.shape[3] != k_BLKD.shape[3]:
         raise ShapeError(f"q and k must have the same head dim, got {shown}.")
     if q_BLHD.shape[1] != k_BLKD.shape[1]:

@@ -77,7 +77,10 @@ def concat_columns(parts: Sequence[Columns]) -> Columns:
     if len(parts) == 1:
         return parts[0]
     return Columns(
-        *(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Columns))
+        *(
+            np.concatenate([getattr(part, field.name) for part in parts])
+            for field in fields(Columns)
+        )
     )
 
 
@@ -122,7 +125,10 @@ def keep_visible(pairs: tuple[Pieces, Pieces], row: int, left: int, right: int) 
     k_from, k_to = np.maximum(k_first, q_from - left), np.minimum(k_end, q_to + right)
     behind = q_to - 1 - k_from <= left  # the farthest key back is still in the window
     ahead = k_to - 1 - q_from <= right  # the farthest key ahead is still visible
-    kind = np.where(behind & ahead, FULL, np.where(behind & (right == 0), CAUSAL, BAND))
+    # One token on the diagonal is full as well, but only as causal can it join a longer diagonal.
+    corner = (right == 0) & (q_from == k_from) & (q_to == k_to)
+    full = behind & ahead & ~corner
+    kind = np.where(full, FULL, np.where(behind & (right == 0), CAUSAL, BAND))
     return Columns(
         row=np.full(q_from.shape, row, dtype=np.int64),
         q_rank=q.rank,

@@ -72,7 +72,9 @@ class Documents:
         return cls([rows[rows[:, 1] > rows[:, 0]]], total)
 
     @classmethod
-    def from_segment_ids(cls, segment_ids: torch.Tensor, padding_id: int | None = None) -> Documents:
+    def from_segment_ids(
+        cls, segment_ids: torch.Tensor, padding_id: int | None = None
+    ) -> Documents:
         """From ids ``[rows, seq_len]`` (or ``[seq_len]``): a run of equal ids is a document.
 
         Args:
@@ -101,8 +103,15 @@ class Documents:
         """From a ``[rows, seq_len]`` mask, 1 for tokens and 0 for left or right padding.
 
         Raises:
-            ShapeError: a row has padding between tokens; a dense mask cannot be expressed.
+            ShapeError: a row has padding between tokens (a dense mask cannot be expressed), or values
+                other than 0 and 1 (an additive mask says the opposite).
         """
+        other = (mask != 0) & (mask != 1)
+        if other.any():
+            raise ShapeError(
+                f"a padding mask must be 1 for tokens and 0 for padding, got {mask[other][0].item()}. "
+                "An additive mask (0 for tokens, -inf for padding) becomes one by `mask == 0`."
+            )
         kept = _rows(mask.to(torch.int64), "padding mask")
         rows: list[Intervals] = []
         for index, row in enumerate(kept != 0):
@@ -148,7 +157,12 @@ class Documents:
 
 
 def _frozen(row: Intervals) -> Intervals:
-    out = np.array(row, dtype=np.int64).reshape(-1, 2)
+    given = np.asarray(row)
+    if given.size and (given.ndim != 2 or given.shape[1] != 2):
+        raise ShapeError(f"documents must be (start, end) pairs, got shape {given.shape}.")
+    if given.size and not np.issubdtype(given.dtype, np.integer):
+        raise ShapeError(f"documents must hold integers (int32 or int64), got {given.dtype}.")
+    out = np.array(given, dtype=np.int64).reshape(-1, 2)
     out.setflags(write=False)
     return out
 
@@ -164,7 +178,9 @@ def _check_intervals(row: Intervals, seq_len: int, index: int) -> None:
 
 
 def _int_array(values: IntsLike, name: str, ndim: int) -> npt.NDArray[np.int64]:
-    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    array = (
+        values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    )
     if not np.issubdtype(array.dtype, np.integer):
         raise ShapeError(f"{name} must hold integers (int32 or int64), got {array.dtype}.")
     if array.ndim != ndim:
@@ -173,6 +189,10 @@ def _int_array(values: IntsLike, name: str, ndim: int) -> npt.NDArray[np.int64]:
 
 
 def _rows(values: torch.Tensor, name: str) -> npt.NDArray[np.int64]:
+    if values.dim() not in (1, 2):
+        raise ShapeError(
+            f"{name} must be [rows, seq_len] or [seq_len], got shape {tuple(values.shape)}."
+        )
     rows = values if values.dim() == 2 else values.unsqueeze(0)
     out = _int_array(rows, name, ndim=2)
     if out.size == 0:

@@ -17,7 +17,7 @@ class HeadSplit:
     """Heads of an attention call over ``ulysses_size`` ranks.
 
     Raises:
-        ConfigError: query heads do not divide by ``ulysses_size``.
+        ConfigError: a size below 1, or query heads do not divide by ``ulysses_size``.
         ShapeError: query heads do not divide by K/V heads.
     """
 
@@ -26,6 +26,11 @@ class HeadSplit:
     ulysses_size: int
 
     def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.ulysses_size < 1:
+            raise ConfigError(
+                f"the number of attention heads and ulysses_size must be at least 1, got "
+                f"{self.num_heads} heads and ulysses_size={self.ulysses_size}."
+            )
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ShapeError(
                 f"the number of query heads must be a multiple of the number of K/V heads, got "

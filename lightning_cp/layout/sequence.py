@@ -42,7 +42,8 @@ class SequenceLayout:
 
     Raises:
         ConfigError: an unknown kind or a size below 1.
-        ShapeError: the sequence is shorter than two tokens a rank, or the documents are of another length.
+        ShapeError: the length is not an integer or shorter than two tokens a rank, or the documents
+            are of another length.
     """
 
     seq_len: int
@@ -54,10 +55,14 @@ class SequenceLayout:
     def __post_init__(self) -> None:
         for name in ("ring_size", "ulysses_size"):
             size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
+            if type(size) is not int or size < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1, got {size!r}.")
         if self.kind not in LAYOUT_KINDS:
-            raise ConfigError(f"layout must be one of {', '.join(LAYOUT_KINDS)}, got {self.kind!r}.")
+            raise ConfigError(
+                f"layout must be one of {', '.join(LAYOUT_KINDS)}, got {self.kind!r}."
+            )
+        if not isinstance(self.seq_len, int):
+            raise ShapeError(f"seq_len must be an integer, got {self.seq_len!r}.")
         shortest = 1 if self.cp_size == 1 else 2 * self.cp_size
         if self.seq_len < shortest:
             raise ShapeError(
@@ -119,7 +124,9 @@ class SequenceLayout:
     def positions(self, cp_rank: int) -> torch.Tensor:
         """int64 ``[local_len]``: global index of each local token, in local order (padding >= seq_len)."""
         ring_rank, ulysses_rank = divmod(self._check_rank(cp_rank), self.ulysses_size)
-        runs = [torch.arange(start, start + size) for start, size in self.segments(ring_rank).tolist()]
+        runs = [
+            torch.arange(start, start + size) for start, size in self.segments(ring_rank).tolist()
+        ]
         return torch.cat(runs)[ulysses_rank * self.local_len : (ulysses_rank + 1) * self.local_len]
 
     def shard(
@@ -147,7 +154,9 @@ class SequenceLayout:
             ShapeError: not one shard per rank, or a shard that is not ``local_len`` long.
         """
         if len(shards) != self.cp_size:
-            raise ShapeError(f"unshard needs {self.cp_size} shards, one per rank, got {len(shards)}.")
+            raise ShapeError(
+                f"unshard needs {self.cp_size} shards, one per rank, got {len(shards)}."
+            )
         for x in shards:
             self._check_size(x, dim, self.local_len, "unshard", "a local shard")
         order = self._inverse.to(shards[0].device)
@@ -166,7 +175,9 @@ class SequenceLayout:
 
     def _check_size(self, x: torch.Tensor, dim: int, want: int, verb: str, what: str) -> None:
         if not -x.dim() <= dim < x.dim():
-            raise ShapeError(f"cannot {verb} along dim {dim}: the tensor has shape {tuple(x.shape)}.")
+            raise ShapeError(
+                f"cannot {verb} along dim {dim}: the tensor has shape {tuple(x.shape)}."
+            )
         if x.size(dim) == want:
             return
         hint = ""

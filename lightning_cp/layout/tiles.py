@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout.coalesce import coalesce
 from lightning_cp.layout.columns import (
     KINDS,
@@ -55,6 +55,8 @@ class Mask:
     uses_distance: bool = False
 
     def __post_init__(self) -> None:
+        # Configs give lists, which have no hash and equal no tuple.
+        object.__setattr__(self, "window", tuple(self.window))
         if len(self.window) != 2 or any(side < -1 for side in self.window):
             raise ConfigError(
                 f"window must be (left, right) distances of at least 0, or -1 for unbounded, "
@@ -178,7 +180,8 @@ class Schedule:
         size = self.layout.ring_size
         totals = np.zeros(size, dtype=np.int64)
         np.add.at(totals, columns.q_rank, areas(columns, self.mask.left, self.mask.right))
-        return tuple(totals.tolist())
+        rows = self.documents.num_rows if self.documents.shared else 1
+        return tuple((totals * rows).tolist())
 
     @property
     def imbalance(self) -> float:
@@ -227,8 +230,15 @@ def schedule(layout: SequenceLayout, documents: Documents | None, mask: Mask) ->
         documents: intervals that attend only to themselves; ``None`` takes the layout's, and one
             document if it has none.
         mask: causality and window.
+
+    Raises:
+        ShapeError: the documents are of another length than the layout.
     """
     documents = documents or layout.documents or Documents.single(layout.seq_len)
+    if documents.seq_len != layout.seq_len:
+        raise ShapeError(
+            f"documents describe {documents.seq_len} tokens, but the layout has {layout.seq_len}."
+        )
     return Schedule(layout, documents, mask)
 
 
@@ -244,7 +254,9 @@ def _as_tiles(columns: Columns) -> tuple[Tile, ...]:
         columns.kind,
     )
     table = np.stack([field[order] for field in fields], axis=1).tolist()
-    return tuple(Tile(*values[:6], KINDS[values[6]]) for values in table)
+    return tuple(
+        Tile(row, q, m, k, n, delta, KINDS[kind]) for row, q, m, k, n, delta, kind in table
+    )
 
 
 def _union(columns: Columns) -> Ranges:

@@ -83,8 +83,8 @@ def _attention(handle: SwapHandle, before: str, functions: Any) -> Any:
                 dropout=dropout, scaling=scaling, **extra, **kwargs,
             )  # fmt: skip
         spec = _spec(module, attention_mask, dropout, scaling, is_causal, kwargs)
-        out = handle.attention(*(x.transpose(1, 2) for x in (query, key, value)), spec)
-        return out, None
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return handle.attention(q, k, v, spec), None
 
     return attention
 
@@ -100,7 +100,8 @@ def _spec(
     """What transformers asks of one attention call."""
     if attention_mask is not None:
         raise ConfigError(
-            f"{type(module).__name__} was given a dense attention mask of shape {tuple(attention_mask.shape)}, "
+            f"{type(module).__name__} was given a dense attention mask of shape "
+            f"{tuple(attention_mask.shape)}, "
             "which cannot be sharded. What can be expressed: causality, sliding windows, packed documents "
             "(restarting position_ids) and padding (a 2-D attention_mask)."
         )

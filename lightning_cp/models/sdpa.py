@@ -38,9 +38,8 @@ def swap_sdpa(handle: SwapHandle) -> None:
             return original(query, key, value, attn_mask, dropout_p, is_causal, **extra)
         _check(query, key, attn_mask, enable_gqa)
         spec = AttentionSpec(causal=is_causal, softmax_scale=scale, dropout_p=dropout_p)
-        return handle.attention(
-            *(x.transpose(1, 2) for x in (query, key, value)), spec
-        ).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return handle.attention(q, k, v, spec).transpose(1, 2)
 
     for place, name in _references(original):
         setattr(place, name, scaled_dot_product_attention)
@@ -64,7 +63,8 @@ def _check(
         )
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ConfigError(
-            f"query has {query.shape[1]} heads and key {key.shape[1]}: pass enable_gqa=True for grouped heads."
+            f"query has {query.shape[1]} heads and key {key.shape[1]}: pass enable_gqa=True for "
+            "grouped heads."
         )
 
 

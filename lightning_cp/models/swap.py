@@ -89,7 +89,9 @@ class SwapHandle:
         """
         if self.state is None or self.state.calls:
             return
-        seen = sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
+        seen = sorted(
+            {type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()}
+        )
         raise ConfigError(
             "no attention call was intercepted in this step (0 calls), so every rank would attend to its "
             f"own tokens only. Attention classes seen: {', '.join(seen) or 'none'}. Attention is "
@@ -110,7 +112,10 @@ class SwapHandle:
 
 
 def swap_attention(
-    model: nn.Module, mesh: ContextParallelMesh, kernel: str = "auto", roots: Iterable[nn.Module] | None = None
+    model: nn.Module,
+    mesh: ContextParallelMesh,
+    kernel: str = "auto",
+    roots: Iterable[nn.Module] | None = None,
 ) -> SwapHandle:
     """Route the model's attention through context parallelism while a step is active.
 

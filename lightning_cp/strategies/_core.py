@@ -56,7 +56,8 @@ class ContextParallelCore:
         """
         if self._mesh is None:
             raise RuntimeError(
-                "the mesh does not exist yet: processes start first, and the split of the context-parallel ranks "
+                "the mesh does not exist yet: processes start first, and the split of the "
+                "context-parallel ranks "
                 "may need the model. It is available from setup on, or in configure_model if num_heads, or "
                 "ulysses_size and ring_size, are given to the strategy."
             )
@@ -166,7 +167,8 @@ class ContextParallelCore:
             within=[range(index * cp, (index + 1) * cp) for index in range(size)],
             error=error,
         )
-        assert whole is not None and layout is not None
+        assert whole is not None
+        assert layout is not None
         self._some_rank_empty = any(row["ranks without targets"] for row in table)
         self._sharded = shard_batch(whole, layout, self.mesh.cp_rank, self.rules)
         return self._sharded.batch
@@ -190,7 +192,8 @@ class ContextParallelCore:
             return
         if self._handle is None or self._sharded is None:
             raise ConfigError(
-                "a context-parallel step began without a sharded batch. Let the strategy move the batch (do not "
+                "a context-parallel step began without a sharded batch. Let the strategy move the "
+                "batch (do not "
                 "override transfer with a step that takes dataloader_iter)."
             )
         part = self._sharded

@@ -71,7 +71,8 @@ class Settings:
         if wanted is None:
             if world_size % self.data_parallel_size:
                 raise ConfigError(
-                    f"data_parallel_size={self.data_parallel_size} does not divide the world size {world_size}."
+                    f"data_parallel_size={self.data_parallel_size} does not divide the world size "
+                    f"{world_size}."
                 )
             return world_size // self.data_parallel_size
         if wanted * self.data_parallel_size != world_size:
@@ -82,7 +83,8 @@ class Settings:
             rest, left = divmod(world_size, wanted)
             fix = f"data_parallel_size={rest}" if not left else f"{wanted} or a multiple as devices"
             raise ConfigError(
-                f"the mesh sizes must multiply to the world size {world_size}, got {' x '.join(shown)}, which is "
+                f"the mesh sizes must multiply to the world size {world_size}, got "
+                f"{' x '.join(shown)}, which is "
                 f"{wanted * self.data_parallel_size} ranks. What would work: {fix}."
             )
         return wanted
@@ -90,7 +92,9 @@ class Settings:
     @property
     def needs_heads(self) -> bool:
         """Whether the split depends on the number of heads."""
-        return self.mode in ("auto", "hybrid") and self.ulysses_size is None and self.ring_size is None
+        return (
+            self.mode in ("auto", "hybrid") and self.ulysses_size is None and self.ring_size is None
+        )
 
     def factors(self, cp_size: int, num_heads: int | None, ranks_per_node: int | None) -> Factors:
         """The split of ``cp_size`` into Ulysses and ring.
@@ -107,7 +111,11 @@ class Settings:
             factors = Factors(1, cp_size, "mode=ring")
         else:
             assert num_heads is not None
-            limit = ranks_per_node if self.mode == "auto" else min(ranks_per_node or cp_size, cp_size // 2)
+            limit = (
+                ranks_per_node
+                if self.mode == "auto"
+                else min(ranks_per_node or cp_size, cp_size // 2)
+            )
             factors = factorise(cp_size, num_heads, max(1, limit) if limit else None)
         _check_factors(self, factors, cp_size, num_heads)
         return factors
@@ -131,7 +139,8 @@ def _check_mode(settings: Settings) -> None:
     other = {"ulysses": "ring_size", "ring": "ulysses_size"}.get(settings.mode)
     if other is not None and getattr(settings, other) not in (None, 1):
         raise ConfigError(
-            f"mode={settings.mode!r} has {other}=1, got {other}={getattr(settings, other)}. Use mode='hybrid' or "
+            f"mode={settings.mode!r} has {other}=1, got {other}={getattr(settings, other)}. Use "
+            "mode='hybrid' or "
             "'auto' for both axes."
         )
     if settings.mode == "hybrid" and 1 in (settings.ulysses_size, settings.ring_size):

@@ -209,18 +209,22 @@ class UlyssesRingStrategy(DDPStrategy):
         )
         if factors is not None:
             rank_zero_info(
-                f"context parallel: ulysses {factors.ulysses_size} x ring {factors.ring_size} ({factors.why}), "
+                f"context parallel: ulysses {factors.ulysses_size} x ring {factors.ring_size} "
+                f"({factors.why}), "
                 f"data parallel {self.data_parallel_size}, layout {self._core.settings.layout}"
             )
 
     def _attach_callback(self) -> None:
         module = self.lightning_module
         assert module is not None
-        callbacks = module.trainer.callbacks
-        found = [callback for callback in callbacks if isinstance(callback, ContextParallelCallback)]
+        callbacks: list[Any] = module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        found = [
+            callback for callback in callbacks if isinstance(callback, ContextParallelCallback)
+        ]
         if len(found) > 1:
             raise ConfigError(
-                f"the Trainer has {len(found)} ContextParallelCallbacks; pass at most one (the strategy adds one "
+                f"the Trainer has {len(found)} ContextParallelCallbacks; pass at most one (the "
+                "strategy adds one "
                 "by itself)."
             )
         if not found:
@@ -236,5 +240,3 @@ def _refuse_dataloader_iter(module: LightningModule, step: str) -> None:
             f"{step}(dataloader_iter) fetches batches by itself, so they are never sharded. Take the batch "
             f"instead: {step}(self, batch, batch_idx)."
         )
-
-

@@ -1,0 +1,139 @@
+"""Context parallelism changes nothing: losses, gradient norms, weights, validation and predictions.
+
+Compared with a plain Lightning Trainer in one process (and plain DDP on two) over 20 steps, with
+targets spread unevenly, ranks without any target, and a length that does not divide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pool import run_ranks
+from tests.strategies.runs import Result, Run, execute
+
+Sizes = dict[str, Any]
+
+
+def sizes(ulysses: int, ring: int, data: int = 1) -> Any:
+    """Strategy arguments, hashable."""
+    return tuple({"ulysses_size": ulysses, "ring_size": ring, "data_parallel_size": data}.items())
+
+
+EIGHT_HEADS = [(2, 1), (1, 2), (4, 1), (1, 4), (2, 2)]
+NINE_HEADS = [(3, 1), (3, 2)]
+LAYOUTS = [*(((8, 2), *at) for at in EIGHT_HEADS), *(((9, 3), *at) for at in NINE_HEADS)]
+MODELS = {"plain-float64": 1e-10, "hf-float64": 1e-6, "hf-float32": 1e-5}
+
+
+@lru_cache(maxsize=32)
+def baseline(run: Run, world_size: int = 1) -> Result:
+    """The plain run that others are compared with."""
+    return run_ranks(world_size, execute, run, timeout=120)[0]
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest difference relative to the largest value."""
+    assert got.shape == want.shape
+    return float((got - want).abs().max() / want.abs().max())
+
+
+def compare(results: list[Result], want: Result, tolerance: float) -> float:
+    """The worst relative error; every rank reports the same losses and predictions."""
+    worst = 0.0
+    for result in results:
+        for name in ("losses", "grad_norms"):
+            got, wanted = (torch.tensor(getattr(x, name)).double() for x in (result, want))
+            worst = max(worst, float(((got - wanted).abs() / wanted.abs()).max()))
+        worst = max(worst, abs(result.val_loss - want.val_loss) / abs(want.val_loss))
+        assert len(result.predictions) == len(want.predictions)
+        for got, wanted in zip(result.predictions, want.predictions, strict=True):
+            worst = max(worst, relative(got, wanted))
+    for name, weight in want.weights.items():
+        worst = max(worst, relative(results[0].weights[name], weight))
+    print(f"worst relative error {worst:.1e} (tolerance {tolerance:.0e})")
+    assert worst <= tolerance, worst
+    return worst
+
+
+@pytest.mark.parametrize(("heads", "ulysses", "ring"), LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_twenty_steps_equal_one_process(
+    model: str, heads: tuple[int, int], ulysses: int, ring: int
+) -> None:
+    kind, dtype = model.split("-")
+    run = Run(model=kind, dtype=dtype, heads=heads, clip=1.0)
+    want = baseline(run)
+    results = run_ranks(
+        ulysses * ring, execute, replace(run, strategy=sizes(ulysses, ring)), timeout=120
+    )
+    assert len(want.losses) == 20
+    assert any(result.empty_ranks for result in results)
+    compare(results, want, MODELS[model])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_accumulation_and_clipping_equal_one_process(model: str) -> None:
+    kind, dtype = model.split("-")
+    run = Run(model=kind, dtype=dtype, accumulate=3, clip=0.3)
+    results = run_ranks(4, execute, replace(run, strategy=sizes(2, 2)), timeout=120)
+    want = baseline(run)
+    assert len(want.grad_norms) == 20
+    assert max(want.grad_norms) > 0.3
+    compare(results, want, MODELS[model])
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (1, 2)])
+def test_data_parallel_equals_plain_ddp(model: str, ulysses: int, ring: int) -> None:
+    kind, dtype = model.split("-")
+    run = Run(strategy="ddp", model=kind, dtype=dtype, sampler=True, predict=False)
+    want = run_ranks(2, execute, run, timeout=120)
+    results = run_ranks(4, execute, replace(run, strategy=sizes(ulysses, ring, 2)), timeout=120)
+    # Ranks 0 and 1 share the first sample, 2 and 3 the second: as DDP's ranks 0 and 1.
+    for data_rank in range(2):
+        part = results[2 * data_rank : 2 * data_rank + 2]
+        expected = replace(want[data_rank], weights={}, val_loss=want[data_rank].val_loss)
+        compare(part, expected, MODELS[model])
+    compare([results[0]], replace(want[0]), MODELS[model])
+
+
+@pytest.mark.parametrize("strategy", [sizes(2, 2), sizes(1, 4), sizes(4, 1)])
+def test_4093_tokens(strategy: Any) -> None:
+    run = Run(seq_len=4093, rows=1, steps=2)
+    compare(
+        run_ranks(4, execute, replace(run, strategy=strategy), timeout=200), baseline(run), 1e-10
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_4093_tokens_for_twenty_steps(model: str) -> None:
+    kind, dtype = model.split("-")
+    run = Run(model=kind, dtype=dtype, seq_len=4093, rows=1, accumulate=3, clip=0.3)
+    results = run_ranks(4, execute, replace(run, strategy=sizes(2, 2)), timeout=600)
+    compare(results, run_ranks(1, execute, run, timeout=600)[0], MODELS[model])
+
+
+def test_a_mean_of_local_means_would_fail() -> None:
+    """The tolerance bites: without the loss scale the very first gradient norms differ."""
+    run = Run(steps=4)
+    results = run_ranks(4, unscaled, replace(run, strategy=sizes(2, 2)), timeout=120)
+    with pytest.raises(AssertionError):
+        compare(results, baseline(run), 1e-2)
+
+
+def unscaled(rank: int, world_size: int, run: Run) -> Result:
+    """A run whose loss is not weighted by targets."""
+    from lightning_cp.strategies._core import ContextParallelCore
+
+    original = ContextParallelCore.scale_loss
+    ContextParallelCore.scale_loss = lambda self, loss: torch.nan_to_num(loss)  # type: ignore[method-assign]
+    try:
+        return execute(rank, world_size, run)
+    finally:
+        ContextParallelCore.scale_loss = original  # type: ignore[method-assign]
