@@ -1,0 +1,147 @@
+"""Gathers and all-to-alls: what they move, that each backward is the adjoint, and their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_cp.comm.all_gather import all_gather
+from lightning_cp.comm.all_to_all import gather_heads, scatter_heads
+from lightning_cp.comm.reduce import all_sum
+from lightning_cp.layout import HeadSplit
+from tests.pool import run_ranks
+
+SIZES = [2, 3, 4, 8]
+BATCH, TOKENS, DIM = 2, 5, 4
+
+
+def world() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def draw(seed: int, *shape: int) -> torch.Tensor:
+    """The same float64 tensor in every process."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def dot(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The inner product of two tensors."""
+    return float((a * b).sum())
+
+
+def gathered(rank: int, world_size: int) -> tuple[float, float]:
+    """This rank's share of <f(x), y> and of <x, f'(y)>."""
+    x = draw(rank, 3, TOKENS).requires_grad_()
+    shards = all_gather(x, world())
+    for source, shard in enumerate(shards):
+        assert torch.equal(shard, draw(source, 3, TOKENS))
+    ys = [draw(100 + world_size * rank + source, 3, TOKENS) for source in range(world_size)]
+    (dx,) = torch.autograd.grad(shards, x, ys)
+    return sum(dot(a.detach(), y) for a, y in zip(shards, ys, strict=True)), dot(x.detach(), dx)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_all_gather_and_its_adjoint(world_size: int) -> None:
+    check_adjoint(run_ranks(world_size, gathered))
+
+
+def check_adjoint(shares: Sequence[tuple[float, float]]) -> None:
+    """<f(x), y> = <x, f'(y)>, summed over ranks."""
+    left, right = (sum(parts) for parts in zip(*shares, strict=True))
+    assert abs(left) > 1e-3  # random vectors are not orthogonal
+    assert abs(left - right) <= 1e-12 * sum(abs(part) for part, _ in shares)
+
+
+def gather_one_of_many(rank: int, world_size: int) -> torch.Tensor:
+    """The gradient where only rank 1's shard is used, and only on rank 0."""
+    x = draw(rank, 3, TOKENS).t().requires_grad_()  # not contiguous
+    shards = all_gather(x, world())
+    for source, shard in enumerate(shards):
+        assert torch.equal(shard, draw(source, 3, TOKENS).t())
+    loss = shards[1].sum() if rank == 0 else sum(shard.sum() * 0 for shard in shards)
+    assert isinstance(loss, torch.Tensor)
+    loss.backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def test_unused_shards_have_no_gradient() -> None:
+    for rank, gradient in enumerate(run_ranks(3, gather_one_of_many)):
+        assert torch.equal(gradient, torch.full((TOKENS, 3), float(rank == 1), dtype=torch.float64))
+
+
+def head_ranges(num_heads: int, num_kv_heads: int, world_size: int) -> list[tuple[int, int]]:
+    """K/V heads that each rank needs; the query heads for equal numbers."""
+    split = HeadSplit(num_heads, num_kv_heads, world_size)
+    return [split.kv_range(rank) for rank in range(world_size)]
+
+
+def scatter(rank: int, world_size: int, num_heads: int, num_kv_heads: int) -> tuple[float, float]:
+    """This rank's share of <f(x), y> and of <x, f'(y)>; x comes back as often as it was sent."""
+    ranges = head_ranges(num_heads, num_kv_heads, world_size)
+    first, last = ranges[rank]
+    x = draw(rank, BATCH, TOKENS, num_kv_heads, DIM)
+    heads = scatter_heads(x, ranges, rank, world()).wait()
+    every = [draw(source, BATCH, TOKENS, num_kv_heads, DIM) for source in range(world_size)]
+    assert torch.equal(heads, torch.cat(every, dim=1)[:, :, first:last].transpose(0, 1))
+
+    back = gather_heads(heads, ranges, rank, num_kv_heads, world())
+    holders = [sum(a <= head < b for a, b in ranges) for head in range(num_kv_heads)]
+    torch.testing.assert_close(back, x * torch.tensor(holders).view(-1, 1), rtol=1e-15, atol=0)
+    if num_heads == num_kv_heads:
+        assert torch.equal(back, x)
+
+    y = draw(100 + rank, *heads.shape)
+    return dot(heads, y), dot(x, gather_heads(y, ranges, rank, num_kv_heads, world()))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_heads", "num_kv_heads"),
+    [
+        *[(size, 2 * size, 2 * size) for size in SIZES],
+        *[(size, 2 * size, 1) for size in SIZES],  # every rank holds the only K/V head
+        (2, 6, 3),
+        (3, 12, 4),
+        (4, 12, 3),
+        (8, 24, 3),
+        (8, 16, 4),
+    ],
+)
+def test_heads_are_scattered_and_gathered_by_adjoints(
+    world_size: int, num_heads: int, num_kv_heads: int
+) -> None:
+    check_adjoint(run_ranks(world_size, scatter, num_heads, num_kv_heads))
+
+
+def scatter_strided(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    ranges = head_ranges(4, 4, world_size)
+    x = draw(rank, BATCH, 4, TOKENS, DIM).to(dtype).transpose(1, 2)
+    heads = scatter_heads(x, ranges, rank, world()).wait()
+    assert heads.dtype == dtype
+    back = gather_heads(
+        heads.transpose(0, 1).contiguous().transpose(0, 1), ranges, rank, 4, world()
+    )
+    assert torch.equal(back, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_strided_heads_come_back_in_every_dtype(dtype: torch.dtype) -> None:
+    run_ranks(2, scatter_strided, dtype)
+
+
+def sum_over(rank: int, world_size: int) -> torch.Tensor:
+    x = torch.tensor([rank, 10.0 * rank], requires_grad=True)
+    total = all_sum(x, world())
+    assert torch.equal(x.detach(), torch.tensor([rank, 10.0 * rank]))
+    assert not total.requires_grad
+    return total
+
+
+def test_all_sum_leaves_its_input() -> None:
+    for total in run_ranks(3, sum_over):
+        assert torch.equal(total, torch.tensor([3.0, 30.0]))
