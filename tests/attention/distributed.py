@@ -1,0 +1,82 @@
+"""Running attention problems on a grid of ranks, and putting the ranks' results together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from lightning_cp.attention.api import context_parallel_attention
+from lightning_cp.mesh import ContextParallelMesh
+from tests import oracle
+from tests.attention.problems import Grid, Problem, Tensors
+from tests.pool import run_ranks
+
+
+class Shards(NamedTuple):
+    """One rank's out [B, L, H, D], lse [B, H, L] and gradients."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
+@contextmanager
+def mesh_of(grid: Grid) -> Iterator[ContextParallelMesh]:
+    """The mesh of a grid, destroyed afterwards."""
+    mesh = ContextParallelMesh(ring_size=grid.ring, ulysses_size=grid.ulysses)
+    try:
+        yield mesh
+    finally:
+        mesh.destroy()
+
+
+def attend_shards(
+    problem: Problem,
+    grid: Grid,
+    mesh: ContextParallelMesh,
+    kernel: str,
+    tensors: Tensors | None = None,
+    pad_value: float = 0.0,
+) -> Shards:
+    """Forward and backward of this rank's tokens, of ``problem`` or of other inputs of its shape."""
+    layout = problem.layout(grid)
+    q, k, v, dout = (
+        mesh.shard(x, layout, pad_value=pad_value) for x in tensors or problem.tensors()
+    )
+    for x in (q, k, v):
+        x.requires_grad_()
+    out, lse = context_parallel_attention(
+        q, k, v, mesh=mesh, layout=layout, spec=problem.spec, kernel=kernel, return_lse=True
+    )
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    return Shards(*(x.detach().contiguous() for x in (out, lse, dq, dk, dv)))
+
+
+def attend_all(
+    rank: int, world_size: int, problems: Sequence[Problem], grid: Grid, kernel: str
+) -> list[Shards]:
+    """This rank's part of every problem."""
+    with mesh_of(grid) as mesh:
+        return [attend_shards(problem, grid, mesh, kernel) for problem in problems]
+
+
+def joined(problem: Problem, grid: Grid, shards: Sequence[Shards]) -> oracle.Attention:
+    """The whole sequence, in original order and length, from every rank's part."""
+    layout = problem.layout(grid)
+    out, lse, dq, dk, dv = zip(*shards, strict=True)
+    outs = (layout.unshard(parts, dim=1) for parts in (dq, dk, dv))
+    return oracle.Attention(layout.unshard(out, dim=1), layout.unshard(lse, dim=2), *outs)
+
+
+def answers(problems: Sequence[Problem], grid: Grid, kernel: str) -> list[oracle.Attention]:
+    """Every problem on a grid of ranks; one call for all, since ranks meet before and after it."""
+    ranks = run_ranks(grid.world_size, attend_all, problems, grid, kernel, timeout=280)
+    return [
+        joined(problem, grid, shards)
+        for problem, shards in zip(problems, zip(*ranks, strict=True), strict=True)
+    ]

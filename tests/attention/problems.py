@@ -1,0 +1,165 @@
+"""Attention problems over a whole sequence, and the grids of ranks that they are spread over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lightning_cp.attention.spec import AttentionSpec
+from lightning_cp.layout import Documents, SequenceLayout
+from lightning_cp.layout.sequence import LayoutKind
+from tests import oracle
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""q [B, S, H, D], k and v [B, S, K, D], and dout like q."""
+
+BATCH = 2
+
+
+class Sequences(NamedTuple):
+    """The length of a batch's rows and their documents; one row of documents stands for all."""
+
+    length: int
+    documents: tuple[tuple[tuple[int, int], ...], ...] | None = None
+
+
+SEQUENCES: dict[str, Sequences] = {
+    "dense": Sequences(53),  # divides by no grid, so that every layout pads
+    "divides": Sequences(48),
+    "packed": Sequences(53, (((0, 1), (1, 14), (14, 30), (30, 31), (31, 53)),)),
+    "rows": Sequences(53, (((0, 20), (20, 50)), ((7, 10), (10, 50)))),  # padded left and right
+    "equal_rows": Sequences(53, (((0, 25), (25, 53)),) * BATCH),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call, by the names of its parts; ``heads`` are query and K/V heads."""
+
+    heads: tuple[int, int] = (4, 2)
+    sequences: str = "dense"
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    dtype: torch.dtype = torch.float64
+    head_dim: int = 8
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The mask in the package's terms."""
+        return AttentionSpec(causal=self.causal, window=self.window)
+
+    def layout(self, grid: Grid) -> SequenceLayout:
+        """The layout over a grid of ranks, with the problem's documents."""
+        length, rows = SEQUENCES[self.sequences]
+        documents = None
+        if rows is not None:
+            documents = Documents([np.array(row, dtype=np.int64) for row in rows], length)
+        return SequenceLayout(length, grid.ring, grid.ulysses, grid.kind, documents)
+
+    def tensors(self) -> Tensors:
+        """q, k, v and dout, the same ones in every process."""
+        generator = torch.Generator().manual_seed(7)
+        heads, kv_heads = self.heads
+
+        def draw(count: int) -> torch.Tensor:
+            shape = (BATCH, SEQUENCES[self.sequences].length, count, self.head_dim)
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
+
+        return draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
+
+    def __str__(self) -> str:
+        heads = "{}/{} heads".format(*self.heads)
+        mask = "causal" if self.causal else "full"
+        window = "" if self.window == (-1, -1) else f", window {self.window}"
+        return (
+            f"{self.sequences}, {mask}{window}, {heads}, {str(self.dtype).removeprefix('torch.')}"
+        )
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How many ranks share a sequence, and how."""
+
+    ring: int = 1
+    ulysses: int = 1
+    kind: LayoutKind = "zigzag"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.ring * self.ulysses
+
+    @property
+    def mode(self) -> str:
+        """ulysses, ring or hybrid."""
+        if self.ring == 1:
+            return "ulysses"
+        return "ring" if self.ulysses == 1 else "hybrid"
+
+    def __str__(self) -> str:
+        if self.world_size == 1:
+            return "one rank"
+        if self.mode == "ulysses":
+            return f"ulysses {self.ulysses}"
+        size = f"{self.ring}" if self.mode == "ring" else f"{self.ring}x{self.ulysses}"
+        return f"{self.mode} {size} {self.kind}"
+
+
+GRIDS: tuple[Grid, ...] = (
+    Grid(1, 2),
+    Grid(2),
+    Grid(2, kind="contiguous"),
+    Grid(1, 3),
+    Grid(3),
+    Grid(3, kind="contiguous"),
+    Grid(1, 4),
+    Grid(4),
+    Grid(4, kind="contiguous"),
+    Grid(2, 2),
+    Grid(2, 2, kind="contiguous"),
+    Grid(3, 2),
+    Grid(2, 3),
+    Grid(1, 8),
+    Grid(8),
+    Grid(8, kind="contiguous"),
+    Grid(2, 4),
+    Grid(4, 2),
+    Grid(4, 2, kind="contiguous"),
+)
+"""Sorted by world size: another size makes the ranks regroup."""
+
+HEADS: dict[int, dict[str, tuple[int, int]]] = {
+    1: {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)},
+    2: {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1), "straddling": (6, 3)},
+    3: {"mha": (6, 6), "gqa": (6, 2), "mqa": (6, 1), "straddling": (12, 4)},
+    4: {"mha": (4, 4), "gqa": (8, 4), "mqa": (4, 1), "straddling": (12, 3)},
+    8: {"mha": (8, 8), "gqa": (16, 4), "mqa": (8, 1), "straddling": (24, 3)},
+}
+"""By Ulysses size. Straddling: some rank's query heads use K/V heads unequally often."""
+
+
+@lru_cache(maxsize=512)
+def expected(problem: Problem) -> oracle.Attention:
+    """What one process computes, in float64, from inputs rounded to the problem's dtype."""
+    return oracle.attention(
+        *problem.tensors(),
+        causal=problem.causal,
+        window=problem.window,
+        documents=SEQUENCES[problem.sequences].documents,
+    )
+
+
+def voids(problem: Problem, grid: Grid) -> dict[str, oracle.Attention]:
+    """Results that no cell may accept: all zeros, and each rank by itself."""
+    layout = problem.layout(grid)
+    return oracle.void_outputs(
+        *problem.tensors(),
+        [layout.positions(rank) for rank in range(grid.world_size)],
+        causal=problem.causal,
+        window=problem.window,
+        documents=SEQUENCES[problem.sequences].documents,
+    )

@@ -1,0 +1,135 @@
+"""Every mode against the dense float64 answer: out, lse, dq, dk and dv of the whole sequence.
+
+A row is a grid of ranks and a kernel; its cells differ in mask, heads, sequences and dtype. No cell
+would accept zeros, or ranks that do not communicate.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+
+from tests import oracle
+from tests.attention import report
+from tests.attention.distributed import answers
+from tests.attention.problems import GRIDS, HEADS, SEQUENCES, Grid, Problem, expected, voids
+
+KERNELS = ("reference", "aten")
+MASKS = {"causal": True, "full": False}
+WINDOWS = ((9, -1), (5, 12))
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+SINGLE = Grid()
+
+
+def default_cells(grid: Grid, kernel: str) -> list[Problem]:
+    """Every mask, split of heads and kind of sequence in float64; a few in lower precision."""
+    heads = HEADS[grid.ulysses]
+    sequences = ("dense", "packed", "rows")
+    cells = [
+        Problem(pair, name, causal)
+        for pair, name, causal in product(heads.values(), sequences, MASKS.values())
+    ]
+    cells.append(Problem(heads["gqa"], "divides"))
+    cells.append(Problem(heads["gqa"], "equal_rows", causal=False))
+    last = list(heads.values())[-1]
+    for dtype in DTYPES[1:]:
+        cells.append(Problem(heads["gqa"], "dense", dtype=dtype))
+        cells.append(Problem(last, "rows", dtype=dtype))
+        cells.append(Problem(last, "packed", causal=False, dtype=dtype))
+    if kernel == "reference":
+        cells += [Problem(heads["gqa"], "rows", window=window) for window in WINDOWS]
+        cells.append(Problem(last, "dense", causal=False, window=WINDOWS[1]))
+    return cells
+
+
+def all_cells(grid: Grid, kernel: str) -> list[Problem]:
+    """The cross product."""
+    heads = HEADS[grid.ulysses].values()
+    windows = ((-1, -1), *WINDOWS) if kernel == "reference" else ((-1, -1),)
+    parts = product(heads, SEQUENCES, MASKS.values(), windows, DTYPES)
+    return [Problem(*part) for part in parts]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_equals_dense(grid: Grid, kernel: str) -> None:
+    check(default_cells(grid, kernel), grid, kernel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_equals_dense_in_every_combination(grid: Grid, kernel: str) -> None:
+    check(all_cells(grid, kernel), grid, kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_rank_equals_dense(kernel: str) -> None:
+    check(default_cells(SINGLE, kernel), SINGLE, kernel)
+
+
+def check(cells: list[Problem], grid: Grid, kernel: str) -> None:
+    """Run the cells on the grid; fail with all that are beyond their limits."""
+    alone = one_rank(cells, kernel)
+    line = report.lines[str(grid), kernel]
+    failures: list[str] = []
+    for cell, answer in zip(cells, answers(cells, grid, kernel), strict=True):
+        check_dtypes(cell, answer)
+        error = norm_error if cell.dtype == torch.bfloat16 else oracle.max_error
+        allowed = limits(cell, alone.get(cell))
+        oracle.assert_not_vacuous(expected(cell), voids(cell, grid), allowed, error)
+        found = {name: error(got, getattr(expected(cell), name)) for name, got in answer.items()}
+        line.add(cell.dtype, found, allowed)
+        # `not <=` so that NaN fails too.
+        worse = {name: found[name] for name in found if not found[name] <= allowed[name]}
+        if worse:
+            failures.append(f"{cell}: {worse}, allowed {allowed}")
+    assert not failures, f"{len(failures)} of {len(cells)} cells:\n" + "\n".join(failures)
+
+
+def one_rank(cells: list[Problem], kernel: str) -> dict[Problem, oracle.Attention]:
+    """What one rank makes of the cells whose limits depend on it."""
+    rounded = [cell for cell in cells if cell.dtype != torch.float64]
+    new = [cell for cell in rounded if (kernel, cell) not in _one_rank]
+    for cell, answer in zip(new, answers(new, SINGLE, kernel) if new else [], strict=True):
+        _one_rank[kernel, cell] = answer
+    return {cell: _one_rank[kernel, cell] for cell in rounded}
+
+
+_one_rank: dict[tuple[str, Problem], oracle.Attention] = {}
+
+
+def limits(cell: Problem, alone: oracle.Attention | None) -> dict[str, float]:
+    """The largest error that each result may have.
+
+    float64: 1e-11. float32: twice what one rank gets, and 1e-6. bfloat16: twice (out, and lse, which
+    is float32) or three times (gradients) what one rank gets, in norm.
+    """
+    want = dict(expected(cell).items())
+    if alone is None:
+        return dict.fromkeys(want, 1e-11)
+    if cell.dtype == torch.float32:
+        return {n: 2 * oracle.max_error(got, want[n]) + 1e-6 for n, got in alone.items()}
+    factor = {"out": 2, "lse": 2, "dq": 3, "dk": 3, "dv": 3}
+    return {
+        n: factor[n] * norm_error(got, want[n]) + 1e-6 * (n == "lse") for n, got in alone.items()
+    }
+
+
+def norm_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of what is expected; infinities must be equal."""
+    actual, expected = actual.double(), expected.double()
+    same = actual == expected
+    difference = (actual - expected).masked_fill(same, 0.0).norm()
+    scale = expected.masked_fill(expected.isinf(), 0.0).norm()
+    return (difference / scale).nan_to_num(nan=math.inf).item()
+
+
+def check_dtypes(cell: Problem, answer: oracle.Attention) -> None:
+    """Results have the dtype of the inputs, the lse that of the sums."""
+    wide = torch.float64 if cell.dtype == torch.float64 else torch.float32
+    for name, got in answer.items():
+        assert got.dtype == (wide if name == "lse" else cell.dtype), (str(cell), name, got.dtype)
