@@ -50,7 +50,7 @@ class Accumulator:
 
     def add(self, row: int, q_start: int, out_BLHD: torch.Tensor, lse_BHL: torch.Tensor) -> None:
         """Merge the result of queries ``q_start ..`` of one batch row (or of ``ALL_ROWS``)."""
-        if self._out is None and row == ALL_ROWS and out_BLHD.shape == self._q.shape:
+        if self._out is None and out_BLHD.shape == self._q.shape:
             self._out, self._lse = out_BLHD.to(self._dtype), lse_BHL.to(self._dtype)
             return
         out, lse = self._buffers()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from lightning_cp.kernels.api import Kernel
 from lightning_cp.kernels.aten import AtenCpuFlash
 from lightning_cp.kernels.reference import ReferenceKernel
@@ -12,19 +14,18 @@ from tests.kernels.dense import Problem
 SEQ_LEN = 53  # divides by no mesh, so that every layout pads
 
 
-def ids(*lengths: int) -> tuple[int, ...]:
-    """Document ids from lengths; a negative length is padding."""
-    of_document = [
-        (-1,) * -length if length < 0 else (document,) * length
-        for document, length in enumerate(lengths)
-    ]
-    return sum(of_document, ())
+def intervals(*lengths: int) -> tuple[tuple[int, int], ...]:
+    """The documents of a row from their lengths; a negative length is padding."""
+    ends = list(accumulate(abs(length) for length in lengths))
+    return tuple(
+        (end - length, end) for length, end in zip(lengths, ends, strict=True) if length > 0
+    )
 
 
-DOCUMENTS: dict[str, tuple[tuple[int, ...], ...] | None] = {
+DOCUMENTS: dict[str, tuple[tuple[tuple[int, int], ...], ...] | None] = {
     "dense": None,
-    "packed": (ids(1, 13, 16, 1, 22),),
-    "rows": (ids(20, 30, -3), ids(-7, 3, 40, 3)),
+    "packed": (intervals(1, 13, 16, 1, 22),),
+    "rows": (intervals(20, 30, -3), intervals(-7, 3, 40, 3)),
 }
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 MASKS = {"full": Mask(causal=False), "causal": Mask()}

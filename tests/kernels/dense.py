@@ -1,8 +1,4 @@
-"""The dense float64 answer to an attention problem, and a kernel's answer through a schedule.
-
-Nothing of the dense side comes from the package: visibility is a [queries, keys] matrix compared
-position by position, and gradients are autograd's.
-"""
+"""Attention problems, the oracle's answer to them, and a kernel's answer through a schedule."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from lightning_cp.kernels.api import Kernel, Scores, accumulate_dtype
@@ -18,6 +15,7 @@ from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.layout.documents import Documents
 from lightning_cp.layout.sequence import SequenceLayout
 from lightning_cp.layout.tiles import Hop, Mask, Tile, schedule
+from tests import oracle
 
 SCALE = 0.3
 TOLERANCE = {
@@ -41,11 +39,11 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention problem over a whole sequence; ``ids`` are document ids per row, -1 padding."""
+    """One attention problem over a whole sequence; ``intervals`` are the documents of each row."""
 
     mask: Mask
     heads: tuple[int, int] = (4, 2)
-    ids: tuple[tuple[int, ...], ...] | None = None
+    intervals: tuple[tuple[tuple[int, int], ...], ...] | None = None
     dtype: torch.dtype = torch.float64
     seq_len: int = 53
     head_dim: int = 8
@@ -54,25 +52,18 @@ class Problem:
     @property
     def documents(self) -> Documents | None:
         """The documents in the package's terms."""
-        if self.ids is None:
+        if self.intervals is None:
             return None
-        return Documents.from_segment_ids(torch.tensor(self.ids), padding_id=-1)
+        return Documents([np.array(row, dtype=np.int64) for row in self.intervals], self.seq_len)
 
     def visible(self) -> torch.Tensor:
-        """bool [B, S, S]: whether a query sees a key."""
-        ids = torch.tensor(self.ids) if self.ids is not None else torch.zeros(1, self.seq_len)
-        ids = ids.expand(self.batch, -1)
-        at = torch.arange(self.seq_len)
-        ahead = at.unsqueeze(0) - at.unsqueeze(1)
-        left, right = self.mask.window
-        seen = torch.ones_like(ahead, dtype=torch.bool)
-        if self.mask.causal:
-            seen &= ahead <= 0
-        if left >= 0:
-            seen &= ahead >= -left
-        if right >= 0:
-            seen &= ahead <= right
-        return seen & (ids.unsqueeze(2) == ids.unsqueeze(1)) & (ids.unsqueeze(1) >= 0)
+        """bool [B or 1, S, S]: whether a query sees a key."""
+        return oracle.visible_pairs(
+            self.seq_len,
+            causal=self.mask.causal,
+            window=self.mask.window,
+            documents=self.intervals,
+        )
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k, v and dout, the same ones each time."""
@@ -96,22 +87,8 @@ def dense(problem: Problem) -> Answer:
 def dense_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, visible: torch.Tensor
 ) -> Answer:
-    """Attention by masking all scores, given ``visible`` [B, queries, keys], and its gradients."""
-    q, k, v, dout = (x.detach().double() for x in (q, k, v, dout))
-    for x in (q, k, v):
-        x.requires_grad_()
-    repeats = q.shape[2] // k.shape[2]
-    keys, values = (x.repeat_interleave(repeats, dim=2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, keys) * SCALE
-    scores = scores.masked_fill(~visible.unsqueeze(1), -torch.inf)
-    peak = scores.detach().amax(-1, keepdim=True)
-    peak = torch.where(peak == -torch.inf, 0.0, peak)
-    weights = torch.exp(scores - peak)
-    total = weights.sum(-1, keepdim=True)
-    weights = weights / torch.where(total == 0, 1.0, total)
-    out = torch.einsum("bhij,bjhd->bihd", weights, values)
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
-    return Answer(out.detach(), (total.log() + peak).squeeze(-1).detach(), dq, dk, dv)
+    """The oracle's answer, given ``visible`` [B or 1, queries, keys]."""
+    return Answer(*(x for _, x in oracle.attend(q, k, v, dout, visible, SCALE).items()))
 
 
 def sharded(

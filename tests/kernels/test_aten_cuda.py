@@ -20,12 +20,16 @@ from lightning_cp.kernels.aten import AtenCudaCudnn, AtenCudaFlash
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.layout.sequence import SequenceLayout
 from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
-from tests.kernels.cells import DOCUMENTS, HEADS, LAYOUTS, MASKS, SEQ_LEN, WINDOWS, ids
+from tests.kernels.cells import DOCUMENTS, HEADS, LAYOUTS, MASKS, SEQ_LEN, WINDOWS, intervals
 from tests.kernels.dense import Problem, check, in_dtype, is_wrong, run, sharded
 from tests.kernels.emulated import cuda_operators_on_cpu
 
 FLASH, CUDNN = AtenCudaFlash(), AtenCudaCudnn()
-LONG_DOCUMENTS = {"dense": None, "packed": (ids(24, -1, 28),), "rows": (ids(-7, 46), ids(53))}
+LONG_DOCUMENTS = {
+    "dense": None,
+    "packed": (intervals(24, -1, 28),),
+    "rows": (intervals(-7, 46), intervals(53)),
+}
 """Without a document that leaves a rank with one token, which cuDNN refuses."""
 
 
@@ -68,7 +72,8 @@ def test_half_precision(kernel: Kernel, dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("_emulated")
 def test_red_when_tall_bands_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem(Mask(causal=False, window=(9, 9)), ids=(ids(14, 25, 14),), seq_len=SEQ_LEN)
+    rows = (intervals(14, 25, 14),)
+    problem = Problem(Mask(causal=False, window=(9, 9)), intervals=rows, seq_len=SEQ_LEN)
     layout = SequenceLayout(SEQ_LEN, ring_size=4)
     check(sharded(problem, FLASH, layout), problem)
     monkeypatch.setattr(aten_cuda, "representable", lambda tile, mask: [tile])

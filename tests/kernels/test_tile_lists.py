@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_cp.kernels.api import Kernel, Scores, kernels
 from lightning_cp.kernels.aten import AtenCpuFlash
+from lightning_cp.kernels.call_per_tile import replace_infinities
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.kernels.reference import ReferenceKernel
 from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
@@ -144,6 +145,13 @@ def test_nan_is_not_hidden(kernel: Kernel) -> None:
     assert bool(answer.out[0, 3, 1].isnan().all())
     assert bool(answer.lse[0, 1, 3].isnan())
     assert not bool(answer.out[1].isnan().any())
+
+
+def test_replaced_infinities_keep_nan() -> None:
+    lse = torch.tensor([-torch.inf, torch.inf, torch.nan, 1.5])
+    expected = torch.tensor([-torch.inf, -torch.inf, torch.nan, 1.5])
+    assert torch.equal(replace_infinities(lse, -torch.inf)[[0, 1, 3]], expected[[0, 1, 3]])
+    assert bool(replace_infinities(lse, -torch.inf)[2].isnan())
 
 
 def token_first(x: torch.Tensor) -> torch.Tensor:
