@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
 
 import lightning_cp
+
+BEGAN = time.perf_counter()
 
 
 def config_dir() -> str:
@@ -25,7 +28,7 @@ def main(config: DictConfig) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads_per_rank))
     from lightning_cp.train.run import train
 
-    train(config)
+    train(config, BEGAN)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,17 @@ from lightning_cp.train.module import LanguageModel
 from lightning_cp.train.report import BITS, Files, Outcome
 
 
-def train(config: DictConfig) -> Outcome:
+def train(config: DictConfig, began: float | None = None) -> Outcome:
     """Train and validate as configured. Every rank runs this.
+
+    Args:
+        config: see ``configs/train.yaml``.
+        began: when the program started, by ``time.perf_counter``, for the time that is reported.
 
     Raises:
         ConfigError: settings or text that cannot be trained with; raised before other ranks start.
     """
-    began = time.perf_counter()
+    began = time.perf_counter() if began is None else began
     _check_extras(config)
     _quiet_what_is_expected()
     torch.set_num_threads(config.threads_per_rank)

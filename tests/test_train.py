@@ -1,0 +1,163 @@
+"""The main job from the command line: what it prints and leaves, and that ranks do not change it."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_cp.train.picture import draw_losses, read_points
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SMALL = (
+    "experiment=smoke",
+    "model.network.config.hidden_size=64",
+    "model.network.config.intermediate_size=128",
+)
+COLUMNS = {
+    "epoch",
+    "step",
+    "tokens",
+    "train/bits_per_byte",
+    "train/grad_norm",
+    "train/learning_rate",
+    "train/loss",
+    "train/perplexity",
+    "train/tokens_per_second",
+    "val/bits_per_byte",
+    "val/loss",
+    "val/perplexity",
+}
+
+
+def command(cwd: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Run the main job in ``cwd``, without what a test session has put into the environment."""
+    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key
+        not in {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK"}
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "lightning_cp.train", *SMALL, *overrides],
+        cwd=cwd,
+        env={**environment, "PYTHONPATH": path, "HYDRA_FULL_ERROR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def trained(cwd: Path, *overrides: str) -> tuple[Path, str]:
+    """The folder of a run that must succeed, and what it printed."""
+    done = command(cwd, *overrides)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (config,) = cwd.rglob(".hydra/config.yaml")
+    return config.parents[1], done.stdout + done.stderr
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics" / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The job in one process."""
+    return trained(tmp_path_factory.mktemp("single"), "strategy=single")
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The job as it is by default: four processes."""
+    return trained(tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.mark.parametrize("run", ["alone", "hybrid"])
+def test_what_a_run_leaves(run: str, request: pytest.FixtureRequest) -> None:
+    folder, _ = request.getfixturevalue(run)
+    files = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    hydra = {f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")}
+    assert files == hydra | {
+        "metrics/metrics.csv",
+        "loss.png",
+        "checkpoints/last.ckpt",
+        "checkpoints/best.ckpt",
+    }
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("run", ["alone", "hybrid"])
+def test_every_step_and_every_validation_is_in_the_csv(
+    run: str, request: pytest.FixtureRequest
+) -> None:
+    folder, _ = request.getfixturevalue(run)
+    rows = table(folder)
+    assert set(rows[0]) == COLUMNS
+    steps = [row for row in rows if row["train/loss"]]
+    assert [int(row["step"]) for row in steps] == [0, 1, 2, 3]
+    assert [float(row["tokens"]) for row in steps] == [512, 1024, 1536, 2048]
+    validations = [row for row in rows if row["val/bits_per_byte"]]
+    assert [float(row["tokens"]) for row in validations] == [0, 1024, 2048]
+    assert float(validations[0]["val/bits_per_byte"]) == pytest.approx(8, abs=0.3)
+    for row in steps:
+        filled = [name for name in COLUMNS if row[name] and not name.startswith("val/")]
+        assert len(filled) == 9
+
+
+@pytest.mark.parametrize("run", ["alone", "hybrid"])
+def test_a_run_ends_with_a_table_and_no_warnings(run: str, request: pytest.FixtureRequest) -> None:
+    folder, printed = request.getfixturevalue(run)
+    assert re.search(r"validation +[78]\.\d+ -> \d\.\d+ bits per byte", printed)
+    assert re.search(r"byte-unigram entropy +4\.\d+ bits per byte", printed)
+    assert re.search(r"trained +4 steps, 2,048 tokens", printed)
+    for name in ("metrics/metrics.csv", "loss.png", "checkpoints/last.ckpt"):
+        assert str(folder / name) in printed
+    assert "Warning" not in printed
+
+
+def test_four_processes_train_as_one_does(
+    alone: tuple[Path, str], hybrid: tuple[Path, str]
+) -> None:
+    clock = {"train/tokens_per_second"}
+    for one, four in zip(table(alone[0]), table(hybrid[0]), strict=True):
+        assert {k for k in COLUMNS if one[k]} == {k for k in COLUMNS if four[k]}
+        for name in {k for k in COLUMNS if one[k]} - clock:
+            assert float(four[name]) == pytest.approx(float(one[name]), rel=1e-5), name
+
+
+def test_a_run_is_resumed(tmp_path: Path, alone: tuple[Path, str]) -> None:
+    checkpoint = alone[0] / "checkpoints" / "last.ckpt"
+    folder, printed = trained(
+        tmp_path, "strategy=single", f"resume={checkpoint}", "trainer.max_steps=6"
+    )
+    rows = [row for row in table(folder) if row["train/loss"]]
+    assert [(int(row["step"]), float(row["tokens"])) for row in rows] == [(4, 2560), (5, 3072)]
+    end = float(table(alone[0])[-1]["val/bits_per_byte"])
+    assert float(table(folder)[0]["val/bits_per_byte"]) == pytest.approx(end, rel=1e-5)
+    assert "trained               6 steps, 3,072 tokens" in printed
+
+
+def test_bad_text_is_refused_before_other_processes_start(tmp_path: Path) -> None:
+    done = command(tmp_path, "data=text_files", "data.paths=[nothing.txt]")
+    assert done.returncode != 0
+    assert "data.paths names 'nothing.txt', which matches no file" in done.stderr
+    assert "Initializing distributed" not in done.stderr
+
+
+def test_the_picture_is_drawn_from_the_csv(tmp_path: Path) -> None:
+    metrics, picture = tmp_path / "metrics.csv", tmp_path / "loss.png"
+    metrics.write_text(
+        "tokens,train/bits_per_byte,val/bits_per_byte\n0,,8.0\n512,7.5,\n1024,6.5,\n1024,,6.25\n"
+    )
+    assert read_points(metrics, "train/bits_per_byte") == ([512.0, 1024.0], [7.5, 6.5])
+    assert read_points(metrics, "val/bits_per_byte") == ([0.0, 1024.0], [8.0, 6.25])
+    assert read_points(metrics, "absent") == ([], [])
+    draw_losses(metrics, picture, entropy=4.5)
+    assert picture.read_bytes().startswith(b"\x89PNG")
