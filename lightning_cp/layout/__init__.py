@@ -2,8 +2,9 @@
 
 from lightning_cp.layout.documents import Documents
 from lightning_cp.layout.heads import HeadSplit
+from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.sequence import SequenceLayout
-from lightning_cp.layout.tiles import ALL_ROWS, Hop, Mask, RankSchedule, Schedule, Tile, schedule
+from lightning_cp.layout.tiles import ALL_ROWS, Hop, RankSchedule, Schedule, Tile, schedule
 from lightning_cp.layout.traffic import Traffic, attention_traffic
 
 __all__ = [

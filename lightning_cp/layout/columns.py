@@ -15,12 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_cp.layout.documents import Intervals
+from lightning_cp.layout.mask import UNBOUNDED
 from lightning_cp.layout.sequence import SequenceLayout
 
 Ints = npt.NDArray[np.int64]
-
-UNBOUNDED = 1 << 60
-"""A distance larger than any sequence, small enough that sums of two do not overflow int64."""
 
 KINDS: tuple[Literal["full", "causal", "band"], ...] = ("full", "causal", "band")
 FULL, CAUSAL, BAND = range(3)
@@ -91,7 +89,7 @@ def pieces_of(layout: SequenceLayout, intervals: Intervals) -> Pieces:
     rank = np.repeat(np.arange(layout.ring_size), counts)
     table = np.concatenate(segments)
     start, length = table[:, 0], table[:, 1]
-    local = np.concatenate([np.cumsum(segment[:, 1]) - segment[:, 1] for segment in segments])
+    local = np.cumsum(length) - length - rank * layout.ring_len
     first = np.searchsorted(intervals[:, 1], start, "right")
     last = np.searchsorted(intervals[:, 0], start + length, "left")
     owner, document = _ranges(first, last)

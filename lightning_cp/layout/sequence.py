@@ -61,7 +61,7 @@ class SequenceLayout:
             raise ConfigError(
                 f"layout must be one of {', '.join(LAYOUT_KINDS)}, got {self.kind!r}."
             )
-        if not isinstance(self.seq_len, int):
+        if not isinstance(self.seq_len, int):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ShapeError(f"seq_len must be an integer, got {self.seq_len!r}.")
         shortest = 1 if self.cp_size == 1 else 2 * self.cp_size
         if self.seq_len < shortest:

@@ -12,17 +12,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from itertools import pairwise
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_cp.errors import ConfigError, ShapeError
+from lightning_cp.errors import ShapeError
 from lightning_cp.layout.coalesce import coalesce
 from lightning_cp.layout.columns import (
     KINDS,
-    UNBOUNDED,
     Columns,
+    Pieces,
     areas,
     concat_columns,
     keep_visible,
@@ -30,54 +31,16 @@ from lightning_cp.layout.columns import (
     pieces_of,
 )
 from lightning_cp.layout.documents import Documents
+from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.sequence import SequenceLayout
+
+T = TypeVar("T")
 
 ALL_ROWS = -1
 """``Tile.row`` of a tile that holds for every row of the batch."""
 
 Ranges = tuple[tuple[int, int], ...]
 """Sorted, disjoint (start, end) ranges of a rank's local keys."""
-
-
-@dataclass(frozen=True)
-class Mask:
-    """Who may see whom within a document: causality and a window, as in flash-attn.
-
-    Args:
-        causal: a query sees no later key.
-        window: (left, right) distances still visible; -1 is unbounded.
-        uses_distance: the scores depend on the distance (ALiBi, dropout), so that tiles from
-            different global places must not be joined. A window implies it.
-    """
-
-    causal: bool = True
-    window: tuple[int, int] = (-1, -1)
-    uses_distance: bool = False
-
-    def __post_init__(self) -> None:
-        # Configs give lists, which have no hash and equal no tuple.
-        object.__setattr__(self, "window", tuple(self.window))
-        if len(self.window) != 2 or any(side < -1 for side in self.window):
-            raise ConfigError(
-                f"window must be (left, right) distances of at least 0, or -1 for unbounded, "
-                f"got {self.window}."
-            )
-
-    @property
-    def left(self) -> int:
-        """How far back a key may be; ``UNBOUNDED`` if any distance."""
-        return UNBOUNDED if self.window[0] < 0 else self.window[0]
-
-    @property
-    def right(self) -> int:
-        """How far ahead a key may be: 0 when causal; ``UNBOUNDED`` if any distance."""
-        right = UNBOUNDED if self.window[1] < 0 else self.window[1]
-        return min(right, 0) if self.causal else right
-
-    @property
-    def joins_segments(self) -> bool:
-        """Whether tiles from different global places may be joined into one."""
-        return not self.uses_distance and self.window == (-1, -1)
 
 
 class Tile(NamedTuple):
@@ -198,21 +161,26 @@ class Schedule:
         size = self.layout.ring_size
         ours = coalesce(self._tiles(rank, None), joins_segments=self.mask.joins_segments)
         theirs = self._tiles(None, rank)
+        tiles = _tiles_by_source(ours, size)
+        received = _ranges_by_rank(ours.k_rank, ours, self.layout)
+        needed = _ranges_by_rank(theirs.q_rank, theirs, self.layout)
         hops: list[Hop] = []
         for index in range(size):
             source, dest = (rank - index) % size, (rank + index) % size
-            mine = ours.select(ours.k_rank == source)
-            needed = theirs.select(theirs.q_rank == dest)
-            recv, send = _union(mine), (_union(needed) if index else ())
-            hops.append(Hop(index, source, dest, _as_tiles(mine), recv, send))
+            send = needed[dest] if index else ()
+            hops.append(Hop(index, source, dest, tiles[source], received[source], send))
         return RankSchedule(rank, tuple(hops))
+
+    @cached_property
+    def _pieces(self) -> tuple[Pieces, ...]:
+        """The pieces of every rank, per row; of one row if all are equal."""
+        rows = self.documents.rows[:1] if self.documents.shared else self.documents.rows
+        return tuple(pieces_of(self.layout, intervals) for intervals in rows)
 
     def _tiles(self, q_rank: int | None, k_rank: int | None) -> Columns:
         """Uncoalesced tiles between one (or every, ``None``) query rank and key rank."""
-        rows = self.documents.rows[:1] if self.documents.shared else self.documents.rows
         parts: list[Columns] = []
-        for index, intervals in enumerate(rows):
-            pieces = pieces_of(self.layout, intervals)
+        for index, pieces in enumerate(self._pieces):
             pairs = pair_pieces(
                 pieces.of_rank(q_rank), pieces.of_rank(k_rank), self.mask.left, self.mask.right
             )
@@ -242,8 +210,9 @@ def schedule(layout: SequenceLayout, documents: Documents | None, mask: Mask) ->
     return Schedule(layout, documents, mask)
 
 
-def _as_tiles(columns: Columns) -> tuple[Tile, ...]:
-    order = np.lexsort((columns.k_start, columns.q_start, columns.row))
+def _tiles_by_source(columns: Columns, ring_size: int) -> list[tuple[Tile, ...]]:
+    """One rank's tiles, by the ring rank whose keys they use."""
+    order = np.lexsort((columns.k_start, columns.q_start, columns.row, columns.k_rank))
     fields: Sequence[npt.NDArray[np.int64]] = (
         columns.row,
         columns.q_start,
@@ -254,19 +223,31 @@ def _as_tiles(columns: Columns) -> tuple[Tile, ...]:
         columns.kind,
     )
     table = np.stack([field[order] for field in fields], axis=1).tolist()
-    return tuple(
-        Tile(row, q, m, k, n, delta, KINDS[kind]) for row, q, m, k, n, delta, kind in table
-    )
+    tiles = [Tile(*numbers, mask=KINDS[kind]) for *numbers, kind in table]
+    return _split(tiles, columns.k_rank[order], ring_size)
 
 
-def _union(columns: Columns) -> Ranges:
-    """Sorted, disjoint key ranges that the tiles touch."""
-    if not columns.k_start.size:
-        return ()
-    order = np.argsort(columns.k_start, kind="stable")
-    starts = columns.k_start[order]
+def _ranges_by_rank(
+    rank: npt.NDArray[np.int64], columns: Columns, layout: SequenceLayout
+) -> list[Ranges]:
+    """Sorted, disjoint key ranges that the tiles touch, separately for each value of ``rank``."""
+    if not columns.size:
+        return [()] * layout.ring_size
+    # All ranks at once, on one line: each gets a stretch that no range of it reaches the end of.
+    stretch = layout.ring_len + 1
+    starts = rank * stretch + columns.k_start
+    order = np.argsort(starts, kind="stable")
+    starts = starts[order]
     reach = np.maximum.accumulate(starts + columns.k_len[order])
-    opens = np.concatenate([[True], starts[1:] > reach[:-1]])
-    first = np.flatnonzero(opens)
+    first = np.flatnonzero(np.concatenate([[True], starts[1:] > reach[:-1]]))
     last = np.append(first[1:], starts.size) - 1
-    return tuple(zip(starts[first].tolist(), reach[last].tolist(), strict=True))
+    owner = starts[first] // stretch
+    begin, end = starts[first] - owner * stretch, reach[last] - owner * stretch
+    ranges = list(zip(begin.tolist(), end.tolist(), strict=True))
+    return _split(ranges, owner, layout.ring_size)
+
+
+def _split(items: list[T], rank: npt.NDArray[np.int64], size: int) -> list[tuple[T, ...]]:
+    """Cut items that are sorted by ``rank`` into one tuple per rank."""
+    bounds = np.searchsorted(rank, np.arange(size + 1)).tolist()
+    return [tuple(items[start:end]) for start, end in pairwise(bounds)]

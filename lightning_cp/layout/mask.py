@@ -1,0 +1,51 @@
+"""Who may see whom within a document."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_cp.errors import ConfigError
+
+UNBOUNDED = 1 << 60
+"""A distance larger than any sequence, small enough that sums of two do not overflow int64."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Causality and a window, as in flash-attn.
+
+    Args:
+        causal: a query sees no later key.
+        window: (left, right) distances still visible; -1 is unbounded.
+        uses_distance: the scores depend on the distance (ALiBi, dropout), so that tiles from
+            different global places must not be joined. A window implies it.
+    """
+
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    uses_distance: bool = False
+
+    def __post_init__(self) -> None:
+        # Configs give lists, which have no hash and equal no tuple.
+        object.__setattr__(self, "window", tuple(self.window))
+        if len(self.window) != 2 or any(side < -1 for side in self.window):
+            raise ConfigError(
+                f"window must be (left, right) distances of at least 0, or -1 for unbounded, "
+                f"got {self.window}."
+            )
+
+    @property
+    def left(self) -> int:
+        """How far back a key may be; ``UNBOUNDED`` if any distance."""
+        return UNBOUNDED if self.window[0] < 0 else self.window[0]
+
+    @property
+    def right(self) -> int:
+        """How far ahead a key may be: 0 when causal; ``UNBOUNDED`` if any distance."""
+        right = UNBOUNDED if self.window[1] < 0 else self.window[1]
+        return min(right, 0) if self.causal else right
+
+    @property
+    def joins_segments(self) -> bool:
+        """Whether tiles from different global places may be joined into one."""
+        return not self.uses_distance and self.window == (-1, -1)
