@@ -8,12 +8,15 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests import pool
 
 torch.set_num_threads(1)
-settings.register_profile("suite", max_examples=500, deadline=None)
+# Nothing that depends on how busy the machine is: no deadline, no check of the generating speed.
+settings.register_profile(
+    "suite", max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("suite")
 
 
