@@ -4,7 +4,8 @@ Scores of all S x S pairs are masked and normalised in one piece, and differenti
 no tiles, no online softmax, no recomputation, nothing in common with the package.
 
 Shapes: ``q_BSHD`` [batch, tokens, heads, head dim]; ``k_BSKD``, ``v_BSKD`` with K heads, each used
-by H/K neighbouring query heads; ``lse_BHS`` natural logarithm, -inf (and out 0) where no key is seen.
+by H/K neighbouring query heads; ``lse_BHS`` natural logarithm, -inf (and out 0) where no key is
+seen.
 """
 
 from __future__ import annotations
