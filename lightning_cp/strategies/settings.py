@@ -51,6 +51,7 @@ class Settings:
         if self.context_parallel_size != "auto":
             _positive("context_parallel_size", self.context_parallel_size)
         _check_mode(self)
+        _explicit_size(self)
 
     @classmethod
     def take(cls, arguments: Mapping[str, Any]) -> Settings:

@@ -1,0 +1,1 @@
+"""Measuring what a machine reaches. Nothing here decides a test."""

@@ -1,0 +1,454 @@
+"""Bad input is refused at once, on every rank, with what was asked, what was got and what would work."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_cp import ContextParallelCallback, ContextParallelMixin, UlyssesRingStrategy
+from lightning_cp.errors import (
+    BatchMismatchError,
+    ConfigError,
+    NonFiniteError,
+    RankFailure,
+    ShapeError,
+)
+from tests.pool import RankError, expect_on_every_rank, run_ranks
+from tests.pool.environment import PoolEnvironment
+from tests.strategies.plain_llama import PlainLlama
+
+Batch = Any
+RING2 = {"ring_size": 2, "ulysses_size": 1, "labels": "aligned"}
+
+
+class Module(pl.LightningModule):
+    """One step of a tiny Llama; subclasses do something wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = PlainLlama(num_heads=4, num_kv_heads=2, layers=1)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        logits = self.model(batch["input_ids"], batch["position_ids"])
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def sample(length: int = 32) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 48, (length,), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def fit(
+    world_size: int,
+    module: pl.LightningModule,
+    data: list[Any],
+    settings: dict[str, Any] | None = None,
+    callbacks: list[Any] | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+) -> pl.Trainer:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=UlyssesRingStrategy(**(RING2 if settings is None else settings)),
+        plugins=[PoolEnvironment()],
+        max_steps=len(data),
+        callbacks=callbacks or [],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(data, batch_size=1, collate_fn=collate))  # type: ignore[arg-type]
+    return trainer
+
+
+# -- settings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"mode": "both"}, "mode must be one of auto, ulysses, ring, hybrid, got 'both'"),
+        ({"data_parallel": "fsdp"}, "data_parallel must be one of ddp, got 'fsdp'"),
+        ({"layout": "striped"}, "layout must be one of auto, contiguous, zigzag"),
+        ({"labels": "shifted"}, "labels must be one of auto, aligned, got 'shifted'"),
+        ({"kernel": "fast"}, "kernel must be one of auto, aten"),
+        ({"ring_size": 0}, "ring_size must be an integer of at least 1, got 0"),
+        ({"ulysses_size": -2}, "ulysses_size must be an integer of at least 1, got -2"),
+        ({"ulysses_size": 2.0}, r"ulysses_size must be an integer of at least 1, got 2\.0"),
+        ({"data_parallel_size": True}, "data_parallel_size must be an integer"),
+        ({"context_parallel_size": "all"}, "context_parallel_size must be an integer"),
+        (
+            {"context_parallel_size": 8, "ulysses_size": 2, "ring_size": 2},
+            "context_parallel_size=8 contradicts ulysses_size=2 x ring_size=2 = 4",
+        ),
+        ({"mode": "ulysses", "ring_size": 2}, "mode='ulysses' has ring_size=1, got ring_size=2"),
+        ({"mode": "hybrid", "ring_size": 1}, "mode='hybrid' needs both axes larger than 1"),
+        ({"ulyses_size": 2}, r"unknown argument\(s\) ulyses_size"),
+    ],
+)
+def test_settings_are_refused_before_any_process_starts(
+    settings: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        UlyssesRingStrategy(**settings)
+
+
+def fit_with(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+    fit(world_size, Module(), [sample()], settings)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings", "match"),
+    [
+        (4, {"ring_size": 2, "ulysses_size": 1}, "world size 4.*ring_size=2.*data_parallel_size=2"),
+        (4, {"context_parallel_size": 3}, "world size 4.*context_parallel_size=3"),
+        (3, {"data_parallel_size": 2}, "data_parallel_size=2 does not divide the world size 3"),
+        (4, {"ulysses_size": 3}, "ulysses_size=3.*sizes that work divide 4"),
+        (3, {"mode": "ulysses"}, "ulysses_size=3 does not divide the 4 attention heads"),
+        (3, {"mode": "hybrid"}, "mode='hybrid' cannot split 3 ranks"),
+    ],
+)
+def test_sizes_that_do_not_fit(world_size: int, settings: dict[str, Any], match: str) -> None:
+    settings = {"labels": "aligned", **settings}
+    expect_on_every_rank(world_size, fit_with, settings, error=ConfigError, match=match)
+
+
+class NoHeads(Module):
+    def __init__(self) -> None:
+        pl.LightningModule.__init__(self)
+        self.model = nn.Linear(4, 4)  # type: ignore[assignment]
+
+
+def fit_no_heads(rank: int, world_size: int) -> None:
+    fit(world_size, NoHeads(), [sample()], {"labels": "aligned"})
+
+
+def test_unknown_number_of_heads() -> None:
+    expect_on_every_rank(2, fit_no_heads, error=ConfigError, match="Pass num_heads=")
+
+
+def fit_two_callbacks(rank: int, world_size: int) -> None:
+    fit(world_size, Module(), [sample()], None, [ContextParallelCallback() for _ in range(2)])
+
+
+def test_a_second_callback() -> None:
+    expect_on_every_rank(
+        2, fit_two_callbacks, error=ConfigError, match="has 2 ContextParallelCallbacks"
+    )
+
+
+def test_the_callback_refuses_a_foreign_strategy() -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        callbacks=[ContextParallelCallback()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(ConfigError, match="needs the context-parallel strategy"):
+        trainer.fit(Module(), DataLoader([sample()]))  # type: ignore[arg-type]
+
+
+def test_the_mesh_before_launch() -> None:
+    with pytest.raises(RuntimeError, match="available from setup on"):
+        _ = UlyssesRingStrategy().mesh
+
+
+# -- batches --------------------------------------------------------------------------------------
+
+
+class Opaque:
+    """Something that no rule can look into, but that Lightning can move."""
+
+    def to(self, *_: Any) -> Opaque:
+        return self
+
+
+def one_collate(batch: Any) -> Callable[[list[Any]], Any]:
+    return lambda samples: batch
+
+
+BATCHES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "unknown type": (ConfigError, "cannot shard a batch of type Opaque", Opaque),
+    "no known key": (
+        ConfigError,
+        r"no tensor of the batch is known.*\['tokens'\].*sequence_dims=",
+        lambda: {"tokens": torch.ones(1, 32)},
+    ),
+    "undeclared dimension": (
+        ConfigError,
+        r"'weights' of shape \(1, 32\) has a dimension as long as the sequence.*sequence_dims=",
+        lambda: {**whole(), "weights": torch.ones(1, 32)},
+    ),
+    "no labels": (
+        ConfigError,
+        r"no key 'labels' among \['input_ids'\]",
+        lambda: {"input_ids": whole()["input_ids"]},
+    ),
+    "lengths differ": (
+        ShapeError,
+        r"one length, got \{'input_ids': 32, 'labels': 30\}",
+        lambda: {**whole(), "labels": torch.ones(1, 30, dtype=torch.long)},
+    ),
+    "too short": (ShapeError, "a sequence of 3 tokens is too short", lambda: whole(3)),
+    "opaque inside": (
+        ConfigError,
+        "cannot look for tensors inside 'extra', a Opaque",
+        lambda: {**whole(), "extra": Opaque()},
+    ),
+}
+
+
+def whole(length: int = 32) -> dict[str, torch.Tensor]:
+    return {name: x[None] for name, x in sample(length).items()}
+
+
+def fit_batch(rank: int, world_size: int, name: str) -> None:
+    fit(world_size, Module(), [0], collate=one_collate(BATCHES[name][2]()))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches_that_cannot_be_sharded(name: str) -> None:
+    error, match, _ = BATCHES[name]
+    expect_on_every_rank(2, fit_batch, name, error=error, match=match)
+
+
+def fit_unpadded(rank: int, world_size: int) -> None:
+    fit(world_size, Module(), [sample(30)], {**RING2, "padding": False})
+
+
+def test_padding_refused() -> None:
+    expect_on_every_rank(
+        2,
+        fit_unpadded,
+        error=ShapeError,
+        match=r"padding=False.*30 tokens.*divide by 4.*next valid length is 32",
+    )
+
+
+def fit_missing(rank: int, world_size: int) -> None:
+    fit(world_size, Module(), [sample()], {**RING2, "sequence_dims": {"weights": 1}})
+
+
+def test_a_declared_key_that_is_missing() -> None:
+    match = r"sequence_dims names 'weights', but the batch has \['input_ids', 'labels'\]"
+    expect_on_every_rank(2, fit_missing, error=ConfigError, match=match)
+
+
+def fit_unknown_labels(rank: int, world_size: int) -> None:
+    fit(world_size, Module(), [sample()], {"ring_size": 2, "ulysses_size": 1})
+
+
+def test_labels_of_unknown_kind() -> None:
+    match = "not known how Module reads its labels.*declare labels='aligned'"
+    expect_on_every_rank(2, fit_unknown_labels, error=ConfigError, match=match)
+
+
+def fit_different(rank: int, world_size: int, what: str) -> None:
+    mine = sample()
+    if rank == 1 and what == "values":
+        mine["input_ids"][5] += 1
+    if rank == 1 and what == "shape":
+        mine = sample(40)
+    if rank == 1 and what == "keys":
+        mine["extra"] = torch.ones(1)
+    fit(world_size, Module(), [mine], RING2)
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ("values", r"disagree on input_ids \(values\) \(rank 0: .*rank 1: .*data_parallel_size"),
+        ("shape", r"disagree on sequence length \(rank 0: 32, rank 1: 40\)|targets"),
+        ("keys", "different fields"),
+    ],
+)
+def test_different_batches_inside_a_group(what: str, match: str) -> None:
+    expect_on_every_rank(2, fit_different, what, error=BatchMismatchError, match=match)
+
+
+def fit_one_broken(rank: int, world_size: int) -> None:
+    fit(world_size, Module(), [sample() if rank else {"tokens": torch.ones(32)}], RING2)
+
+
+def test_one_rank_refuses_and_nobody_hangs() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, fit_one_broken)
+    text = str(caught.value)
+    assert ConfigError.__name__ in text
+    assert f"{RankFailure.__name__}: stopped before any data moved, because rank 0 raised" in text
+
+
+# -- steps ----------------------------------------------------------------------------------------
+
+
+class TokenWise(Module):
+    num_heads = 4
+
+    def __init__(self) -> None:
+        pl.LightningModule.__init__(self)
+        self.model = nn.Sequential(nn.Embedding(48, 8), nn.Linear(8, 48))  # type: ignore[assignment]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        logits = self.model(batch["input_ids"])
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+class OwnAttention(nn.Module):
+    """Softmax attention that calls nothing that could be intercepted."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.transpose(1, 2)).softmax(-1) @ x
+
+
+class NotIntercepted(TokenWise):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.insert(1, OwnAttention())  # type: ignore[operator]
+
+
+class Masked(Module):
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        q = torch.randn(1, 4, batch["input_ids"].shape[1], 8)
+        mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask).sum()
+
+
+class Dropout(Module):
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        q = torch.randn(1, 4, batch["input_ids"].shape[1], 8)
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.1, is_causal=True).sum()
+
+
+class Iterating(Module):
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        return torch.zeros(())
+
+
+STEPS: dict[str, tuple[type[pl.LightningModule], str]] = {
+    "none intercepted": (TokenWise, r"no attention call was intercepted.*\(0 calls\).*none"),
+    "own attention": (NotIntercepted, "Attention classes seen: OwnAttention"),
+    "dense mask": (Masked, r"dense attn_mask of shape \(16, 16\).*What can be expressed"),
+    "dropout": (Dropout, r"must be 0\.0 under context parallelism, got 0\.1"),
+    "dataloader_iter": (Iterating, "Take the batch instead"),
+}
+
+
+def fit_step(rank: int, world_size: int, name: str) -> None:
+    warnings.filterwarnings("ignore", message=".*dataloader_iter.* step flavor")
+    fit(world_size, STEPS[name][0](), [sample()], RING2)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_that_would_be_silently_wrong(name: str) -> None:
+    expect_on_every_rank(2, fit_step, name, error=ConfigError, match=STEPS[name][1])
+
+
+def fit_gptj(rank: int, world_size: int) -> None:
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    class Wrapped(Module):
+        def __init__(self) -> None:
+            pl.LightningModule.__init__(self)
+            config = GPTJConfig(
+                vocab_size=48, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=64
+            )
+            self.model = GPTJForCausalLM(config)  # type: ignore[assignment]
+
+    fit(world_size, Wrapped(), [sample()], {"ring_size": 2, "ulysses_size": 1})
+
+
+def test_a_model_without_the_attention_interface() -> None:
+    match = "GPTJForCausalLM does not use transformers' attention interface"
+    expect_on_every_rank(2, fit_gptj, error=ConfigError, match=match)
+
+
+class ManualMean(Module):
+    """A masked mean whose gradient is NaN where nothing is counted."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        logits = self.model(batch["input_ids"], batch["position_ids"])
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten().clamp(min=0), reduction="none"
+        )
+        counted = (batch["labels"].flatten() != -100).float()
+        return (losses * counted).sum() / counted.sum()
+
+
+class Infinite(Module):
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        empty = bool((batch["labels"] == -100).all())
+        return loss.nan_to_num() + float("inf") if empty else loss
+
+
+class FromCrossEntropy(Module):
+    """torch's own mean: NaN over nothing, with a gradient of exactly zero."""
+
+
+def fit_empty(rank: int, world_size: int, name: str) -> int:
+    data = sample()
+    data["labels"][8:24] = -100  # ring rank 1 of 2 holds the middle
+    modules = {"manual": ManualMean, "infinite": Infinite, "torch": FromCrossEntropy}
+    module = modules[name]()
+    fit(world_size, module, [data], RING2)
+    return int(all(bool(torch.isfinite(p).all()) for p in module.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("manual", "the loss is nan"), ("infinite", "the loss is inf")]
+)
+def test_a_loss_on_an_empty_shard_that_cannot_be_muted(name: str, value: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, fit_empty, name)
+    text = str(caught.value)
+    assert NonFiniteError.__name__ in text
+    assert value in text
+    assert "on a rank whose part of the sequence has no valid label" in text
+    assert "RankFailure" in text
+
+
+def test_cross_entropy_on_an_empty_shard_adds_nothing() -> None:
+    assert run_ranks(2, fit_empty, "torch") == [1, 1]
+
+
+class Declared(ContextParallelMixin, Module):
+    """Says by itself what the strategy would otherwise have to be told."""
+
+    context_parallel_labels = "aligned"
+    context_parallel_sequence_dims = {"weights": 1, "table": None}  # noqa: RUF012
+
+
+def fit_declared(rank: int, world_size: int) -> list[int]:
+    data = {**sample(), "weights": torch.ones(32), "table": torch.ones(32)}
+    seen: list[int] = []
+
+    class Watch(Declared):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            seen.extend([batch["weights"].shape[1], batch["table"].shape[1]])
+            return super().training_step(batch, batch_idx)
+
+    fit(world_size, Watch(), [data], {"ring_size": 2, "ulysses_size": 1})
+    return seen
+
+
+def test_the_mixin_declares_keys_and_labels() -> None:
+    assert run_ranks(2, fit_declared) == [[16, 32], [16, 32]]
