@@ -1,0 +1,185 @@
+"""The ring hides communication behind compute: shown by the order of events under delays."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_cp.attention.api import context_parallel_attention
+from lightning_cp.layout import Documents, SequenceLayout
+from lightning_cp.mesh import ContextParallelMesh
+from tests.attention.distributed import Shards, attend_shards, mesh_of
+from tests.attention.problems import HEADS, Grid, Problem
+from tests.attention.transport import Event, Transport
+from tests.pool import run_ranks
+
+FULL = Problem((4, 2), "divides", causal=False, dtype=torch.bfloat16)
+
+
+def call(
+    problem: Problem, mesh: ContextParallelMesh, layout: SequenceLayout
+) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
+    """Forward and backward of one attention call, to be run separately."""
+    q, k, v, dout = (mesh.shard(x, layout) for x in problem.tensors())
+    for x in (q, k, v):
+        x.requires_grad_()
+
+    def forward() -> torch.Tensor:
+        return context_parallel_attention(
+            q, k, v, mesh=mesh, layout=layout, spec=problem.spec, kernel="reference"
+        )
+
+    return forward, lambda out: out.backward(dout)
+
+
+def slow_transfers(event: Event) -> float:
+    """A transfer that has to be waited for."""
+    return 0.02 if event.what == "wait" else 0.0
+
+
+def check_order(rank: int, world_size: int, ulysses: int, kind: str) -> None:
+    ring = world_size // ulysses
+    grid = Grid(ring, ulysses, kind)  # type: ignore[arg-type]
+    with mesh_of(grid) as mesh:
+        forward, backward = call(FULL, mesh, FULL.layout(grid))
+        transport = Transport(mesh.ring_rank, ring, slow_transfers)
+        with transport.watching():
+            out = forward()
+        assert len(transport.events) == 4 * ring - 2
+        check_keys(transport, ring)
+        with transport.watching():
+            backward(out)
+        assert len(transport.events) == 6 * ring - 4
+        check_keys(transport, ring)
+        check_gradients(transport, ring)
+
+
+def check_keys(transport: Transport, ring: int) -> None:
+    """The next hop's keys are under way before the kernel is called, and not waited for till after."""
+    at = transport.at
+    for hop in range(1, ring):
+        assert at("post", hop, "keys") < at("kernel", hop - 1)
+        assert at("kernel ends", hop - 1) < at("wait", hop, "keys") < at("kernel", hop)
+
+
+def check_gradients(transport: Transport, ring: int) -> None:
+    """A hop's gradients leave as soon as they are there, and travel during the next kernel call."""
+    at = transport.at
+    for hop in range(1, ring):
+        assert at("kernel ends", hop) < at("post", hop, "gradients") < at("wait", hop, "gradients")
+        if hop + 1 < ring:
+            assert at("post", hop, "gradients") < at("kernel", hop + 1)
+            assert at("kernel ends", hop + 1) < at("wait", hop, "gradients")
+
+
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(("world_size", "ulysses"), [(2, 1), (3, 1), (4, 1), (8, 1), (8, 2)])
+def test_next_hop_is_under_way_before_this_one_is_computed(
+    world_size: int, ulysses: int, kind: str
+) -> None:
+    run_ranks(world_size, check_order, ulysses, kind)
+
+
+def follow(rank: int, world_size: int) -> list[tuple[list[Event], list[float]]]:
+    """Events and times of a forward and a backward in which rank 1 sends late."""
+
+    def late(event: Event) -> float:
+        return 0.5 if rank == 1 and event.what == "post" and event.hop == 1 else 0.0
+
+    grid = Grid(world_size)
+    found: list[tuple[list[Event], list[float]]] = []
+    with mesh_of(grid) as mesh:
+        forward, backward = call(FULL, mesh, FULL.layout(grid))
+        transport = Transport(rank, world_size, late)
+        with transport.watching():
+            out = forward()
+        found.append((transport.events, transport.times))
+        with transport.watching():
+            backward(out)
+        return [*found, (transport.events, transport.times)]
+
+
+def test_a_rank_computes_while_another_one_sends_late() -> None:
+    ranks = run_ranks(3, follow)
+
+    def when(rank: int, half: int, event: Event) -> float:
+        events, times = ranks[rank][half]
+        return times[events.index(event)]
+
+    for half in range(2):  # rank 2's first keys come from rank 1
+        own = when(2, half, Event("kernel ends", "", 0))
+        assert own < when(1, half, Event("post", "keys", 1)) < when(2, half, Event("kernel", "", 1))
+    # The gradients of hop 1 that rank 1 holds belong to rank 0, which has moved on to hop 2.
+    assert when(0, 1, Event("kernel ends", "", 2)) < when(1, 1, Event("post", "gradients", 1))
+
+
+def attend_under(rank: int, world_size: int, problem: Problem, grid: Grid, how: str) -> Shards:
+    """This rank's results under random delays, or with transfers that start when waited for."""
+    random.seed(1000 + rank)
+
+    def delay(event: Event) -> float:
+        return random.uniform(0.0, 0.01) if how == "delays" else 0.0
+
+    with mesh_of(grid) as mesh:
+        transport = Transport(mesh.ring_rank, grid.ring, delay, postpone=how == "postponed")
+        if how == "plain":
+            return attend_shards(problem, grid, mesh, "reference")
+        with transport.watching():
+            return attend_shards(problem, grid, mesh, "reference")
+
+
+@pytest.mark.parametrize("how", ["delays", "postponed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "grid", [Grid(3), Grid(4), Grid(4, kind="contiguous"), Grid(2, 2), Grid(4, 2)], ids=str
+)
+def test_results_do_not_depend_on_when_data_moves(grid: Grid, dtype: torch.dtype, how: str) -> None:
+    """Postponed transfers read the send buffers last: they must live, unchanged, until then."""
+    problem = Problem(list(HEADS[grid.ulysses].values())[-1], "rows", dtype=dtype)
+    plain = run_ranks(grid.world_size, attend_under, problem, grid, "plain")
+    moved = run_ranks(grid.world_size, attend_under, problem, grid, how)
+    for one, other in zip(plain, moved, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def posts(
+    rank: int, world_size: int, lengths: list[int]
+) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """(load, hop) of the transfers in forward and in backward; none of them is empty."""
+    bounds = np.cumsum([0, *lengths])
+    documents = Documents.from_cu_seqlens(bounds)
+    layout = SequenceLayout(48, world_size, kind="contiguous", documents=documents)
+    transport = Transport(rank, world_size)
+    with mesh_of(Grid(world_size)) as mesh:
+        forward, backward = call(replace(FULL, causal=True), mesh, layout)
+        with transport.watching():
+            out = forward()
+        forward_posts = transport.posts
+        with transport.watching():
+            backward(out)
+        return forward_posts, transport.posts
+
+
+@pytest.mark.parametrize(
+    ("lengths", "hops"),
+    [
+        ([12, 12, 12, 12], ([], [], [], [])),  # each rank has documents of its own
+        ([24, 24], ([1], [1], [1], [1])),
+        ([36, 12], ([1, 2], [1], [1, 2], [])),
+        ([48], ([1, 2, 3], [1, 2], [1, 2], [1, 2, 3])),
+    ],
+    ids=str,
+)
+def test_hops_that_nobody_needs_send_nothing(
+    lengths: list[int], hops: tuple[list[int], ...]
+) -> None:
+    """Contiguous shards of 12 tokens on 4 ranks; a hop is there if a document needs it."""
+    for (forward, backward), active in zip(run_ranks(4, posts, lengths), hops, strict=True):
+        keys = [("keys", hop) for hop in active]
+        assert forward == keys
+        assert sorted(backward) == sorted([*keys, *(("gradients", hop) for hop in active)])
