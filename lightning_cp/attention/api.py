@@ -113,7 +113,8 @@ def attend(
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Execute a plan that the ranks have agreed on already (once per batch, by the strategy)."""
-    out, lse = ContextParallelAttention.apply(q_BLHD, k_BLKD, v_BLKD, plan, current_stash())  # type: ignore[misc]
+    with torch.autocast(q_BLHD.device.type, enabled=False):  # kernels choose their own precision
+        out, lse = ContextParallelAttention.apply(q_BLHD, k_BLKD, v_BLKD, plan, current_stash())  # type: ignore[misc]
     if not return_lse:
         return out
     lse_TBH1 = lse.permute(2, 0, 1).unsqueeze(-1)

@@ -64,11 +64,10 @@ def make_plan(
         )
     heads = HeadSplit(q_BLHD.shape[2], k_BLKD.shape[2], mesh.ulysses_size)
     part = schedule(layout, None, spec.mask).rank(mesh.ring_rank)
-    kinds = frozenset(tile.mask for hop in part.hops for tile in hop.tiles)
     head_dim = q_BLHD.shape[3]
     chosen = _select(
         kernel,
-        Request(q_BLHD.device.type, q_BLHD.dtype, head_dim, kinds | _mask_kinds(spec), spec.needs),
+        Request(q_BLHD.device.type, q_BLHD.dtype, head_dim, _mask_kinds(spec), spec.needs),
     )
     return AttentionPlan(mesh, heads, part, Scores(spec.scale(head_dim), spec.mask), chosen)
 

@@ -73,8 +73,8 @@ class SwapHandle:
         """Attend over the whole sequence of the active step."""
         state = self.state
         assert state is not None
-        plan = make_plan(q_BLHD, k_BLKD, v_BLKD, self.mesh, state.layout, spec, self.kernel)
-        out = attend(q_BLHD, k_BLKD, v_BLKD, plan)
+        q, k, v = _autocast(q_BLHD, k_BLKD, v_BLKD)
+        out = attend(q, k, v, make_plan(q, k, v, self.mesh, state.layout, spec, self.kernel))
         assert isinstance(out, torch.Tensor)
         state.calls += 1
         if state.aligned_labels is not None and state.valid_local == 0 and out.requires_grad:
@@ -109,6 +109,14 @@ class SwapHandle:
         self.deactivate()
         while self._undo:
             self._undo.pop()()
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What autocast would have done to the inputs of PyTorch's own attention."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
 
 
 def swap_attention(

@@ -8,6 +8,7 @@ Nothing here knows of a Trainer. A strategy calls, in this order: ``build_mesh``
 from __future__ import annotations
 
 import atexit
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,9 +70,21 @@ class ContextParallelCore:
         return self.mesh.cp_size > 1
 
     def build_mesh(
-        self, world_size: int, device_type: str, ranks_per_node: int | None, model: nn.Module | None
+        self,
+        world_size: int,
+        device_type: str,
+        ranks_per_node: int | None,
+        model: nn.Module | None = None,
+        num_heads: int | None = None,
     ) -> Factors | None:
         """Make the mesh, once; ``None`` if it exists, or if the model must be known first.
+
+        Args:
+            world_size: all ranks.
+            device_type: ``cpu`` or ``cuda``.
+            ranks_per_node: the largest useful Ulysses size.
+            model: where the number of heads is looked for, if it is needed and not given.
+            num_heads: what the model declares; the setting of the same name goes first.
 
         Raises:
             ConfigError: sizes that do not fit the world or the heads.
@@ -79,7 +92,7 @@ class ContextParallelCore:
         cp_size = self.settings.context_size(world_size)
         if self._mesh is not None:
             return None
-        heads = self.settings.num_heads
+        heads = self.settings.num_heads or num_heads
         needs = self.settings.needs_heads and cp_size > 1
         if heads is None and needs:
             if model is None:
@@ -170,6 +183,8 @@ class ContextParallelCore:
         assert whole is not None
         assert layout is not None
         self._some_rank_empty = any(row["ranks without targets"] for row in table)
+        if not facts["targets"] and self.mesh.cp_rank == 0:
+            warnings.warn("a batch has no valid label at all: it adds nothing.", stacklevel=2)
         self._sharded = shard_batch(whole, layout, self.mesh.cp_rank, self.rules)
         return self._sharded.batch
 
@@ -251,9 +266,11 @@ class ContextParallelCore:
         if not self.enabled or self._sharded is None:
             return value
         weight = average_weight(self._sharded.valid, self.mesh.cp_rank)
-        part = value.detach().to(torch.float64 if value.device.type == "cpu" else torch.float32)
-        part = part * weight if weight else torch.zeros_like(part)
-        return all_sum(part, self.mesh.group(Flat.CP)).to(value.dtype)
+        part = value.detach().to(torch.float64)
+        part = part * weight if weight else torch.zeros_like(part)  # 0 * NaN would be NaN
+        on_host = value.device.type == "cpu"
+        group = self.mesh.control_group(Flat.CP) if on_host else self.mesh.group(Flat.CP)
+        return all_sum(part, group).to(value.dtype)
 
     def unshard(self, output: Any, dims: Mapping[str, int | None]) -> Any:
         """An output of the current step in original order and length, on every rank."""

@@ -112,20 +112,18 @@ class UlyssesRingStrategy(DDPStrategy):
                 f"the Trainer wants {self.world_size} processes, but torch.distributed was initialised with "
                 f"{world} before. Start a fresh process for each run."
             )
-        self._build_mesh(model=None)
+        self._build_mesh()
 
     @override
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
-        fitting = trainer.state.fn == TrainerFn.FITTING
         options = options_of(module)
-        self._build_mesh(model=module)
+        self._build_mesh(module, options.get("num_heads"))
         for step in ("training_step", "validation_step", "test_step", "predict_step"):
             _refuse_dataloader_iter(module, step)
-        swapped = self._core.attach(
-            module, options, needs_labels=fitting or trainer.state.fn == TrainerFn.VALIDATING
-        )
+        needs_labels = trainer.state.fn != TrainerFn.PREDICTING
+        swapped = self._core.attach(module, options, needs_labels=needs_labels)
         if swapped:
             rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
         super().setup(trainer)
@@ -203,9 +201,11 @@ class UlyssesRingStrategy(DDPStrategy):
         finally:
             self._core.end_step()
 
-    def _build_mesh(self, model: LightningModule | None) -> None:
+    def _build_mesh(
+        self, model: LightningModule | None = None, num_heads: int | None = None
+    ) -> None:
         factors = self._core.build_mesh(
-            self.world_size, self.root_device.type, self.num_processes, model
+            self.world_size, self.root_device.type, self.num_processes, model, num_heads
         )
         if factors is not None:
             rank_zero_info(
