@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lightning_cp.kernels.api import Capabilities, Scores
 from lightning_cp.kernels.call_per_tile import CallPerTile, Gradients, Inputs, Merged, is_causal
+from lightning_cp.kernels.protocol import Capabilities, Scores
 from lightning_cp.layout.tiles import Tile
 
 

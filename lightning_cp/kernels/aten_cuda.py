@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.kernels.api import Capabilities, Scores
 from lightning_cp.kernels.call_per_tile import (
     CallPerTile,
     Gradients,
@@ -22,6 +21,7 @@ from lightning_cp.kernels.call_per_tile import (
     replace_infinities,
 )
 from lightning_cp.kernels.flash_window import bottom_right_window, representable
+from lightning_cp.kernels.protocol import Capabilities, Scores
 from lightning_cp.layout.tiles import Mask, Tile
 
 _HALF_PRECISION = frozenset({torch.bfloat16, torch.float16})

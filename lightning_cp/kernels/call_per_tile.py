@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_cp.kernels.api import Capabilities, Scores
 from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.kernels.protocol import Capabilities, Scores
 from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_cp.kernels.api import Capabilities, Scores, accumulate_dtype
 from lightning_cp.kernels.merge import Accumulator, batch_rows
+from lightning_cp.kernels.protocol import Capabilities, Scores, accumulate_dtype
 from lightning_cp.layout.columns import UNBOUNDED
 from lightning_cp.layout.tiles import Mask, Tile
 

@@ -18,7 +18,7 @@ import torch
 
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.errors import ConfigError
-from lightning_cp.models.swap import StepState, SwapHandle
+from lightning_cp.models.handle import StepState, SwapHandle
 
 _names = (f"lightning_cp_{number}" for number in itertools.count())
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.errors import ConfigError
-from lightning_cp.models.swap import SwapHandle
+from lightning_cp.models.handle import SwapHandle
 
 
 def swap_sdpa(handle: SwapHandle) -> None:

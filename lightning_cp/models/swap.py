@@ -1,122 +1,21 @@
-"""The swap handle: what intercepted attention calls see, how many there were, and how to undo it.
-
-While a step is active, intercepted calls attend over the whole sequence; outside of a step the model
-is the plain model. The step's state is held here, on the handle, and not in a ContextVar or a
-thread-local: recomputation runs inside backward, on CUDA in autograd's own thread.
-"""
+"""Swapping the attention of a whole model: which models there are inside, and what is replaced."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from functools import reduce
 from math import gcd
 from typing import Any
 
-import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_cp.attention.api import attend
-from lightning_cp.attention.plan import make_plan
-from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.errors import ConfigError
-from lightning_cp.layout import SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh
-
-
-@dataclass
-class StepState:
-    """What the attention calls and the model's forward need to know of the current batch."""
-
-    layout: SequenceLayout
-    position_ids: torch.Tensor
-    """int64 [B or 1, L]: global positions of the local tokens, 0 where padded."""
-    aligned_labels: torch.Tensor | None = None
-    """[B, L]: the target of each local token, -100 where there is none."""
-    labels: torch.Tensor | None = None
-    """[B, L]: the labels as the step sees them (not shifted)."""
-    valid_local: int = 0
-    """Targets on this rank that are not -100."""
-    calls: int = 0
-    last_edge: GradientEdge | None = field(default=None, repr=False)
-    """Where the gradient of the last attention output arrives; only kept on a rank without targets."""
-
-
-class SwapHandle:
-    """Connects one model's attention calls to one mesh."""
-
-    def __init__(self, mesh: ContextParallelMesh, kernel: str = "auto") -> None:
-        self.mesh = mesh
-        self.kernel = kernel
-        self.state: StepState | None = None
-        self.report: list[str] = []
-        self._undo: list[Callable[[], None]] = []
-
-    @property
-    def active(self) -> bool:
-        """Whether a context-parallel step is under way."""
-        return self.state is not None
-
-    def activate(self, state: StepState) -> None:
-        """Begin a step; the state stays until the next one, or until ``deactivate``."""
-        self.state = state
-
-    def deactivate(self) -> None:
-        """End the step: the model is the plain model again."""
-        self.state = None
-
-    def attention(
-        self, q_BLHD: torch.Tensor, k_BLKD: torch.Tensor, v_BLKD: torch.Tensor, spec: AttentionSpec
-    ) -> torch.Tensor:
-        """Attend over the whole sequence of the active step."""
-        state = self.state
-        assert state is not None
-        q, k, v = _autocast(q_BLHD, k_BLKD, v_BLKD)
-        out = attend(q, k, v, make_plan(q, k, v, self.mesh, state.layout, spec, self.kernel))
-        assert isinstance(out, torch.Tensor)
-        state.calls += 1
-        if state.aligned_labels is not None and state.valid_local == 0 and out.requires_grad:
-            state.last_edge = get_gradient_edge(out)
-        return out
-
-    def require_intercepted(self, model: nn.Module) -> None:
-        """Refuse a step in which no attention call came through here.
-
-        Raises:
-            ConfigError: naming the model's classes that look like attention.
-        """
-        if self.state is None or self.state.calls:
-            return
-        seen = sorted(
-            {type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()}
-        )
-        raise ConfigError(
-            "no attention call was intercepted in this step (0 calls), so every rank would attend to its "
-            f"own tokens only. Attention classes seen: {', '.join(seen) or 'none'}. Attention is "
-            "intercepted in Hugging Face models that use transformers' attention interface, and in "
-            "calls of torch.nn.functional.scaled_dot_product_attention; call one of these, or use a "
-            "strategy without context parallelism."
-        )
-
-    def on_undo(self, action: Callable[[], None]) -> None:
-        """Remember how to take one replacement back."""
-        self._undo.append(action)
-
-    def undo(self) -> None:
-        """Give the model its own attention back, in reverse order."""
-        self.deactivate()
-        while self._undo:
-            self._undo.pop()()
-
-
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What autocast would have done to the inputs of PyTorch's own attention."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
+from lightning_cp.models.handle import StepState as StepState
+from lightning_cp.models.handle import SwapHandle as SwapHandle
+from lightning_cp.models.hf import swap_hf
+from lightning_cp.models.sdpa import swap_sdpa
 
 
 def swap_attention(
@@ -139,13 +38,9 @@ def swap_attention(
     Raises:
         ConfigError: a Hugging Face model that does not use transformers' attention interface.
     """
-    from lightning_cp.models.sdpa import swap_sdpa
-
     handle = SwapHandle(mesh, kernel)
     try:
         for root in hf_models(model) if roots is None else roots:
-            from lightning_cp.models.hf import swap_hf
-
             swap_hf(root, handle)
         swap_sdpa(handle)
     except BaseException:

@@ -32,6 +32,7 @@ from lightning_cp.errors import ConfigError, LightningCPError, NonFiniteError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.loss import average_weight, empty_shard_loss, loss_scale
 from lightning_cp.mesh import ContextParallelMesh, Factors, Flat
+from lightning_cp.models.hf import label_alignment
 from lightning_cp.models.swap import StepState, SwapHandle, hf_models, num_heads_of, swap_attention
 from lightning_cp.strategies.settings import Settings
 
@@ -287,8 +288,6 @@ def label_kind(model: nn.Module, declared: str, *, required: bool) -> str:
     """
     if declared == "aligned":
         return "aligned"
-    from lightning_cp.models.hf import label_alignment
-
     kinds = {label_alignment(root) for root in hf_models(model)}
     if len(kinds) == 1 and None not in kinds:
         return str(kinds.pop())

@@ -1,0 +1,122 @@
+"""The kernel protocol: attention of a list of tiles on one device, and its capabilities.
+
+Shapes: ``q_BLHD`` [batch, queries, heads, head dim]; ``k_BLKD``, ``v_BLKD`` [batch, keys, K/V
+heads, head dim], heads a multiple of K/V heads; ``out_BLHD`` like q; ``lse_BHL`` [batch, heads,
+queries], natural logarithm, float32 (float64 for float64 inputs), -inf where a query saw no key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.layout.tiles import Mask, Tile
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores are made from q and k: ``softmax_scale * q.k`` under ``mask``."""
+
+    softmax_scale: float
+    mask: Mask
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a call asks of a kernel."""
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+    masks: frozenset[str]
+    """Mask kinds of the tiles: full, causal, band."""
+    needs: frozenset[str] = frozenset()
+    """Score features beyond scale: softcap, alibi, sinks, dropout."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a kernel declares that it can do, exactly."""
+
+    device_types: frozenset[str] | None
+    """``None``: wherever PyTorch runs."""
+    dtypes: frozenset[torch.dtype]
+    masks: frozenset[str]
+    max_head_dim: int | None = None
+    head_dim_multiple: int = 1
+    features: frozenset[str] = frozenset()
+
+    def refusal(self, request: Request) -> str | None:
+        """Why the request is not covered, or ``None`` if it is."""
+        if self.device_types is not None and request.device_type not in self.device_types:
+            return f"runs on {listed(self.device_types)}, not {request.device_type}"
+        if request.dtype not in self.dtypes:
+            return f"takes {listed(map(str, self.dtypes))}, not {request.dtype}"
+        if self.max_head_dim is not None and request.head_dim > self.max_head_dim:
+            return f"takes head dims up to {self.max_head_dim}, not {request.head_dim}"
+        if request.head_dim % self.head_dim_multiple:
+            return f"takes head dims divisible by {self.head_dim_multiple}, not {request.head_dim}"
+        if missing := request.masks - self.masks:
+            return f"has no {listed(missing)} mask"
+        if missing := request.needs - self.features:
+            return f"has no {listed(missing)}"
+        return None
+
+
+class Kernel(Protocol):
+    """Block attention on one device. Implementations never communicate."""
+
+    @property
+    def name(self) -> str:
+        """The name users select it by."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do; a request outside of it is refused before any call."""
+        ...
+
+    def forward(
+        self,
+        q_BLHD: torch.Tensor,
+        k_BLKD: torch.Tensor,
+        v_BLKD: torch.Tensor,
+        tiles: Sequence[Tile],
+        scores: Scores,
+        state: Accumulator,
+    ) -> None:
+        """Attend within each tile and merge the results into ``state``."""
+        ...
+
+    def backward(
+        self,
+        dout_BLHD: torch.Tensor,
+        q_BLHD: torch.Tensor,
+        k_BLKD: torch.Tensor,
+        v_BLKD: torch.Tensor,
+        out_BLHD: torch.Tensor,
+        lse_BHL: torch.Tensor,
+        tiles: Sequence[Tile],
+        scores: Scores,
+        dq_BLHD: torch.Tensor,
+        dk_BLKD: torch.Tensor,
+        dv_BLKD: torch.Tensor,
+    ) -> None:
+        """Add each tile's gradients to ``dq, dk, dv``, given the *merged* out and lse.
+
+        ``out_BLHD`` has q's dtype; the gradients are float32 (float64 for float64 inputs).
+        """
+        ...
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that outputs, log-sum-exps and gradients are summed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def listed(values: Iterable[object]) -> str:
+    return ", ".join(sorted(str(value) for value in values))
