@@ -12,7 +12,7 @@ from lightning_cp.attention.plan import AttentionPlan, make_plan
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.attention.ulysses import q_to_tokens
 from lightning_cp.comm.agreement import agree, fingerprint
-from lightning_cp.errors import ConfigError, LightningCPError
+from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh, Flat
 
@@ -87,20 +87,21 @@ def context_parallel_attention(
         RankFailure: another rank's call was refused.
     """
     spec = spec or AttentionSpec()
-    error: LightningCPError | None = None
+    error: Exception | None = None
     plan: AttentionPlan | None = None
+    facts: dict[str, int] = {}
     try:
         check_exchange(exchange)
         plan = make_plan(q_BLHD, k_BLKD, v_BLKD, mesh, layout, spec, kernel)
-    except LightningCPError as refused:
+        facts = _facts(q_BLHD, k_BLKD, layout, spec, plan)
+    except Exception as refused:  # any: a rank that raised alone would leave the others waiting
         error = refused
     if mesh.cp_size > 1:
-        facts = _facts(q_BLHD, k_BLKD, layout, spec, plan)
         group = mesh.control_group(Flat.CP)
         agree(facts, group, what="context_parallel_attention", error=error)
-    if plan is None:
-        assert error is not None
+    if error is not None:
         raise error
+    assert plan is not None
     return attend(q_BLHD, k_BLKD, v_BLKD, plan, return_lse=return_lse)
 
 
@@ -136,17 +137,17 @@ def _facts(
     k_BLKD: torch.Tensor,
     layout: SequenceLayout,
     spec: AttentionSpec,
-    plan: AttentionPlan | None,
+    plan: AttentionPlan,
 ) -> dict[str, int]:
-    sizes = [*q_BLHD.shape, *[-1] * 4][:4]
     documents = layout.documents
+    names = ("batch", "local tokens", "heads", "head dim")
     return {
-        **dict(zip(("batch", "local tokens", "heads", "head dim"), map(int, sizes), strict=True)),
-        "K/V heads": int(k_BLKD.shape[2]) if k_BLKD.dim() == 4 else -1,
+        **dict(zip(names, q_BLHD.shape, strict=True)),
+        "K/V heads": k_BLKD.shape[2],
         "dtype (checksum)": fingerprint(str(q_BLHD.dtype)),
         "sequence length": layout.seq_len,
         "layout (checksum)": fingerprint((layout.ring_size, layout.ulysses_size, layout.kind)),
         "documents (checksum)": fingerprint(documents.checksum if documents else 0),
         "mask (checksum)": fingerprint((spec.mask, spec.softmax_scale, spec.softcap)),
-        "kernel (checksum)": fingerprint(plan.kernel.name if plan else ""),
+        "kernel (checksum)": fingerprint(plan.kernel.name),
     }

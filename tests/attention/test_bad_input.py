@@ -1,0 +1,187 @@
+"""What context_parallel_attention refuses: at once, on every rank, saying what would work."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_cp.attention.api import context_parallel_attention
+from lightning_cp.attention.spec import AttentionSpec
+from lightning_cp.errors import ConfigError, ShapeError
+from lightning_cp.layout import Documents, SequenceLayout
+from tests.attention.distributed import mesh_of
+from tests.attention.problems import Grid
+from tests.attention.wire import Wire
+from tests.pool import expect_on_every_rank, run_ranks
+
+GRID = Grid(2, 2)
+LENGTH = 30  # padded to 32: 8 tokens a rank
+OTHER_LAYOUT = SequenceLayout(LENGTH, 4, 1)
+
+Change = dict[str, Any]
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    """Zeros [batch, local tokens, heads, head dim]; trailing sizes as in a good call."""
+    return torch.zeros(*shape, *(2, 8, 4, 8)[len(shape) :], dtype=dtype, device=device)
+
+
+def attend(rank: int, world_size: int, changes: Change) -> set[str]:
+    """A good call, but for the changes; what it communicated."""
+    given: Change = {"layout": SequenceLayout(LENGTH, 2, 2), **changes}
+    q, k, v = (given.pop(name, tensor()) for name in ("q", "k", "v"))
+    with mesh_of(GRID) as mesh, Wire() as wire:
+        try:
+            context_parallel_attention(q, k, v, mesh=mesh, **given)
+        except Exception:
+            assert set(wire.counts) == {"allgather_"}, wire.counts  # the agreement, and no data
+            raise
+    return set(wire.counts)
+
+
+def test_the_unchanged_call_is_good() -> None:
+    assert run_ranks(4, attend, {}) == [{"allgather_", "alltoall_base_", "send", "recv_"}] * 4
+
+
+def refuse(changes: Change, error: type[Exception], match: str) -> None:
+    """Require the error on every rank."""
+    expect_on_every_rank(4, attend, changes, error=error, match=match)
+
+
+SHAPES: dict[str, tuple[Change, str]] = {
+    "dtype of k": (
+        {"k": tensor(dtype=torch.bfloat16)},
+        r"one dtype and one device, got q \(2, 8, 4, 8\) torch.float32 on cpu, "
+        r"k \(2, 8, 4, 8\) torch.bfloat16 on cpu",
+    ),
+    "dtype of v": ({"v": tensor(dtype=torch.float64)}, "one dtype .* v .* torch.float64"),
+    "device": ({"v": tensor(device="meta")}, "one dtype and one device, got .* v .* on meta"),
+    "batch of k and v": (
+        dict.fromkeys(("k", "v"), tensor(3)),
+        r"the batch size of q, got q \(2, .* k \(3, ",
+    ),
+    "batch of v": ({"v": tensor(3)}, r"k and v must have equal shapes"),
+    "heads of v": ({"v": tensor(2, 8, 2)}, "k and v must have equal shapes"),
+    "three dims": (
+        {"q": torch.zeros(2, 8, 32)},
+        r"must be \[batch, local tokens, heads, head dim\]",
+    ),
+    "five dims": (dict.fromkeys(("k", "v"), torch.zeros(1, 2, 8, 4, 8)), r"must be \[batch, "),
+    "head dim": ({"q": tensor(2, 8, 4, 16)}, "q and k must have the same head dim"),
+    "cross-attention": ({"q": tensor(2, 6)}, "the same local tokens .cross-attention"),
+    "the whole sequence": (
+        dict.fromkeys(("q", "k", "v"), tensor(2, LENGTH)),
+        r"gives each rank 8 of 30 tokens \(padded to 32\), .* whole sequence: shard it first",
+    ),
+    "the whole padded sequence": (dict.fromkeys(("q", "k", "v"), tensor(2, 32)), "shard it first"),
+    "too few tokens": (dict.fromkeys(("q", "k", "v"), tensor(2, 7)), r"each rank 8 of 30 tokens"),
+    "query heads per K/V head": (
+        dict.fromkeys(("k", "v"), tensor(2, 8, 3)),
+        "multiple of the number of K/V heads, got 4 query heads and 3 K/V heads",
+    ),
+    "rows of documents": (
+        {
+            "layout": SequenceLayout(
+                LENGTH, 2, 2, documents=Documents.from_padding_mask(torch.ones(3, LENGTH))
+            )
+        },
+        r"documents describe 3 rows, but the batch has 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_tensors_that_do_not_fit(case: str) -> None:
+    changes, match = SHAPES[case]
+    refuse(changes, ShapeError, match)
+
+
+SETTINGS: dict[str, tuple[Change, str]] = {
+    "heads that do not split": (
+        dict.fromkeys(("q", "k", "v"), tensor(2, 8, 3)),
+        r"ulysses_size=2 does not divide the 3 attention heads. Sizes that work: 1, 3; .* ring",
+    ),
+    "a layout of another mesh": (
+        {"layout": OTHER_LAYOUT},
+        "layout is for ring_size=4, ulysses_size=1, but the mesh has ring_size=2, ulysses_size=2",
+    ),
+    "unknown exchange": ({"exchange": "smoke"}, "exchange must be one of ring.*, got 'smoke'"),
+    "unknown kernel": (
+        {"kernel": "magic"},
+        "unknown kernel 'magic'. Known: auto, aten, .*aten_cpu_flash, reference",
+    ),
+    "a kernel of another device": (
+        {"kernel": "aten_cuda_flash"},
+        "aten_cuda_flash runs on cuda, not cpu",
+    ),
+    "a window that the kernel lacks": (
+        {"kernel": "aten_cpu_flash", "spec": AttentionSpec(window=(3, 0))},
+        "aten_cpu_flash has no band mask",
+    ),
+    "a dtype that no kernel takes": (
+        dict.fromkeys(("q", "k", "v"), tensor(dtype=torch.int32)),
+        "reference takes .*, not torch.int32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_that_cannot_be_executed(case: str) -> None:
+    changes, match = SETTINGS[case]
+    refuse(changes, ConfigError, match)
+
+
+FEATURES = {
+    "softcap": AttentionSpec(softcap=30.0),
+    "alibi": AttentionSpec(alibi_slopes=torch.ones(4)),
+    "sinks": AttentionSpec(sinks=torch.ones(4)),
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_that_no_kernel_has_name_every_kernel(feature: str) -> None:
+    passed_over = (
+        f".*, {feature}. Passed over: aten_cuda_flash runs on cuda, not cpu; .*"
+        f"aten_cpu_flash has no {feature}; reference has no {feature}"
+    )
+    refuse({"spec": FEATURES[feature]}, ConfigError, passed_over)
+
+
+@pytest.mark.parametrize(
+    ("setting", "match"),
+    [
+        ({"dropout_p": 0.1}, "attention dropout must be 0.0 under context parallelism, got 0.1"),
+        ({"softmax_scale": 0.0}, "softmax_scale must be finite and not 0, got 0.0"),
+        ({"softmax_scale": math.nan}, "softmax_scale must be finite and not 0, got nan"),
+        ({"softmax_scale": math.inf}, "softmax_scale must be finite and not 0, got inf"),
+        ({"window": (-2, 0)}, r"window must be .* at least 0, or -1 for unbounded, got \(-2, 0\)"),
+        ({"window": (3,)}, r"window must be \(left, right\)"),
+        ({"softcap": -1.0}, r"softcap must be 0.0 \(off\) or positive, got -1.0"),
+        ({"softcap": math.nan}, "softcap must be"),
+    ],
+    ids=str,
+)
+def test_a_spec_that_means_nothing(setting: Change, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        AttentionSpec(**setting)
+
+
+def test_documents_of_another_length() -> None:
+    documents = Documents.from_cu_seqlens([0, 10, 20])
+    with pytest.raises(ShapeError, match="documents describe 20 tokens, but the layout has 30"):
+        SequenceLayout(LENGTH, 2, 2, documents=documents)
+
+
+def attend_one(rank: int, world_size: int) -> None:
+    with mesh_of(Grid()) as mesh:
+        q = tensor(2, 7)
+        context_parallel_attention(q, q, q, mesh=mesh, layout=SequenceLayout(8))
+
+
+def test_one_rank_refuses_too() -> None:
+    match = re.escape("the layout gives each rank 8 of 8 tokens")
+    expect_on_every_rank(1, attend_one, error=ShapeError, match=match)
