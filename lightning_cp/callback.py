@@ -89,7 +89,14 @@ class ContextParallelCallback(Callback):
         """Leave the module as it was, after an error too."""
         self._release()
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
         """Backward is over: the model is the plain model until the next batch."""
         self.core.end_step()
 

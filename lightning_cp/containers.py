@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ def is_container(value: object) -> bool:
 
 
 def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor with its dotted name: keys, indices and field names joined by dots."""
+    """Every tensor with its dotted name: keys, field names and indices joined by dots."""
     if isinstance(value, torch.Tensor):
         yield name or ROOT, value
     for key, item in _items(value):
@@ -56,6 +56,8 @@ def map_tensors(value: Any, visit: Visit, name: str = "") -> Any:
 def _items(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         return list(value.items())
+    if _is_named_tuple(value):
+        return list(zip(value._fields, value, strict=True))
     if isinstance(value, (list, tuple)):
         return list(enumerate(value))
     if _is_dataclass(value):
@@ -64,12 +66,15 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _rebuild(value: Any, new: dict[Any, Any]) -> Any:
+    rebuilt: Any
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return type(value)(new)  # type: ignore[call-arg]
     if isinstance(value, Mapping):
-        rebuilt: Any = copy.copy(value)
+        rebuilt = copy.copy(value)
         for key, item in new.items():
             rebuilt[key] = item
         return rebuilt
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+    if _is_named_tuple(value):
         return type(value)(*new.values())
     if isinstance(value, (list, tuple)):
         return type(value)(new.values())
@@ -77,6 +82,10 @@ def _rebuild(value: Any, new: dict[Any, Any]) -> Any:
     for key, item in new.items():
         object.__setattr__(rebuilt, key, item)  # frozen dataclasses too
     return rebuilt
+
+
+def _is_named_tuple(value: object) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
 def _is_dataclass(value: object) -> bool:

@@ -65,7 +65,8 @@ def ring_backward(
         if tiles:
             with _Gradients(kv, into, plan) as (k, v, dk, dv):
                 plan.kernel.backward(
-                    *(x.transpose(0, 1) for x in (dout_TBHD, q_TBHD)),
+                    dout_TBHD.transpose(0, 1),
+                    q_TBHD.transpose(0, 1),
                     k,
                     v,
                     out_TBHD.transpose(0, 1),

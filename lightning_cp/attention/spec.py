@@ -53,7 +53,7 @@ class AttentionSpec:
     @property
     def mask(self) -> Mask:
         """Causality and window, as the schedule takes them."""
-        return Mask(self.causal, tuple(self.window), uses_distance=self.alibi_slopes is not None)
+        return Mask(self.causal, self.window, uses_distance=self.alibi_slopes is not None)
 
     @property
     def needs(self) -> frozenset[str]:

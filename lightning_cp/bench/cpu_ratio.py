@@ -120,8 +120,10 @@ def _alone(shape: Shape) -> Callable[[], None]:
     gradient = torch.randn(1, shape.heads, shape.tokens, shape.head_dim)
 
     def step() -> None:
-        heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-        out = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        q_BHSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(
+            q_BHSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=True
+        )
         torch.autograd.grad(out, [q, k, v], gradient)
 
     return step

@@ -9,6 +9,7 @@ from lightning_cp.kernels.protocol import Kernel as Kernel
 from lightning_cp.kernels.protocol import Request as Request
 from lightning_cp.kernels.protocol import Scores as Scores
 from lightning_cp.kernels.protocol import accumulate_dtype as accumulate_dtype
+from lightning_cp.kernels.protocol import listed
 from lightning_cp.kernels.reference import ReferenceKernel
 
 

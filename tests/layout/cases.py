@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,9 +11,10 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
+from typing_extensions import override
 
 from lightning_cp.layout import ALL_ROWS, Documents, Mask, Schedule, SequenceLayout, Tile
-from lightning_cp.layout.sequence import LayoutKind
+from lightning_cp.layout.sequence import LayoutKind, Segments
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
@@ -30,6 +32,37 @@ class Case:
     def plan(self) -> Schedule:
         """Its schedule, made afresh so that no other example's cache is tested."""
         return Schedule(self.layout, self.documents, self.mask)
+
+
+@dataclass(frozen=True)
+class DealtLayout(SequenceLayout):
+    """Any deal of equal chunks to ring ranks: what the schedule must cope with beyond zigzag.
+
+    Neighbouring chunks stay segments of their own.
+    """
+
+    deal: tuple[tuple[int, ...], ...] = ()
+    """The chunks of each ring rank."""
+
+    @property
+    @override
+    def divisor(self) -> int:
+        return self.ring_size * math.lcm(len(self.deal[0]), self.ulysses_size)
+
+    @override
+    def segments(self, ring_rank: int) -> Segments:
+        size = self.ring_len // len(self.deal[0])
+        return np.array([(chunk * size, size) for chunk in sorted(self.deal[ring_rank])])
+
+
+@st.composite
+def dealt_layouts(draw: st.DrawFn, longest: int = 48) -> SequenceLayout:
+    """Ring 1 to 4, Ulysses 1 or 2, 1 to 4 chunks a rank."""
+    ring, ulysses, chunks = (draw(st.integers(1, most)) for most in (4, 2, 4))
+    length = draw(st.integers(2 * ring * ulysses, longest))
+    order = draw(st.permutations(range(ring * chunks)))
+    deal = tuple(tuple(order[rank * chunks :][:chunks]) for rank in range(ring))
+    return DealtLayout(length, ring, ulysses, deal=deal)
 
 
 @st.composite
@@ -70,7 +103,7 @@ def masks(draw: st.DrawFn) -> Mask:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Any of the above together."""
-    layout = draw(layouts())
+    layout = draw(st.one_of(layouts(), dealt_layouts()))
     return Case(layout, draw(documents(layout.seq_len)), draw(masks()))
 
 

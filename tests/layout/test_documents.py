@@ -68,10 +68,10 @@ def test_empty_documents_are_dropped() -> None:
 
 
 def test_positions_that_restart_anywhere_begin_a_document() -> None:
-    rows = torch.tensor([[3, 4, 5, 0, 1, 0, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7]])
+    rows = torch.tensor([[3, 4, 5, 0, 1, 0, 0, 1], [0, 1, 2, 7, 8, 9, 3, 4]])
     assert as_lists(Documents.from_position_ids(rows)) == [
         [[0, 3], [3, 5], [5, 6], [6, 8]],
-        [[0, 8]],
+        [[0, 3], [3, 6], [6, 8]],
     ]
 
 

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_cp.errors import ConfigError, ShapeError
-from lightning_cp.layout import ALL_ROWS, Documents, Mask, Schedule, SequenceLayout, schedule
+from lightning_cp.layout import ALL_ROWS, Documents, Mask, Schedule, SequenceLayout, Tile, schedule
 from tests.layout.cases import (
     Case,
     cases,
@@ -24,6 +24,8 @@ from tests.layout.cases import (
 )
 
 FULL_RING = SequenceLayout(40, ring_size=5)
+# The last tile of row 0 and the first of row 1 touch in keys at rank 1, hop 1.
+TWO_ROWS = Documents([np.array([[2, 8]]), np.array([[4, 24]])], 24)
 PACKED = Documents.from_cu_seqlens([0, 3, 17, 18, 40])
 
 
@@ -31,6 +33,7 @@ PACKED = Documents.from_cu_seqlens([0, 3, 17, 18, 40])
 @example(Case(FULL_RING, PACKED, Mask(uses_distance=True)))
 @example(Case(FULL_RING, PACKED, Mask(causal=False, window=(7, 3))))
 @example(Case(SequenceLayout(37, 3, 2), Documents.single(37), Mask(window=(5, -1))))
+@example(Case(SequenceLayout(24, 3), TWO_ROWS, Mask(causal=False)))
 def test_tiles_cover_each_visible_pair_once(case: Case) -> None:
     counts = computed(case, case.plan)
     assert np.array_equal(counts, visible(case).astype(np.int64))
@@ -91,6 +94,26 @@ def test_joined_tiles_keep_the_delta_of_their_corner(case: Case) -> None:
     at = [ring_positions(case.layout, rank) for rank in range(case.layout.ring_size)]
     for q_rank, k_rank, tile in tiles_of(case, case.plan):
         assert tile.delta == at[q_rank][tile.q_start] - at[k_rank][tile.k_start]
+
+
+@given(cases())
+def test_nothing_is_left_to_join(case: Case) -> None:
+    """No two full tiles of a hop make one larger rectangle that would be allowed."""
+    plan = case.plan
+    for rank in range(case.layout.ring_size):
+        for hop in plan.rank(rank).hops:
+            full = [tile for tile in hop.tiles if tile.mask == "full"]
+            assert not any(joinable(a, b, case.mask) for a in full for b in full)
+
+
+def joinable(a: Tile, b: Tile, mask: Mask) -> bool:
+    """Whether ``b`` follows ``a`` in keys or in queries, also globally if distance matters."""
+    if a.row != b.row:
+        return False
+    beside = (a.q_start, a.q_len, a.k_start + a.k_len) == (b.q_start, b.q_len, b.k_start)
+    below = (a.k_start, a.k_len, a.q_start + a.q_len) == (b.k_start, b.k_len, b.q_start)
+    step = a.q_len if below else -a.k_len
+    return (beside or below) and (mask.joins_segments or b.delta == a.delta + step)
 
 
 @given(cases())
