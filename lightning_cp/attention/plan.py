@@ -79,7 +79,7 @@ def _select(kernel: str, request: Request) -> Kernel:
 
 def _mask_kinds(spec: AttentionSpec) -> frozenset[str]:
     """Kinds that tiles of this spec can have on any rank, so that all ranks choose alike."""
-    if spec.window != (-1, -1):
+    if spec.mask.window != (-1, -1):
         return frozenset({"full", "causal", "band"})
     return frozenset({"full", "causal"} if spec.causal else {"full"})
 
