@@ -279,3 +279,10 @@ def test_sizes_below_one(folder: Path, setting: str) -> None:
 def test_short_validation_text_is_named(folder: Path) -> None:
     with pytest.raises(ConfigError, match="the validation text has"):
         module(folder, seq_len=2500, validation_fraction=0.05)
+
+
+@pytest.mark.parametrize(("settings", "ranks"), [({"batch_size": 500}, (1, 0)), ({}, (500, 3))])
+def test_less_text_than_one_step_needs(folder: Path, settings: Any, ranks: tuple[int, int]) -> None:
+    data = module(folder, ranks, **settings)
+    with pytest.raises(ConfigError, match=r"a step needs 500 sequences .* the training text has"):
+        data.train_dataloader()

@@ -78,6 +78,12 @@ class ByteDataModule(L.LightningDataModule):
 
     def _loader(self, dataset: PackedBytes, shuffle: bool) -> DataLoader[Batch]:
         size, rank = data_parallel(self.trainer)
+        if shuffle and len(dataset) < size * self.batch_size:
+            raise ConfigError(
+                f"a step needs {size * self.batch_size} sequences (data.batch_size={self.batch_size} on "
+                f"{size} data ranks), but the training text has {len(dataset)} of {dataset.seq_len} "
+                "bytes. Give more text, or smaller batches or sequences."
+            )
         sampler: DistributedSampler[Batch] = DistributedSampler(
             dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=self.seed
         )

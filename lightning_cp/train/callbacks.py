@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 from torch.nn.utils import get_total_norm
@@ -64,7 +64,7 @@ class StepMetrics(Callback):
         pl_module.log_dict(
             {
                 "train/bits_per_byte": bits_per_byte(loss),
-                "train/perplexity": math.exp(loss),
+                "train/perplexity": torch.tensor(loss).exp(),  # inf and no error if it diverged
                 "train/learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
                 "tokens": float(self.tokens),
             }
