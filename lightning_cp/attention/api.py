@@ -96,7 +96,9 @@ def context_parallel_attention(
         facts = _facts(q_BLHD, k_BLKD, layout, spec, plan)
     except Exception as refused:  # any: a rank that raised alone would leave the others waiting
         error = refused
-    if mesh.cp_size > 1:
+    stash = current_stash()
+    agreed = stash is not None and stash.replaying  # when what is repeated now was recorded
+    if mesh.cp_size > 1 and not agreed:
         group = mesh.control_group(Flat.CP)
         agree(facts, group, what="context_parallel_attention", error=error)
     if error is not None:

@@ -39,7 +39,8 @@ class ContextParallelAttention(torch.autograd.Function):
     ========  =========================================  ==============================================
 
     lse [B, h, T] is returned without gradient. With a replaying stash, forward computes and
-    communicates nothing: out and lse come from the stash, and q, kv and out are exchanged in backward.
+    communicates nothing: out and lse come from the stash, and q, kv and out are exchanged in backward
+    (a recording one drops what it saves, so that exchanging them again costs no memory).
     """
 
     @staticmethod
@@ -52,16 +53,18 @@ class ContextParallelAttention(torch.autograd.Function):
         stash: Stash | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.plan = plan
-        ctx.exchanged = stash is None or not stash.replaying
+        ctx.exchanged = stash is None
         if stash is not None and stash.replaying:
             out_BLHD, lse = stash.replay()
-            ctx.save_for_backward(q_BLHD, k_BLKD, v_BLKD, out_BLHD, lse)
         else:
             q, kv = to_heads(q_BLHD, k_BLKD, v_BLKD, plan)
             out, lse = ring_forward(q, kv, plan)
             out_BLHD = q_to_tokens(out, plan)
+        if stash is None:
             ctx.save_for_backward(q, kv, out, lse)
-            if stash is not None:
+        else:  # checkpoint requires that a recomputation saves what the forward saved
+            ctx.save_for_backward(q_BLHD, k_BLKD, v_BLKD, out_BLHD, lse)
+            if not stash.replaying:
                 stash.record(out_BLHD, lse)
         ctx.mark_non_differentiable(lse)
         return out_BLHD, lse

@@ -33,9 +33,10 @@ class Stash:
 
     def replay(self) -> Kept:
         """The result of the next attention call, as it was recorded."""
-        kept = self._results[self._next]
+        out, lse = self._results[self._next]
         self._next += 1
-        return kept
+        # Other handles: autograd attaches the recomputed graph, and so its memory, to what it is given.
+        return out.detach(), lse.detach()
 
 
 # Set while a region runs, in the thread that runs it: the recomputation runs inside backward, and
