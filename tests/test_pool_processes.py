@@ -82,6 +82,31 @@ def start_session(directory: Path, mark: str, seconds: float) -> subprocess.Pope
     )
 
 
+SCRIPT = """
+from tests import pool
+from tests.pool import master
+from tests.test_pool import make_mesh
+
+if __name__ == "__main__":
+    master.PRELOAD = ("torch.distributed",)
+    print(pool.run_ranks(2, make_mesh))
+"""
+
+
+def test_a_plain_script_ends(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    mark = uuid.uuid4().hex
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")],
+        env=os.environ | {MARK: mark, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120.0,
+    )
+    assert (done.returncode, done.stdout) == (0, "[2.0, 2.0]\n"), done.stderr
+    wait_until(lambda: not marked(mark), 10.0, "every process ends")
+
+
 def wait_until(happened: Callable[[], bool], limit: float, what: str) -> None:
     deadline = time.monotonic() + limit
     while not happened():

@@ -22,6 +22,7 @@ group is kept for the next case of the same size unless a rank failed, replaced 
 
 from __future__ import annotations
 
+import atexit
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -106,6 +107,7 @@ def shut_down() -> None:
 def _pool() -> Pool:
     if not _pools:
         _pools.append(Pool())
+        atexit.register(shut_down)  # a plain script would wait for its ranks forever
     return _pools[0]
 
 
