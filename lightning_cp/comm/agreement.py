@@ -77,19 +77,23 @@ def checksum(x: torch.Tensor) -> int:
     """A checksum of a tensor's values that depends on their order; computed where the tensor lives.
 
     The values' bits, as integers, are multiplied by odd numbers that depend on their place and summed
-    modulo 2**64: one differing value always changes the sum, several hardly ever cancel.
-
-    The upper half is folded onto the lower one first. Round numbers in float64 have upper bits only,
-    and modulo 2**64 their products with places 2048 (or, for 2.0, just 2) apart would be equal.
+    modulo 2**64: one differing value always changes the sum, several hardly ever cancel. For that,
+    values and places are mixed first: round numbers in float64 have upper bits only, of which a
+    product keeps little, and factors linear in the place would let tokens trade places in pairs.
     """
     flat = x.detach().contiguous().view(-1)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
     bits = flat.view(integers[flat.element_size()]).to(torch.int64)
-    bits = bits ^ ((bits >> 32) & 0xFFFFFFFF)
-    place = torch.arange(bits.numel(), device=bits.device, dtype=torch.int64)
-    return int((bits * (place * 0x9E3779B97F4A7C1 * 2 + 0x2545F4914F6CDD1D)).sum())
+    place = torch.arange(1, bits.numel() + 1, device=bits.device, dtype=torch.int64)
+    factors = _fold(_fold(place * 0x1E3779B97F4A7C15) * 0x3F58476D1CE4E5B9) | 1
+    return int((_fold(bits) * factors).sum())
+
+
+def _fold(x: torch.Tensor) -> torch.Tensor:
+    """The upper half of each int64 added to the lower one, bit by bit; different stay different."""
+    return x ^ ((x >> 32) & 0xFFFFFFFF)
 
 
 def _check_equal(

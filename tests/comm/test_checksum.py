@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from hypothesis import given
@@ -74,6 +76,20 @@ def test_one_float64_changes_it(values: list[float], data: st.DataObject) -> Non
 def test_a_permutation_of_token_ids_changes_it(order: list[int]) -> None:
     ids = torch.arange(12) * 37 % 101
     assert (checksum(ids[order]) == checksum(ids)) == (order == list(range(12)))
+
+
+@given(st.lists(st.booleans(), min_size=2, max_size=24), st.randoms(use_true_random=False))
+def test_a_shuffled_mask_changes_it(mask: list[bool], chance: random.Random) -> None:
+    shuffled = chance.sample(mask, len(mask))
+    same = checksum(torch.tensor(mask)) == checksum(torch.tensor(shuffled))
+    assert same == (mask == shuffled)
+
+
+def test_many_batches_have_as_many_checksums() -> None:
+    """All rows of 10 tokens out of 3: places whose factors were linear would collide in thousands."""
+    rows = torch.cartesian_prod(*[torch.arange(3)] * 10)
+    picked = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:5000]]
+    assert len({checksum(row) for row in picked}) == 5000
 
 
 def test_bits_not_values() -> None:
