@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_cp.containers import is_container, map_tensors, tensors_of
+from lightning_cp.containers import ROOT, is_container, map_tensors, tensors_of
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import Documents, SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh
@@ -83,6 +83,8 @@ class WholeBatch:
     seq_len: int
     rows: int
     aligned_labels: torch.Tensor | None
+    label_dim: int = 1
+    """Sequence dimension of the labels."""
 
 
 def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBatch:
@@ -105,18 +107,38 @@ def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBat
         raise ShapeError(f"the sequences of a batch must have one length, got {lengths}.")
     seq_len = next(iter(lengths.values()))
     _refuse_undeclared(tensors, dims, rules, seq_len)
-    labels = tensors.get(rules.label_key)
-    if labels is None and needs_labels:
+    if rules.label_key not in tensors and needs_labels:
         raise ConfigError(
             f"training needs the labels of the batch to weight the loss of each rank, but there is no key "
             f"{rules.label_key!r} among {sorted(tensors)}. Add it, or name it with the mixin's "
             "context_parallel_label_key."
         )
-    aligned = None
-    if labels is not None and rules.labels != "ignore":
-        aligned = shift(labels) if rules.labels == "shift" else labels
-    rows = next(tensors[name].size(0) for name in dims if tensors[name].dim() > 1)
-    return WholeBatch(batch, dims, seq_len, rows, aligned)
+    rows = next((tensors[name].size(0) for name, dim in dims.items() if dim != 0), 1)
+    aligned = _aligned_labels(tensors, dims, rules)
+    return WholeBatch(batch, dims, seq_len, rows, aligned, dims.get(rules.label_key, 1))
+
+
+def _aligned_labels(
+    tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], rules: BatchRules
+) -> torch.Tensor | None:
+    labels = tensors.get(rules.label_key)
+    if labels is None or rules.labels == "ignore":
+        return None
+    shape, dim = tuple(labels.shape), dims.get(rules.label_key)
+    if dim is None:
+        raise ConfigError(
+            f"the labels {rules.label_key!r} of shape {shape} do not run along the sequence, but the loss of "
+            "a rank is weighted by the targets among its tokens. What works: one label per token, -100 "
+            "where there is no target."
+        )
+    if rules.labels == "aligned":
+        return labels
+    if labels.dim() != 2 or dim != 1:
+        raise ConfigError(
+            f"Hugging Face models shift [batch, tokens] labels, but {rules.label_key!r} is of another kind: "
+            f"got {shape} with the sequence in dimension {dim}."
+        )
+    return shift(labels)
 
 
 def shift(labels: torch.Tensor) -> torch.Tensor:
@@ -131,7 +153,7 @@ def documents_of(whole: WholeBatch, rules: BatchRules) -> Documents | None:
     positions only if the model itself reads them.
 
     Raises:
-        ConfigError: a dense attention mask.
+        ConfigError: a dense attention mask, or targets on the padding behind a row.
         ShapeError: boundaries that do not describe this batch.
     """
     tensors = dict(tensors_of(whole.batch))
@@ -149,10 +171,28 @@ def documents_of(whole: WholeBatch, rules: BatchRules) -> Documents | None:
             "causality and sliding windows."
         )
     if mask is not None and not bool(mask.all()):
+        _refuse_padded_targets(mask, whole.aligned_labels)
         return Documents.from_padding_mask(mask)
     if mask is None and positions is not None and positions.dim() == 2:
         return Documents.from_position_ids(positions)
     return None
+
+
+def _refuse_padded_targets(mask: torch.Tensor, aligned: torch.Tensor | None) -> None:
+    """In one process padding behind a row sees the row, and its loss counts; here it sees nothing.
+
+    Padding before a row sees nothing in one process either, so that the target which shifting puts on
+    the last of it is no error.
+    """
+    if aligned is None or aligned.shape != mask.shape:
+        return
+    behind = (mask == 0) & (mask.cumsum(1) > 0)
+    count = int((behind & (aligned != IGNORE)).sum())
+    if count:
+        raise ConfigError(
+            f"{count} target(s) of this batch stand on padding (attention_mask 0 behind a row's tokens), "
+            "which is not computed under context parallelism. Set the labels of padding to -100."
+        )
 
 
 def shard_batch(
@@ -167,7 +207,8 @@ def shard_batch(
     def visit(name: str, x: torch.Tensor) -> torch.Tensor:
         if name not in whole.dims:
             return x
-        pad = PAD_VALUES.get(name, IGNORE if name == rules.label_key else 0)
+        only_labels = name == rules.label_key and name not in (*KNOWN_DIMS, ROOT)
+        pad = PAD_VALUES.get(name, IGNORE if only_labels else 0)
         return layout.shard(x, cp_rank, dim=whole.dims[name], pad_value=pad)
 
     local = map_tensors(whole.batch, visit)
@@ -175,7 +216,7 @@ def shard_batch(
     aligned = whole.aligned_labels
     aligned_local = None
     if aligned is not None:
-        aligned_local = layout.shard(aligned, cp_rank, pad_value=IGNORE)
+        aligned_local = layout.shard(aligned, cp_rank, dim=whole.label_dim, pad_value=IGNORE)
     positions = tensors.get("position_ids")
     if positions is None:
         device = tensors[next(iter(whole.dims))].device
@@ -201,7 +242,8 @@ def valid_counts(whole: WholeBatch, layout: SequenceLayout) -> tuple[int, ...]:
     if whole.aligned_labels is None:
         per_token = torch.full((whole.seq_len,), whole.rows, dtype=torch.int64)
     else:
-        per_token = (whole.aligned_labels != IGNORE).sum(0).cpu()
+        valid = (whole.aligned_labels != IGNORE).movedim(whole.label_dim, -1)
+        per_token = valid.flatten(0, -2).sum(0).cpu() if valid.dim() > 1 else valid.long().cpu()
     return tuple(int(layout.shard(per_token, rank, dim=0).sum()) for rank in range(layout.cp_size))
 
 

@@ -8,16 +8,15 @@ thread-local: recomputation runs inside backward, on CUDA in autograd's own thre
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_cp.attention.api import attend
 from lightning_cp.attention.plan import make_plan
 from lightning_cp.attention.spec import AttentionSpec
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import ConfigError, NonFiniteError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh
 
@@ -36,8 +35,8 @@ class StepState:
     valid_local: int = 0
     """Targets on this rank that are not -100."""
     calls: int = 0
-    last_edge: GradientEdge | None = field(default=None, repr=False)
-    """Where the gradient of the last attention output arrives; only kept on a rank without targets."""
+    checking_loss: bool = False
+    """This rank alone looks at the gradient of its loss: attention must not be recomputed."""
 
 
 class SwapHandle:
@@ -69,12 +68,17 @@ class SwapHandle:
         """Attend over the whole sequence of the active step."""
         state = self.state
         assert state is not None
+        if state.checking_loss:
+            raise NonFiniteError(
+                "the loss is nan on a rank whose part of the sequence has no valid label, and whether its "
+                "gradient is finite cannot be seen without recomputing attention, because the model's last "
+                "layer is checkpointed together with it. Compute the mean so that no targets give 0 (a sum "
+                "divided by max(number of targets, 1)), or checkpoint the blocks one by one."
+            )
         q, k, v = _autocast(q_BLHD, k_BLKD, v_BLKD)
         out = attend(q, k, v, make_plan(q, k, v, self.mesh, state.layout, spec, self.kernel))
         assert isinstance(out, torch.Tensor)
         state.calls += 1
-        if state.aligned_labels is not None and state.valid_local == 0 and out.requires_grad:
-            state.last_edge = get_gradient_edge(out)
         return out
 
     def require_intercepted(self, model: nn.Module) -> None:

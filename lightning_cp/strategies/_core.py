@@ -255,7 +255,7 @@ class ContextParallelCore:
         else:
             state = self._handle.state if self._handle else None
             try:
-                scaled = empty_shard_loss(loss, state.last_edge if state else None)
+                scaled = _loss_of_nothing(loss, self._sharded.position_ids.numel(), state)
             except NonFiniteError as refused:
                 error = refused
         if self._some_rank_empty:  # known to all ranks, so all of them ask
@@ -278,6 +278,16 @@ class ContextParallelCore:
         if not self.enabled or self._sharded is None:
             return output
         return unshard_output(output, self.mesh, self._sharded.layout, dims)
+
+
+def _loss_of_nothing(loss: torch.Tensor, tokens: int, state: StepState | None) -> torch.Tensor:
+    if state is None:
+        return empty_shard_loss(loss, tokens)
+    state.checking_loss = True
+    try:
+        return empty_shard_loss(loss, tokens)
+    finally:
+        state.checking_loss = False
 
 
 def label_kind(model: nn.Module, declared: str, *, required: bool) -> str:

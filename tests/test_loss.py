@@ -1,0 +1,191 @@
+"""The loss contract: scaled losses average to the mean over targets, and nothing adds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from lightning_cp.errors import NonFiniteError
+from lightning_cp.loss import average_weight, empty_shard_loss, loss_scale
+
+counts = st.lists(st.integers(0, 50), min_size=1, max_size=8)
+
+
+# -- weights ----------------------------------------------------------------------------------------
+
+
+@given(st.lists(counts, min_size=1, max_size=4).filter(lambda d: len({len(c) for c in d}) == 1))
+def test_the_mean_of_scaled_losses_is_the_mean_over_targets(
+    groups: Sequence[Sequence[int]],
+) -> None:
+    """Data ranks are averaged equally; inside a cp group every target counts the same."""
+    generator = torch.Generator().manual_seed(len(groups))
+    engine: list[torch.Tensor] = []
+    processes: list[torch.Tensor] = []
+    for valid in groups:
+        losses = [torch.rand(n, generator=generator, dtype=torch.float64) for n in valid]
+        for rank, own in enumerate(losses):
+            local = own.mean() if len(own) else torch.zeros(())
+            engine.append(local * loss_scale(valid, rank))
+        every = torch.cat(losses)
+        processes.append(every.mean() if len(every) else torch.zeros(()))
+    got, want = (torch.stack(list(x)).double().mean() for x in (engine, processes))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@given(counts)
+def test_weights_of_an_average_add_up_to_one(valid: Sequence[int]) -> None:
+    weights = [average_weight(valid, rank) for rank in range(len(valid))]
+    assert sum(weights) == pytest.approx(1.0)
+    if sum(valid):
+        assert weights == pytest.approx([n / sum(valid) for n in valid])
+        scales = [loss_scale(valid, rank) for rank in range(len(valid))]
+        assert scales == pytest.approx([w * len(valid) for w in weights])
+    else:
+        assert weights == pytest.approx([1 / len(valid)] * len(valid))
+        assert [loss_scale(valid, rank) for rank in range(len(valid))] == [0.0] * len(valid)
+
+
+# -- a rank without targets -------------------------------------------------------------------------
+
+
+TOKENS = 6
+
+
+def tiny(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [TOKENS, 11], and the weight they depend on."""
+    torch.manual_seed(0)
+    weight = torch.randn(5, 5, dtype=dtype, requires_grad=True)
+    attention = Attention.apply(torch.randn(TOKENS, 5, dtype=dtype) @ weight)
+    hidden: Any = torch.tanh(attention)  # type: ignore[arg-type]
+    return F.linear(hidden, torch.randn(11, 5, dtype=dtype, requires_grad=True)), weight
+
+
+class Attention(torch.autograd.Function):
+    """Counts its backward passes: each of them would communicate."""
+
+    backwards = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Attention.backwards = 0
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        Attention.backwards += 1
+        return gradient
+
+
+NOTHING = torch.full((TOKENS,), -100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"weight": True}])
+def test_cross_entropy_over_nothing_adds_nothing(dtype: torch.dtype, options: Any) -> None:
+    logits, weight = tiny(dtype)
+    if "weight" in options:
+        options = {"weight": torch.rand(11, dtype=dtype)}
+    loss = F.cross_entropy(logits, NOTHING, **options)
+    assert bool(loss.isnan()), "torch's mean over nothing"
+    muted = empty_shard_loss(loss, TOKENS)
+    assert (muted.item(), muted.dtype) == (0.0, dtype)
+    assert Attention.backwards == 0, "other ranks do not take part in the check"
+    muted.backward()
+    assert Attention.backwards == 1, "the graph runs: other ranks wait for it"
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("value", ["sum", "mean over max(n, 1)"])
+def test_a_finite_loss_over_nothing_adds_nothing(value: str) -> None:
+    logits, weight = tiny(torch.float32)
+    losses = F.cross_entropy(logits, NOTHING, reduction="sum")
+    muted = empty_shard_loss(losses if value == "sum" else losses / 1 + 3 * logits.mean(), TOKENS)
+    muted.backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def masked_mean(logits: torch.Tensor) -> torch.Tensor:
+    """0/0 with a gradient of NaN."""
+    losses = F.cross_entropy(logits, NOTHING.clamp(min=0), reduction="none")
+    counted = (NOTHING != -100).to(logits.dtype)
+    return (losses * counted).sum() / counted.sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "shown"),
+    [
+        (masked_mean, "nan"),
+        (lambda logits: logits.sum() / 0 + 1, "inf|nan"),
+        (lambda logits: logits.mean() + float("inf"), "inf"),
+        (lambda logits: logits.mean() - float("inf"), "-inf"),
+        (lambda logits: (logits - logits.detach() - 1).sqrt().sum(), "nan"),
+    ],
+)
+def test_a_loss_that_cannot_be_muted_is_refused(make: Any, shown: str) -> None:
+    logits, _ = tiny(torch.float32)
+    with pytest.raises(NonFiniteError, match=rf"the loss is ({shown}) on a rank.*no valid label"):
+        empty_shard_loss(make(logits), TOKENS)
+
+
+def test_nan_is_refused_where_its_gradient_cannot_be_seen() -> None:
+    with pytest.raises(NonFiniteError, match="the loss is nan"):
+        empty_shard_loss(torch.full((), float("nan"), requires_grad=True) * 1, TOKENS)
+    with pytest.raises(NonFiniteError, match="the loss is nan"):
+        empty_shard_loss(torch.full((), float("nan")), TOKENS)
+
+
+def chunked(logits: torch.Tensor) -> torch.Tensor:
+    """The mean of the means of chunks, each over nothing."""
+    chunks = zip(logits.split(2), NOTHING.split(2), strict=True)
+    return torch.stack([F.cross_entropy(part, y) for part, y in chunks]).mean()
+
+
+def weighted(logits: torch.Tensor) -> torch.Tensor:
+    """Each token's share of the targets is 0/0, spread over the classes."""
+    share = torch.zeros(TOKENS) / torch.zeros(TOKENS).sum()
+    return (logits.log_softmax(1) * share[:, None]).sum()
+
+
+def by_row(logits: torch.Tensor) -> torch.Tensor:
+    """A mean per row whose gradient is NaN, below tensors of the size of a batch."""
+    losses = F.cross_entropy(logits, NOTHING.clamp(min=0), reduction="none").view(2, -1)
+    counted = torch.zeros(2, TOKENS // 2)
+    return ((losses * counted).sum(1) / counted.sum(1)).mean()
+
+
+def test_the_check_looks_behind_small_tensors() -> None:
+    logits, weight = tiny(torch.float32)
+    empty_shard_loss(chunked(logits), TOKENS).backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+    for loss in (by_row, weighted):
+        with pytest.raises(NonFiniteError, match="the loss is nan"):
+            empty_shard_loss(loss(logits), TOKENS)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_model_is_not_recomputed_by_the_check(reentrant: bool) -> None:
+    weight = torch.randn(5, 11, requires_grad=True)
+    calls: list[int] = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return torch.tanh(x) @ weight
+
+    x = torch.randn(TOKENS, 5, requires_grad=True)
+    logits: Any = checkpoint(block, x, use_reentrant=reentrant)
+    muted = empty_shard_loss(F.cross_entropy(logits, NOTHING), TOKENS)
+    assert len(calls) == 1
+    muted.backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
