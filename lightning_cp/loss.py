@@ -75,8 +75,7 @@ def _gradient_is_finite(loss: torch.Tensor, tokens: int) -> bool:
 
 
 def _end_of_model(loss: torch.Tensor, tokens: int) -> list[GradientEdge]:
-    """Going back from the loss, the first results of a layer: larger than one entry per token, and
-    made with parameters or by an autograd Function of its own (attention, a checkpointed block)."""
+    """Going back from the loss, the first results of a layer that have more than one entry per token."""
     found: list[GradientEdge] = []
     seen: set[tuple[Any, int]] = set()
     ahead: list[tuple[Any, int]] = [(loss.grad_fn, 0)]
@@ -94,8 +93,9 @@ def _end_of_model(loss: torch.Tensor, tokens: int) -> list[GradientEdge]:
 
 
 def _is_layer(node: Any) -> bool:
-    """Whether an input is a parameter, perhaps transposed, cast or viewed first."""
-    if isinstance(node, BackwardCFunction):
+    """A matrix product, an autograd Function of its own (attention, a checkpointed block), or whatever
+    has a parameter as an input, perhaps transposed, cast or viewed first."""
+    if isinstance(node, BackwardCFunction) or "mm" in node.name().lower():
         return True
     for source, _ in node.next_functions:
         for _ in range(3):

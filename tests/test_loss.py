@@ -174,16 +174,18 @@ def test_the_check_looks_behind_small_tensors() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpointed_model_is_not_recomputed_by_the_check(reentrant: bool) -> None:
-    weight = torch.randn(5, 11, requires_grad=True)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_checkpointed_model_is_not_recomputed_by_the_check(reentrant: bool, frozen: bool) -> None:
+    weight = torch.randn(5, 5, requires_grad=True)
+    head = torch.randn(5, 11, requires_grad=not frozen)
     calls: list[int] = []
 
     def block(x: torch.Tensor) -> torch.Tensor:
         calls.append(1)
-        return torch.tanh(x) @ weight
+        return torch.tanh(x @ weight)
 
     x = torch.randn(TOKENS, 5, requires_grad=True)
-    logits: Any = checkpoint(block, x, use_reentrant=reentrant)
+    logits: Any = checkpoint(block, x, use_reentrant=reentrant) @ head  # type: ignore[operator]
     muted = empty_shard_loss(F.cross_entropy(logits, NOTHING), TOKENS)
     assert len(calls) == 1
     muted.backward()
