@@ -11,12 +11,9 @@ exactly the gradient of one process per sample: context parallelism changes noth
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge
 
 from lightning_cp.errors import NonFiniteError
 
@@ -33,79 +30,34 @@ def average_weight(valid: Sequence[int], cp_rank: int) -> float:
     return valid[cp_rank] / total if total else 1.0 / len(valid)
 
 
-def empty_shard_loss(loss: torch.Tensor, tokens: int) -> torch.Tensor:
+def mute(loss: torch.Tensor) -> torch.Tensor:
     """A loss over no targets, made to add exactly nothing while its graph still runs.
 
-    ``cross_entropy`` means over nothing are 0/0; its gradient is exactly zero nevertheless, because
-    ignored targets are skipped and not multiplied. That is checked, not assumed: the gradient that
-    leaves the loss must be finite.
+    Other ranks' dK and dV pass through that graph. ``cross_entropy`` means over nothing are 0/0, but
+    their gradient is exactly zero, because ignored targets are skipped and not multiplied: scaled by 0
+    they are harmless, and replacing NaN by 0 in front of the factor keeps them so.
+    """
+    return torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss)) * 0.0
+
+
+def require_muted(value: float, parameters: Iterable[torch.Tensor]) -> None:
+    """After backward: refuse a loss over no targets that did add something.
 
     Args:
-        loss: this rank's loss; the rank has no valid target.
-        tokens: local tokens of all rows; what is larger than one entry per token can be a layer's.
+        value: the loss before it was muted.
+        parameters: where its gradients went.
 
     Raises:
-        NonFiniteError: an infinite loss, or one whose gradient is not finite even when scaled by 0.
+        NonFiniteError: an infinite loss, or a NaN whose gradient is NaN even when scaled by 0.
     """
-    value = float(loss.detach())
     if math.isfinite(value):
-        return loss * 0.0
-    muted = torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss)) * 0.0
-    if math.isinf(value) or not _gradient_is_finite(muted, tokens):
-        raise NonFiniteError(
-            f"the loss is {value} on a rank whose part of the sequence has no valid label, and its gradient "
-            "is not finite even when scaled by 0. Compute the mean so that no targets give 0, for example "
-            "cross_entropy(..., ignore_index=-100), or a sum divided by max(number of targets, 1)."
-        )
-    return muted
-
-
-def _gradient_is_finite(loss: torch.Tensor, tokens: int) -> bool:
-    """Whether the gradients that leave the loss are finite.
-
-    They are taken before the backward pass, so that all ranks can agree to stop, and no further than
-    to the model's last layer: behind it are attention and checkpointed blocks, whose backward
-    communicates, and would wait for ranks that are not asking.
-    """
-    edges = _end_of_model(loss, tokens)
-    if not edges:
-        return False  # nothing to look at
-    gradients = torch.autograd.grad(loss, edges, retain_graph=True, allow_unused=True)
-    return all(bool(torch.isfinite(x).all()) for x in gradients if x is not None)
-
-
-def _end_of_model(loss: torch.Tensor, tokens: int) -> list[GradientEdge]:
-    """Going back from the loss, the first results of a layer that have more than one entry per token."""
-    found: list[GradientEdge] = []
-    seen: set[tuple[Any, int]] = set()
-    ahead: list[tuple[Any, int]] = [(loss.grad_fn, 0)]
-    while ahead:
-        node, index = ahead.pop()
-        if node is None or (node, index) in seen or _is_leaf(node):
-            continue
-        seen.add((node, index))
-        large = math.prod(node._input_metadata[index].shape) > tokens
-        if large and _is_layer(node):
-            found.append(GradientEdge(node, index))
-        else:
-            ahead.extend(node.next_functions)
-    return found
-
-
-def _is_layer(node: Any) -> bool:
-    """A matrix product, an autograd Function of its own (attention, a checkpointed block), or whatever
-    has a parameter as an input, perhaps transposed, cast or viewed first."""
-    if isinstance(node, BackwardCFunction) or "mm" in node.name().lower():
-        return True
-    for source, _ in node.next_functions:
-        for _ in range(3):
-            if source is None or _is_leaf(source) or len(source.next_functions) != 1:
-                break
-            source = source.next_functions[0][0]
-        if source is not None and _is_leaf(source):
-            return True
-    return False
-
-
-def _is_leaf(node: Any) -> bool:
-    return not node.next_functions
+        return
+    gradients = (x.grad for x in parameters if x.grad is not None)
+    if math.isnan(value) and not any(bool(gradient.isnan().any()) for gradient in gradients):
+        return
+    raise NonFiniteError(
+        f"the loss is {value} on a rank whose part of the sequence has no valid label, and it cannot be made "
+        "to add nothing: its gradient is not finite even when scaled by 0. Compute the mean so that no "
+        "targets give 0, for example cross_entropy(..., ignore_index=-100), or a sum divided by "
+        "max(number of targets, 1)."
+    )

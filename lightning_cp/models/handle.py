@@ -16,7 +16,7 @@ from torch import nn
 from lightning_cp.attention.api import attend
 from lightning_cp.attention.plan import make_plan
 from lightning_cp.attention.spec import AttentionSpec
-from lightning_cp.errors import ConfigError, NonFiniteError
+from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh
 
@@ -35,8 +35,6 @@ class StepState:
     valid_local: int = 0
     """Targets on this rank that are not -100."""
     calls: int = 0
-    checking_loss: bool = False
-    """This rank alone looks at the gradient of its loss: attention must not be recomputed."""
 
 
 class SwapHandle:
@@ -68,13 +66,6 @@ class SwapHandle:
         """Attend over the whole sequence of the active step."""
         state = self.state
         assert state is not None
-        if state.checking_loss:
-            raise NonFiniteError(
-                "the loss is nan on a rank whose part of the sequence has no valid label, and whether its "
-                "gradient is finite cannot be seen without recomputing attention, because the model's last "
-                "layer is checkpointed together with it. Compute the mean so that no targets give 0 (a sum "
-                "divided by max(number of targets, 1)), or checkpoint the blocks one by one."
-            )
         q, k, v = _autocast(q_BLHD, k_BLKD, v_BLKD)
         out = attend(q, k, v, make_plan(q, k, v, self.mesh, state.layout, spec, self.kernel))
         assert isinstance(out, torch.Tensor)

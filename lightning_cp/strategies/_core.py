@@ -1,15 +1,15 @@
 """What the Trainer's strategy and Fabric's share: mesh, sharding, loss scale, averages.
 
 Nothing here knows of a Trainer. A strategy calls, in this order: ``build_mesh`` once processes exist,
-``attach`` once the model does, then for every batch ``shard``, ``begin_step``, (``scale_loss``),
-``end_step``.
+``attach`` once the model does, then for every batch ``shard``, ``begin_step``, in training ``scale_loss``
+and ``after_backward``, then ``end_step``.
 """
 
 from __future__ import annotations
 
 import atexit
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from lightning_cp.comm.reduce import all_sum
 from lightning_cp.containers import tensors_of
 from lightning_cp.errors import ConfigError, LightningCPError, NonFiniteError
 from lightning_cp.layout import SequenceLayout
-from lightning_cp.loss import average_weight, empty_shard_loss, loss_scale
+from lightning_cp.loss import average_weight, loss_scale, mute, require_muted
 from lightning_cp.mesh import ContextParallelMesh, Factors, Flat
 from lightning_cp.models.hf import label_alignment
 from lightning_cp.models.swap import StepState, SwapHandle, hf_models, num_heads_of, swap_attention
@@ -48,6 +48,7 @@ class ContextParallelCore:
         self._model: nn.Module | None = None
         self._sharded: ShardedBatch | None = None
         self._some_rank_empty = False
+        self._muted: torch.Tensor | None = None
 
     @property
     def mesh(self) -> ContextParallelMesh:
@@ -239,28 +240,32 @@ class ContextParallelCore:
         return self._handle is not None and self._handle.active
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward on: see ``lightning_cp.loss``.
+        """The loss to call backward on: see ``lightning_cp.loss``."""
+        if not self.enabled or self._sharded is None:
+            return loss
+        valid, rank = self._sharded.valid, self.mesh.cp_rank
+        if valid[rank]:
+            return loss * loss_scale(valid, rank)
+        self._muted = loss.detach()
+        return mute(loss)
+
+    def after_backward(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Where a rank had no targets, all ranks ask whether its loss did add nothing.
 
         Raises:
             NonFiniteError: a rank without targets has a loss that cannot be made to add nothing.
             RankFailure: that happened on another rank.
         """
-        if not self.enabled or self._sharded is None:
-            return loss
-        valid, rank = self._sharded.valid, self.mesh.cp_rank
+        if not self.enabled or not self._some_rank_empty:
+            return
         error: NonFiniteError | None = None
-        scaled = loss
-        if valid[rank]:
-            scaled = loss * loss_scale(valid, rank)
-        else:
-            state = self._handle.state if self._handle else None
+        muted, self._muted = self._muted, None
+        if muted is not None:
             try:
-                scaled = _loss_of_nothing(loss, self._sharded.position_ids.numel(), state)
+                require_muted(float(muted), parameters)
             except NonFiniteError as refused:
                 error = refused
-        if self._some_rank_empty:  # known to all ranks, so all of them ask
-            agree({}, self.mesh.control_group(Flat.LOSS), what="loss", error=error)
-        return scaled
+        agree({}, self.mesh.control_group(Flat.LOSS), what="loss", error=error)
 
     def average(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over the cp group, weighted by targets: what one process would have computed."""
@@ -278,16 +283,6 @@ class ContextParallelCore:
         if not self.enabled or self._sharded is None:
             return output
         return unshard_output(output, self.mesh, self._sharded.layout, dims)
-
-
-def _loss_of_nothing(loss: torch.Tensor, tokens: int, state: StepState | None) -> torch.Tensor:
-    if state is None:
-        return empty_shard_loss(loss, tokens)
-    state.checking_loss = True
-    try:
-        return empty_shard_loss(loss, tokens)
-    finally:
-        state.checking_loss = False
 
 
 def label_kind(model: nn.Module, declared: str, *, required: bool) -> str:

@@ -179,7 +179,10 @@ class UlyssesRingStrategy(DDPStrategy):
 
     @override
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return super().backward(self._core.scale_loss(closure_loss), *args, **kwargs)
+        assert self.model is not None
+        loss = super().backward(self._core.scale_loss(closure_loss), *args, **kwargs)
+        self._core.after_backward(self.model.parameters())
+        return loss
 
     def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """A local tensor of the current step, whole, in original order and length, on every rank."""
