@@ -87,7 +87,7 @@ def test_a_hang_ends_at_the_limit_and_says_where() -> None:
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_ranks(2, sleep_on_rank_1, timeout=1.0)
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < 60.0, "it sleeps for 600"
     assert caught.value.stuck == [1]
     message = str(caught.value)
     assert "rank 1 still running: after 1.0 s (limit 1 s)" in message

@@ -23,6 +23,9 @@ OUTPUT_LINES = 20
 _WORKER_FRAME = f'  File "{worker_module.__file__}"'
 """Begins the part of a stack that is the pool's own."""
 
+STACK_LIMIT = 15.0
+"""Seconds that a rank has to write its stacks; a busy machine takes its time."""
+
 
 @dataclass
 class Worker:
@@ -66,14 +69,21 @@ class Worker:
             os.kill(self.pid, STACK_SIGNAL)
         except ProcessLookupError:
             return ""
-        text, deadline = "", time.monotonic() + 2.0
-        while time.monotonic() < deadline:
-            time.sleep(0.05)
+        text, deadline = "", time.monotonic() + STACK_LIMIT
+        while time.monotonic() < deadline and not (self._is_stopped() and not text):
+            time.sleep(0.3)  # on a busy machine the dump may pause halfway
             text, before = self.stacks.read_text(errors="replace"), text
             if text and text == before:
                 break
         threads = [thread for thread in text.split("\n\n") if "in die_with_parent" not in thread]
         return "\n\n".join(thread.split(_WORKER_FRAME)[0].rstrip() for thread in threads)
+
+    def _is_stopped(self) -> bool:
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:  # another system, or the process is gone
+            return False
+        return status.rpartition(")")[2].split()[0] in "tT"
 
     def kill(self) -> None:
         """End the process and its children, at once."""
