@@ -45,6 +45,8 @@ class SwapHandle:
         self.kernel = kernel
         self.state: StepState | None = None
         self.report: list[str] = []
+        self._enter: list[Callable[[], Callable[[], None]]] = []
+        self._leave: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -54,11 +56,15 @@ class SwapHandle:
 
     def activate(self, state: StepState) -> None:
         """Begin a step; the state stays until the next one, or until ``deactivate``."""
+        self.deactivate()
         self.state = state
+        self._leave = [enter() for enter in self._enter]
 
     def deactivate(self) -> None:
         """End the step: the model is the plain model again."""
         self.state = None
+        while self._leave:
+            self._leave.pop()()
 
     def attention(
         self, q_BLHD: torch.Tensor, k_BLKD: torch.Tensor, v_BLKD: torch.Tensor, spec: AttentionSpec
@@ -90,6 +96,10 @@ class SwapHandle:
             "calls of torch.nn.functional.scaled_dot_product_attention; call one of these, or use a "
             "strategy without context parallelism."
         )
+
+    def on_activate(self, action: Callable[[], Callable[[], None]]) -> None:
+        """Remember what to do when a step begins; it returns what to do when the step ends."""
+        self._enter.append(action)
 
     def on_undo(self, action: Callable[[], None]) -> None:
         """Remember how to take one replacement back."""

@@ -1,10 +1,10 @@
 """Hugging Face models, through transformers' attention *and* mask interfaces.
 
 Both are registered: with an unknown mask name, transformers would drop padding silently. While a step
-is active our mask is ``None`` (documents and padding are in the layout; zigzag positions must not be
-read as packing), and a hook completes the forward call with what a shard cannot know: global
-positions, labels shifted on the whole sequence, and the count of targets. Outside of a step both
-interfaces hand over to the implementation that the model had before.
+is active the model's configs name our implementation, whose mask is ``None`` (documents and padding
+are in the layout; zigzag positions must not be read as packing), and a hook completes forward calls
+with what a shard cannot know: global positions, labels shifted on the whole sequence, and the count
+of targets. Outside of a step the configs name what they named before.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ import torch
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import StepState, SwapHandle
+
+IGNORE = -100
+"""The label of a token that has no target."""
 
 _names = (f"lightning_cp_{number}" for number in itertools.count())
 
@@ -29,10 +33,9 @@ def swap_hf(model: Any, handle: SwapHandle) -> None:
     Raises:
         ConfigError: the model does not use transformers' attention interface.
     """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
 
-    name = next(_names)
     before: str = model.config._attn_implementation
     if not _uses_interface(model):
         raise ConfigError(
@@ -40,19 +43,26 @@ def swap_hf(model: Any, handle: SwapHandle) -> None:
             "be swapped (0 modules). Use a model that does (most current ones), or a strategy without "
             "context parallelism."
         )
-    AttentionInterface.register(name, _attention(handle, before, ALL_ATTENTION_FUNCTIONS))
-    AttentionMaskInterface.register(name, _mask(handle, before, ALL_MASK_ATTENTION_FUNCTIONS))
-    handle.on_undo(lambda: AttentionMaskInterface._global_mapping.pop(name, None))
+    name = next(_names)
+    AttentionInterface.register(name, _attention(handle))
     handle.on_undo(lambda: AttentionInterface._global_mapping.pop(name, None))
-    model.set_attn_implementation(name)
-    handle.on_undo(lambda: model.set_attn_implementation(before))
-    hook = model.register_forward_pre_hook(_complete_call(handle), with_kwargs=True)
-    handle.on_undo(hook.remove)
+    AttentionMaskInterface.register(name, _no_mask)
+    handle.on_undo(lambda: AttentionMaskInterface._global_mapping.pop(name, None))
+    configs = _configs_that_change(model, name)
+    handle.on_activate(lambda: _choose(configs, name))
+    complete = _complete_call(handle)
+    for inner in _hf_modules(model):
+        handle.on_undo(inner.register_forward_pre_hook(complete, with_kwargs=True).remove)
     handle.report.append(f"{type(model).__name__} (attention interface, was {before})")
 
 
 def label_alignment(model: Any) -> str | None:
-    """How the model's own loss reads ``labels``: "shift" (next token), "aligned", or ``None``: unknown."""
+    """How the model's own loss reads ``labels``: "shift" (next token), "aligned", or ``None``: unknown.
+
+    A model without a head takes no labels: the loss is the user's own.
+    """
+    if "labels" not in _accepted(model):
+        return None
     loss = getattr(model, "loss_function", None)
     kinds = {"ForCausalLMLoss": "shift", "ForMaskedLMLoss": "aligned"}
     return kinds.get(getattr(loss, "__name__", ""))
@@ -62,7 +72,50 @@ def _uses_interface(model: Any) -> bool:
     return bool(type(model)._can_set_attn_implementation())
 
 
-def _attention(handle: SwapHandle, before: str, functions: Any) -> Any:
+def _hf_modules(model: Any) -> list[Any]:
+    """The model and every model inside, which a step may call as well."""
+    kind = sys.modules["transformers"].PreTrainedModel
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def _configs_that_change(model: Any, name: str) -> list[Any]:
+    """The configs, shared or of parts, in which the model looks up its attention."""
+    before = _all_configs(model)
+    names = [config._attn_implementation for config in before]
+    try:
+        model.set_attn_implementation(name)
+        return [config for config in before if config._attn_implementation == name]
+    finally:
+        for config, own in zip(before, names, strict=True):
+            config._attn_implementation_internal = own
+
+
+def _all_configs(model: Any) -> list[Any]:
+    ahead = [module.config for module in _hf_modules(model)]
+    found: dict[int, Any] = {}
+    while ahead:
+        config = ahead.pop()
+        if config is None or id(config) in found:
+            continue
+        found[id(config)] = config
+        ahead.extend(getattr(config, key, None) for key in config.sub_configs)
+    return list(found.values())
+
+
+def _choose(configs: list[Any], name: str) -> Callable[[], None]:
+    """Name the implementation in ``configs``; returns what puts the previous names back."""
+    before = [config._attn_implementation for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = name
+
+    def put_back() -> None:
+        for config, own in zip(configs, before, strict=True):
+            config._attn_implementation_internal = own
+
+    return put_back
+
+
+def _attention(handle: SwapHandle) -> Any:
     def attention(
         module: Any,
         query: torch.Tensor,
@@ -74,19 +127,15 @@ def _attention(handle: SwapHandle, before: str, functions: Any) -> Any:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not handle.active:
-            own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-            call = functions.get_interface(before, own)
-            extra = {} if is_causal is None else {"is_causal": is_causal}
-            return call(
-                module, query, key, value, attention_mask,
-                dropout=dropout, scaling=scaling, **extra, **kwargs,
-            )  # fmt: skip
         spec = _spec(module, attention_mask, dropout, scaling, is_causal, kwargs)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return handle.attention(q, k, v, spec), None
 
     return attention
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Causality is in the spec, documents and padding are in the layout."""
 
 
 def _spec(
@@ -119,22 +168,13 @@ def _spec(
     )
 
 
-def _mask(handle: SwapHandle, before: str, functions: Any) -> Any:
-    def mask(*args: Any, **kwargs: Any) -> Any:
-        if handle.active or before not in functions:
-            return None
-        return functions[before](*args, **kwargs)
-
-    return mask
-
-
 def _complete_call(handle: SwapHandle) -> Any:
     def complete(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = handle.state
         if state is None:
             return None
-        given = dict(kwargs)
-        if kwargs.get("past_key_values") is not None:
+        args, given = _by_name(model, args, kwargs)
+        if given.get("past_key_values") is not None:
             raise ConfigError(
                 "a key/value cache cannot be used under context parallelism: generate with cp_size=1."
             )
@@ -148,6 +188,17 @@ def _complete_call(handle: SwapHandle) -> Any:
         return args, given
 
     return complete
+
+
+def _by_name(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, all by name where the signature allows it."""
+    parameters = inspect.signature(model.forward).parameters
+    named = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(named):
+        return args, dict(kwargs)
+    return (), {**dict(zip(named, args, strict=False)), **kwargs}
 
 
 def _accepted(model: Any) -> set[str]:
@@ -167,17 +218,35 @@ def _complete_labels(model: Any, given: dict[str, Any], state: StepState) -> Non
             "targets its tokens have. Call it without labels, and compute the loss in the step from "
             "batch['shift_labels']."
         )
-    if label_alignment(model) == "shift" and given.get("shift_labels") is None:
-        if not _same(given["labels"], state.labels):
-            raise ConfigError(
-                "labels were changed after the batch was sharded: shifting them now would be wrong at every "
-                "seam between ranks. Change them before (on_after_batch_transfer or the dataset), or pass "
-                "shift_labels= made from batch['shift_labels']."
-            )
-        given["shift_labels"] = state.aligned_labels
+    targets = _shifted(given, state) if label_alignment(model) == "shift" else given["labels"]
+    counted = state.aligned_labels
+    if counted is not None and not _same(targets, counted) and _count(targets) != state.valid_local:
+        raise ConfigError(_CHANGED)
     if given.get("num_items_in_batch") is None:
         # A mean over no targets is 0/0; a sum divided by 1 is the 0 that it should be.
         given["num_items_in_batch"] = max(state.valid_local, 1)
+
+
+_CHANGED = (
+    "labels= are not the batch's, or were changed after it was sharded: shifting them now would be wrong "
+    "at every seam between ranks, and the loss is weighted by the targets that were counted then. Pass "
+    "the labels of the batch, and change them before (in on_after_batch_transfer or the dataset)."
+)
+
+
+def _shifted(given: dict[str, Any], state: StepState) -> torch.Tensor:
+    """The targets of a model that shifts: what the step made itself, or ours if nothing was changed."""
+    own, ours = given.get("shift_labels"), state.aligned_labels
+    if own is not None and not _same(own, ours):
+        return own
+    if ours is None or not _same(given["labels"], state.labels):
+        raise ConfigError(_CHANGED)
+    given["shift_labels"] = ours
+    return ours
+
+
+def _count(targets: torch.Tensor) -> int:
+    return int((targets != IGNORE).sum())
 
 
 def _same(labels: torch.Tensor, sharded: torch.Tensor | None) -> bool:

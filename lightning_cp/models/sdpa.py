@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lightning_cp.models.handle import SwapHandle
 def swap_sdpa(handle: SwapHandle) -> None:
     """Route calls through ``handle`` while it is active; others go to the original function."""
     original = F.scaled_dot_product_attention
+    link = _Link(original)
 
     def scaled_dot_product_attention(
         query: torch.Tensor,
@@ -35,15 +37,16 @@ def swap_sdpa(handle: SwapHandle) -> None:
     ) -> torch.Tensor:
         if not handle.active:
             extra: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-            return original(query, key, value, attn_mask, dropout_p, is_causal, **extra)
+            return link.original(query, key, value, attn_mask, dropout_p, is_causal, **extra)
         _check(query, key, attn_mask, enable_gqa)
         spec = AttentionSpec(causal=is_causal, softmax_scale=scale, dropout_p=dropout_p)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return handle.attention(q, k, v, spec).transpose(1, 2)
 
-    for place, name in _references(original):
-        setattr(place, name, scaled_dot_product_attention)
-        handle.on_undo(_restore(place, name, scaled_dot_product_attention, original))
+    setattr(scaled_dot_product_attention, _LINK, link)
+    _replace(original, scaled_dot_product_attention)
+    handle.on_activate(_without_fast_path)
+    handle.on_undo(lambda: _take_back(scaled_dot_product_attention, link))
     handle.report.append("torch.nn.functional.scaled_dot_product_attention")
 
 
@@ -68,19 +71,37 @@ def _check(
         )
 
 
-def _references(function: Callable[..., Any]) -> list[tuple[Any, str]]:
-    """Every loaded module's global that is ``function``."""
-    found: list[tuple[Any, str]] = []
+_LINK = "_lightning_cp_link"
+
+
+@dataclass
+class _Link:
+    """What a replacement hands over to: the function that it replaced."""
+
+    original: Callable[..., torch.Tensor]
+
+
+def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Put ``new`` into every loaded module's globals that are ``old``."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
         if isinstance(names, dict):
-            found += [(module, name) for name, value in list(names.items()) if value is function]
-    return found
+            for name in [name for name, value in list(names.items()) if value is old]:
+                setattr(module, name, new)
 
 
-def _restore(place: Any, name: str, ours: Any, original: Any) -> Callable[[], None]:
-    def restore() -> None:
-        if getattr(place, name, None) is ours:
-            setattr(place, name, original)
+def _take_back(ours: Callable[..., Any], link: _Link) -> None:
+    """Restore the original; where another swap came later, have that one hand over to it."""
+    _replace(ours, link.original)
+    later: _Link | None = getattr(F.scaled_dot_product_attention, _LINK, None)
+    while later is not None:
+        if later.original is ours:
+            later.original = link.original
+        later = getattr(later.original, _LINK, None)
 
-    return restore
+
+def _without_fast_path() -> Callable[[], None]:
+    """``nn.MultiheadAttention`` would not call the function where no gradients are needed."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    return lambda: torch.backends.mha.set_fastpath_enabled(before)
