@@ -75,7 +75,7 @@ def joined(problem: Problem, grid: Grid, shards: Sequence[Shards]) -> oracle.Att
 
 def answers(problems: Sequence[Problem], grid: Grid, kernel: str) -> list[oracle.Attention]:
     """Every problem on a grid of ranks; one call for all, since ranks meet before and after it."""
-    ranks = run_ranks(grid.world_size, attend_all, problems, grid, kernel, timeout=280)
+    ranks = run_ranks(grid.world_size, attend_all, problems, grid, kernel, timeout=120)
     return [
         joined(problem, grid, shards)
         for problem, shards in zip(problems, zip(*ranks, strict=True), strict=True)
