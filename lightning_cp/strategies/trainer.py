@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -134,8 +135,9 @@ class UlyssesRingStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
-            # Workers of ranks that share a sample must draw the same random numbers.
+        seeded = int(os.environ.get("PL_SEED_WORKERS", "0"))  # seed_everything(workers=True)
+        if seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
+            # Lightning seeds by the global rank; ranks that share a sample must draw the same numbers.
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank)
         return super().process_dataloader(dataloader)
 

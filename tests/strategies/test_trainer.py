@@ -1,0 +1,579 @@
+"""The strategy in a real Trainer: all stages, samplers, seeds, errors, and what users do in steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_cp import ContextParallelMixin, UlyssesRingStrategy
+from tests.pool import run_ranks
+from tests.strategies.small import (
+    LENGTH,
+    Batch,
+    Small,
+    Staged,
+    loader,
+    samples,
+    trainer_of,
+    weights,
+)
+
+Settings = dict[str, Any]
+RING: Settings = {"ring_size": 2, "ulysses_size": 1}
+ULYSSES: Settings = {"ring_size": 1, "ulysses_size": 2}
+HYBRID: Settings = {"ring_size": 2, "ulysses_size": 2}
+
+
+def close(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+# -- one process and many ----------------------------------------------------------------------------
+
+
+def fitted(
+    rank: int, world_size: int, settings: Settings | None, kind: str, fits: int = 1
+) -> torch.Tensor:
+    """The weights after training a module of some kind."""
+    module = KINDS[kind]()
+    for _ in range(fits):
+        data = module.loader() if hasattr(module, "loader") else loader(8)
+        trainer_of(world_size, settings, **OPTIONS.get(kind, {})).fit(module, data)
+        assert "log" not in module.__dict__
+    return weights(module)
+
+
+@lru_cache(maxsize=32)
+def plain(kind: str, fits: int = 1) -> torch.Tensor:
+    """What one process makes of it."""
+    want = run_ranks(1, fitted, None, kind, fits)[0]
+    assert not torch.equal(want, weights(KINDS[kind]())), "nothing was trained"
+    return want
+
+
+class Manual(Small):
+    """Steps its optimizer itself, after two backward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False  # type: ignore[assignment]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        self.manual_backward(0.25 * loss, retain_graph=True)
+        self.manual_backward(0.75 * loss)
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class TwoOptimizers(Manual):
+    """Alternates between two optimizers, each for its own parameters."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        halves = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
+        return [torch.optim.SGD(half, lr=0.05) for half in halves]
+
+
+class Checkpointed(Small):
+    """Recomputes its blocks; ranks without targets have a loss of NaN."""
+
+    reentrant = False
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        positions = batch.get("position_ids", torch.arange(batch["input_ids"].shape[1])[None])
+        x: Any = self.model.embed(batch["input_ids"])
+        for block in self.model.blocks:
+            x = checkpoint(block, x, positions, use_reentrant=self.reentrant)
+        return self.model.head(self.model.norm(x))
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class InATuple(ContextParallelMixin, Small):
+    """Batches are (ids, labels, something else)."""
+
+    context_parallel_labels = "aligned"
+    context_parallel_label_key = "1"
+    context_parallel_sequence_dims = {"0": 1, "1": 1}  # noqa: RUF012
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        ids, labels, factor = batch
+        logits = self.model(ids, torch.zeros_like(ids))  # a tuple has no room for positions
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) * factor.mean()
+
+    def loader(self) -> DataLoader[Any]:
+        rows = [(x["input_ids"], x["labels"], torch.tensor(1.5)) for x in samples(8)]
+        return DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+
+
+class OfAllLengths(Small):
+    """Every batch has another length, and the last one fewer rows."""
+
+    def loader(self) -> DataLoader[Any]:
+        rows = [row for length in (9, 16, 23, 40) for row in samples(3, length)]
+        order = [[3 * at, 3 * at + 1, 3 * at + 2][: 3 if at < 3 else 1] for at in range(4)]
+        return DataLoader(rows, batch_sampler=order)  # type: ignore[arg-type]
+
+
+class InADictionary(Small):
+    """``training_step`` returns more than the loss, after a hook changed the batch."""
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        assert batch["input_ids"].shape[1] == LENGTH, "users see the whole sequence"
+        return {**batch, "labels": batch["labels"].masked_fill(batch["labels"] % 5 == 0, -100)}
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return {"loss": loss, "double": 2 * loss}
+
+
+class LabelsAreInputs(ContextParallelMixin, Small):
+    """A Hugging Face model that is trained on its own inputs; there is no key for labels."""
+
+    context_parallel_label_key = "input_ids"
+
+    def __init__(self) -> None:
+        from tests.models.steps import Case, make_llama
+
+        super().__init__()
+        self.model = make_llama(Case())
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        return self.model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+
+    def loader(self) -> DataLoader[Any]:
+        rows = [{"input_ids": x["input_ids"] % 43} for x in samples(8)]
+        return DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+
+
+class ScaledByHooks(Small):
+    """Gradients are read between backward and the step, and the learning rate is scheduled."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / float(norm)
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "small": Small,
+    "manual": Manual,
+    "two optimizers": TwoOptimizers,
+    "checkpointed": Checkpointed,
+    "reentrant": Reentrant,
+    "tuple": InATuple,
+    "lengths": OfAllLengths,
+    "dictionary": InADictionary,
+    "labels are inputs": LabelsAreInputs,
+    "hooks": ScaledByHooks,
+    "named": lambda: ByName(),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "hooks": {"accumulate_grad_batches": 2},
+    "dictionary": {"max_epochs": 2},
+}
+
+
+SETTINGS: dict[str, Settings] = {
+    "labels are inputs": {"labels": "auto"},
+    "two optimizers": {"find_unused_parameters": True},  # as plain DDP needs it
+}
+
+
+@pytest.mark.parametrize("settings", [RING, ULYSSES], ids=["ring", "ulysses"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("small", "named")])
+def test_whatever_the_step_does_it_equals_one_process(kind: str, settings: Settings) -> None:
+    for got in run_ranks(2, fitted, {**settings, **SETTINGS.get(kind, {})}, kind):
+        if kind == "labels are inputs":  # its loss is float32 inside
+            torch.testing.assert_close(got, plain(kind), rtol=1e-5, atol=1e-7)
+        else:
+            close(got, plain(kind))
+
+
+def test_two_fits_in_a_row() -> None:
+    want = plain("small", 2)
+    assert not torch.equal(want, plain("small"))
+    for got in run_ranks(4, fitted, HYBRID, "small", 2):
+        close(got, want)
+
+
+# -- all stages on one strategy -----------------------------------------------------------------------
+
+
+def groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def all_stages(rank: int, world_size: int, settings: Settings) -> list[int]:
+    """How many process groups there are, before and after each stage, and in the end."""
+    counts = [groups()]
+    module = Staged()
+    trainer = trainer_of(world_size, settings)
+    trainer.fit(module, loader(4), loader(2))
+    counts.append(groups())
+    mesh = strategy_of(trainer).mesh
+    for stage in (trainer.validate, trainer.test, trainer.predict, trainer.validate):
+        stage(module, loader(2))
+        counts.append(groups())
+        assert strategy_of(trainer).mesh is mesh
+    trainer.fit(module, loader(4), loader(2))
+    counts.append(groups())
+    mesh.destroy()
+    mesh.destroy()
+    counts.append(groups())
+    dist.barrier()  # the world group stays
+    return counts
+
+
+def strategy_of(trainer: pl.Trainer) -> UlyssesRingStrategy:
+    assert isinstance(trainer.strategy, UlyssesRingStrategy)
+    return trainer.strategy
+
+
+@pytest.mark.parametrize("settings", [HYBRID, {"data_parallel_size": 2, **RING}])
+def test_groups_are_made_once_and_destroyed_once(settings: Settings) -> None:
+    for before, first, *later, last in run_ranks(4, all_stages, settings):
+        assert first > before
+        assert later == [first] * len(later)
+        assert last == before
+
+
+def staged(rank: int, world_size: int, settings: Settings | None) -> list[float]:
+    """Losses of validation before, in and after training, and of testing."""
+    module = Staged()
+    trainer = trainer_of(world_size, settings, num_sanity_val_steps=2, val_check_interval=2)
+    losses: list[Any] = []
+    losses += trainer.validate(module, loader(3), verbose=False)
+    trainer.fit(module, loader(8), loader(3))
+    losses.append({name: float(x) for name, x in trainer.callback_metrics.items()})
+    losses += trainer.validate(module, loader(3), verbose=False)
+    losses += trainer.test(module, loader(5), verbose=False)
+    return [value for logged in losses for value in logged.values()]
+
+
+def test_every_stage_reports_what_one_process_does() -> None:
+    (want,) = run_ranks(1, staged, None)
+    assert len(want) == 4
+    assert want[0] != want[2]
+    for got in run_ranks(4, staged, HYBRID):
+        assert got == pytest.approx(want, rel=1e-10)
+
+
+def quick(rank: int, world_size: int) -> tuple[int, float]:
+    module = Staged()
+    trainer = trainer_of(world_size, HYBRID, fast_dev_run=True)
+    trainer.fit(module, loader(4), loader(4))
+    return trainer.global_step, float(trainer.callback_metrics["val_loss"])
+
+
+def test_fast_dev_run() -> None:
+    results = run_ranks(4, quick)
+    assert {steps for steps, _ in results} == {1}
+    assert len({loss for _, loss in results}) == 1
+
+
+# -- who gets which samples, and which random numbers -------------------------------------------------
+
+FOUR: Settings = {**RING, "data_parallel_size": 2}
+
+
+class Numbered(Dataset[Any]):
+    """Samples that know their index, and draw random numbers in the worker that loads them."""
+
+    def __init__(self, count: int) -> None:
+        self.rows = samples(count)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        drawn = torch.rand(()).item() + random.random() + np.random.rand()
+        ids = self.rows[index]["input_ids"].roll(int(100 * drawn))
+        return {**self.rows[index], "input_ids": ids, "index": index, "drawn": drawn}
+
+
+class Seeing(Staged):
+    """Remembers which samples came, and what was drawn for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[Any]] = {"train": [], "val": []}
+
+    def remember(self, stage: str, batch: Batch) -> None:
+        self.seen[stage] += zip(batch["index"].tolist(), batch["drawn"].tolist(), strict=True)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.remember("train", batch)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.remember("val", batch)
+
+
+def seen(rank: int, world_size: int) -> dict[str, list[Any]]:
+    """Samples of every stage of a run on shuffled data."""
+    module = Seeing()
+    trainer = trainer_of(world_size, FOUR, use_distributed_sampler=True)
+    data = Numbered(12)
+    trainer.fit(module, DataLoader(data, 2, shuffle=True), DataLoader(data, 2))
+    strategy = strategy_of(trainer)
+    assert strategy.data_parallel_size == 2
+    assert strategy.data_rank == rank // 2
+    used: Any = trainer.train_dataloader
+    assert isinstance(used.sampler, DistributedSampler)
+    return module.seen
+
+
+def test_samples_go_to_data_ranks() -> None:
+    results = run_ranks(4, seen)
+    for stage in ("train", "val"):
+        indices = [[index for index, _ in result[stage]] for result in results]
+        assert indices[0] == indices[1]
+        assert indices[2] == indices[3]
+        assert sorted(indices[0] + indices[2]) == list(range(12))
+    assert indices[0] == [0, 2, 4, 6, 8, 10]  # validation keeps its order
+
+
+def drawn(rank: int, world_size: int, settings: Settings | None, seeded: bool) -> list[Any]:
+    """(sample, random number drawn for it) in a worker process."""
+    module = Seeing()
+    pl.seed_everything(5, workers=seeded, verbose=False)
+    trainer = trainer_of(world_size, settings, use_distributed_sampler=True)
+    trainer.validate(module, DataLoader(Numbered(8), 2, num_workers=1), verbose=False)
+    return module.seen["val"]
+
+
+IN_A_WORKER = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
+
+@IN_A_WORKER
+@pytest.mark.filterwarnings("ignore:Using `DistributedSampler`:UserWarning")  # as with plain DDP
+def test_workers_of_ranks_that_share_a_sample_draw_the_same_numbers() -> None:
+    results = run_ranks(4, drawn, FOUR, True)
+    assert results[0] == results[1]
+    assert results[2] == results[3]
+    numbers = [{number for _, number in result} for result in results]
+    assert len(numbers[0]) == 4
+    assert not numbers[0] & numbers[2], "data ranks draw numbers of their own"
+
+
+@IN_A_WORKER
+@pytest.mark.parametrize("seeded", [True, False])
+def test_workers_draw_the_numbers_of_one_process(seeded: bool) -> None:
+    """With ``seed_everything(workers=True)`` and without."""
+    (want,) = run_ranks(1, drawn, None, seeded)
+    assert run_ranks(2, drawn, RING, seeded) == [want, want]
+
+
+# -- errors ------------------------------------------------------------------------------------------
+
+
+class Failing(Staged):
+    """Raises in one of its steps."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def fail(self, at: str) -> None:
+        if self.where == at:
+            raise ZeroDivisionError(at)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.fail("training")
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.fail("backward")
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.fail("validation")
+
+
+def failing(rank: int, world_size: int, where: str) -> bool:
+    """After the error everything is as it was, and the module trains on."""
+    before = F.scaled_dot_product_attention
+    module = Failing(where)
+    trainer = trainer_of(world_size, RING)
+    with pytest.raises(ZeroDivisionError, match=where):
+        trainer.fit(module, loader(4), loader(2))
+    strategy = strategy_of(trainer)
+    assert not strategy._core.in_step
+    assert "log" not in module.__dict__
+    assert F.scaled_dot_product_attention is before
+    if rank == 0:  # alone, and therefore without any communication
+        module.loss({name: x[None] for name, x in samples(1)[0].items()}).backward()
+    module.where = "nowhere"
+    module.train().zero_grad()
+    trainer_of(world_size, RING).fit(module, loader(4), loader(2))
+    return bool(torch.isfinite(weights(module)).all())
+
+
+@pytest.mark.parametrize("where", ["training", "backward", "validation"])
+def test_an_error_in_a_step_leaves_the_plain_model(where: str) -> None:
+    assert run_ranks(2, failing, where) == [True, True]
+
+
+class LoggingTheGraph(Small):
+    """Rank 0 alone calls the model between steps, as loggers do."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if self.global_rank == 0:
+            whole = {name: x[None] for name, x in samples(1)[0].items()}
+            self.alone = float(self.loss(whole).detach())
+
+
+def lonely(rank: int, world_size: int) -> float:
+    module: Any = LoggingTheGraph()
+    trainer_of(world_size, HYBRID).fit(module, loader(4))
+    whole = {name: x[None] for name, x in samples(1)[0].items()}
+    return module.alone - float(module.loss(whole).detach()) if rank == 0 else 0.0
+
+
+def test_rank_0_may_call_the_model_between_steps() -> None:
+    assert run_ranks(4, lonely) == [0.0] * 4
+
+
+# -- predictions -------------------------------------------------------------------------------------
+
+
+class Predicting(ContextParallelMixin, Small):
+    """Returns all kinds of things."""
+
+    context_parallel_output_dims = {"flipped": 2, "pooled": None}  # noqa: RUF012
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
+        logits = self.logits(batch)
+        if self.what == "dictionary":
+            best = [logits.argmax(-1), {"first": logits[..., 0]}]
+            return {"logits": logits, "best": best, "rows": len(logits)}
+        if self.what == "tuple":
+            return logits, logits.argmax(-1), None, batch_idx
+        if self.what == "declared":
+            return {"flipped": logits.transpose(1, 2), "pooled": torch.ones(2, 3)}
+        if self.what == "own":
+            return self.unshard(logits).mean(1)
+        return {"integer": 7, "nothing": None, "logits": logits}[self.what]
+
+
+def predicted(rank: int, world_size: int, settings: Settings | None, what: str) -> Any:
+    module = Predicting(what)
+    if settings is None:
+        module.unshard = lambda x, dim=1: x  # type: ignore[method-assign]
+    return trainer_of(world_size, settings).predict(module, loader(5))
+
+
+@pytest.mark.filterwarnings("ignore:predict returned None:UserWarning")
+@pytest.mark.parametrize(
+    "what", ["logits", "dictionary", "tuple", "declared", "own", "integer", "nothing"]
+)
+def test_predictions_are_those_of_one_process(what: str) -> None:
+    (want,) = run_ranks(1, predicted, None, what)
+    assert len(want) == 3
+    for got in run_ranks(4, predicted, HYBRID, what):
+        close(got, want)
+
+
+# -- what else a user may rely on --------------------------------------------------------------------
+
+
+def by_name(rank: int, world_size: int) -> tuple[Any, ...]:
+    trainer = trainer_of(world_size, {}, strategy="ulysses_ring")
+    module = ByName()
+    trainer.fit(module, loader(8))
+    strategy = strategy_of(trainer)
+    return strategy.mesh.ulysses_size, strategy.mesh.ring_size, weights(module)
+
+
+class ByName(ContextParallelMixin, Small):
+    context_parallel_labels = "aligned"
+
+
+def test_the_strategy_by_name_splits_by_heads() -> None:
+    (want,) = run_ranks(1, fitted, None, "named")
+    for ulysses, ring, got in run_ranks(4, by_name):
+        assert (ulysses, ring) == (4, 1)
+        close(got, want)
+
+
+class Early(Small):
+    """Builds its layers when processes exist already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = -1
+
+    def configure_model(self) -> None:
+        self.at = self.trainer.strategy.mesh.cp_rank  # type: ignore[attr-defined]
+
+
+def early(rank: int, world_size: int, settings: Settings) -> int:
+    module = Early()
+    trainer_of(world_size, settings).fit(module, loader(2))
+    return module.at
+
+
+@pytest.mark.parametrize("settings", [HYBRID, {"num_heads": 4}])
+def test_the_mesh_in_configure_model(settings: Settings) -> None:
+    assert run_ranks(4, early, settings) == [0, 1, 2, 3]
+
+
+def saved(rank: int, world_size: int, settings: Settings | None) -> tuple[torch.Tensor, ...]:
+    """Trains on from a checkpoint that was saved halfway."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    whole = Small()
+    halves = Small()
+    for module, resume in ((whole, None), (halves, "kept/epoch=0.ckpt")):
+        keep = ModelCheckpoint("kept", filename="{epoch}", save_top_k=-1)
+        options: dict[str, Any] = {
+            "enable_checkpointing": True,
+            "callbacks": [keep],
+            "max_epochs": 2,
+        }
+        trainer_of(world_size, settings, **options).fit(module, loader(4), ckpt_path=resume)
+    state = torch.load("kept/epoch=0.ckpt", weights_only=False)["state_dict"]
+    return weights(whole), weights(halves), torch.cat([x.flatten() for x in state.values()])
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+def test_checkpoints_are_those_of_one_process() -> None:
+    (want,) = run_ranks(1, saved, None)
+    assert not torch.equal(want[0], want[2])
+    for got in run_ranks(2, saved, RING):
+        for x, y in zip(got, want, strict=True):
+            close(x, y)
+        assert torch.equal(got[0], got[1])
