@@ -75,7 +75,8 @@ def joined(problem: Problem, grid: Grid, shards: Sequence[Shards]) -> oracle.Att
 
 def answers(problems: Sequence[Problem], grid: Grid, kernel: str) -> list[oracle.Attention]:
     """Every problem on a grid of ranks; one call for all, since ranks meet before and after it."""
-    ranks = run_ranks(grid.world_size, attend_all, problems, grid, kernel, timeout=120)
+    limit = 60 + 0.5 * len(problems)
+    ranks = run_ranks(grid.world_size, attend_all, problems, grid, kernel, timeout=limit)
     return [
         joined(problem, grid, shards)
         for problem, shards in zip(problems, zip(*ranks, strict=True), strict=True)
