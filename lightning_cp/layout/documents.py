@@ -143,7 +143,8 @@ class Documents:
     @property
     def checksum(self) -> int:
         """A checksum of all boundaries, equal across processes."""
-        return zlib.crc32(b"".join(row.tobytes() for row in self.rows), self.seq_len & 0xFFFFFFFF)
+        lengths = np.array([self.seq_len, *map(len, self.rows)], dtype=np.int64)
+        return zlib.crc32(b"".join([lengths.tobytes(), *(row.tobytes() for row in self.rows)]))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Documents) and self._key == other._key

@@ -175,3 +175,10 @@ def test_documents_refuse(name: str) -> None:
     make, match = REFUSED[name]
     with pytest.raises(ShapeError, match=match):
         make()
+
+
+def test_the_checksum_tells_rows_apart() -> None:
+    one_row = Documents([np.array([[0, 5], [5, 10]])], 10)
+    two_rows = Documents([np.array([[0, 5]]), np.array([[5, 10]])], 10)
+    assert one_row.checksum != two_rows.checksum
+    assert one_row.checksum == Documents([np.array([[0, 5], [5, 10]])], 10).checksum
