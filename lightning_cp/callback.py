@@ -7,6 +7,7 @@ become shards; the hooks below are called by the strategy at the right moment.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any, Protocol
 
 import torch
@@ -72,7 +73,8 @@ class ContextParallelCallback(Callback):
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             if core.in_step and not kwargs.get("rank_zero_only") and _is_mean(value):
-                value = core.average(torch.as_tensor(value))
+                value = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+                value = core.average(value)
                 kwargs = {**_sync_options(core.mesh), **kwargs}
             own_log(name, value, *args, **kwargs)
 
@@ -112,7 +114,7 @@ def _is_mean(value: Any) -> bool:
     """Floating-point scalars are means over targets; metrics and counts synchronise themselves."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and value.is_floating_point()
-    return isinstance(value, float)
+    return isinstance(value, Real) and not isinstance(value, Integral)  # NumPy's own as well
 
 
 def _sync_options(mesh: ContextParallelMesh) -> dict[str, Any]:
