@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from lightning_cp.errors import NonFiniteError
+from lightning_cp.errors import ConfigError, NonFiniteError
 
 
 def loss_scale(valid: Sequence[int], cp_rank: int) -> float:
@@ -38,6 +39,35 @@ def mute(loss: torch.Tensor) -> torch.Tensor:
     they are harmless, and replacing NaN by 0 in front of the factor keeps them so.
     """
     return torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss)) * 0.0
+
+
+def require_connected(loss: torch.Tensor | None) -> None:
+    """Before backward: refuse a loss over no targets that was not computed from the model.
+
+    Raises:
+        ConfigError: no loss, or one whose graph ends before any parameter.
+    """
+    ahead: list[Any] = [loss.grad_fn] if loss is not None else []
+    seen: set[Any] = set()
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and leaf.dim():  # a scalar is a constant that somebody made
+            return
+        ahead.extend(source for source, _ in node.next_functions)
+    shown = (
+        "no loss"
+        if loss is None
+        else f"a loss of {float(loss.detach())} that is not computed from the model"
+    )
+    raise ConfigError(
+        f"training_step returned {shown} on a rank whose part of the sequence has no valid label, but the "
+        "gradients of other ranks pass through this rank's model, and would wait for it. Return the loss "
+        "as computed: where there are no targets it is weighted by 0, NaN or not."
+    )
 
 
 def require_muted(value: float, parameters: Iterable[torch.Tensor]) -> None:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp.errors import NonFiniteError
-from lightning_cp.loss import average_weight, loss_scale, mute, require_muted
+from lightning_cp.errors import ConfigError, NonFiniteError
+from lightning_cp.loss import average_weight, loss_scale, mute, require_connected, require_muted
 
 counts = st.lists(st.integers(0, 50), min_size=1, max_size=8)
 
@@ -168,3 +168,26 @@ def test_a_checkpointed_model_over_nothing_adds_nothing(reentrant: bool) -> None
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.zeros_like(weight))
     require_muted(loss.item(), [weight])
+
+
+@pytest.mark.parametrize("make", [chunked, masked_mean, lambda logits: logits.sum() * 0 + 1])
+def test_a_loss_that_is_computed_from_the_model(make: Any) -> None:
+    logits, _ = tiny(torch.float32)
+    require_connected(make(logits) / 3)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        None,
+        torch.zeros(()),
+        torch.zeros((), requires_grad=True),
+        torch.zeros((), requires_grad=True) / 3 + 1,
+        torch.ones(5).mean(),
+    ],
+)
+def test_a_loss_that_is_not_is_refused(loss: torch.Tensor | None) -> None:
+    with pytest.raises(
+        ConfigError, match=r"training_step returned (no loss|a loss of \d\.\d that is not)"
+    ):
+        require_connected(loss)

@@ -1,8 +1,8 @@
 """What the Trainer's strategy and Fabric's share: mesh, sharding, loss scale, averages.
 
 Nothing here knows of a Trainer. A strategy calls, in this order: ``build_mesh`` once processes exist,
-``attach`` once the model does, then for every batch ``shard``, ``begin_step``, in training ``scale_loss``
-and ``after_backward``, then ``end_step``.
+``attach`` once the model does, then for every batch ``shard``, ``begin_step``, in training ``require_loss``,
+``scale_loss`` and ``after_backward``, then ``end_step``.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from lightning_cp.batch import (
 from lightning_cp.comm.agreement import agree, checksum, fingerprint
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.containers import tensors_of
-from lightning_cp.errors import ConfigError, LightningCPError, NonFiniteError
+from lightning_cp.errors import ConfigError, NonFiniteError
 from lightning_cp.layout import SequenceLayout
-from lightning_cp.loss import average_weight, loss_scale, mute, require_muted
+from lightning_cp.loss import average_weight, loss_scale, mute, require_connected, require_muted
 from lightning_cp.mesh import ContextParallelMesh, Factors, Flat
 from lightning_cp.models.hf import label_alignment
 from lightning_cp.models.swap import StepState, SwapHandle, hf_models, num_heads_of, swap_attention
@@ -164,7 +164,7 @@ class ContextParallelCore:
         if not self.enabled:
             return batch
         self._sharded = None
-        error: LightningCPError | None = None
+        error: Exception | None = None
         facts: dict[str, int] = {}
         whole: WholeBatch | None = None
         layout: SequenceLayout | None = None
@@ -172,23 +172,28 @@ class ContextParallelCore:
             whole = read_batch(batch, self.rules, needs_labels=needs_labels)
             layout = self.layout_of(whole)
             facts = _facts(whole, layout)
-        except LightningCPError as refused:
+        except Exception as refused:  # any: a rank that raised alone would leave the others waiting
             error = refused
-        size, cp = self.mesh.data_size, self.mesh.cp_size
-        table = agree(
-            facts,
-            self.mesh.control_group(Flat.LOSS),
-            what="batch",
-            within=[range(index * cp, (index + 1) * cp) for index in range(size)],
-            error=error,
-        )
+        table = self._agree_on_batch(facts, error, training=needs_labels)
         assert whole is not None
         assert layout is not None
         self._some_rank_empty = any(row["ranks without targets"] for row in table)
-        if not facts["targets"] and self.mesh.cp_rank == 0:
+        if not facts["targets"]:
             warnings.warn("a batch has no valid label at all: it adds nothing.", stacklevel=2)
         self._sharded = shard_batch(whole, layout, self.mesh.cp_rank, self.rules)
         return self._sharded.batch
+
+    def _agree_on_batch(
+        self, facts: dict[str, int], error: Exception | None, *, training: bool
+    ) -> list[dict[str, int]]:
+        """In training all ranks agree: their gradients are averaged, so all must know of ranks without
+        targets. Elsewhere only a cp group does: data ranks may have different numbers of batches."""
+        size, cp = self.mesh.data_size, self.mesh.cp_size
+        if not training:
+            return agree(facts, self.mesh.control_group(Flat.CP), what="batch", error=error)
+        groups = [range(index * cp, (index + 1) * cp) for index in range(size)]
+        group = self.mesh.control_group(Flat.LOSS)
+        return agree(facts, group, what="batch", within=groups, error=error)
 
     def layout_of(self, whole: WholeBatch) -> SequenceLayout:
         """The layout of a batch: its length, the mesh, and its documents."""
@@ -219,7 +224,7 @@ class ContextParallelCore:
                 layout=part.layout,
                 position_ids=part.position_ids,
                 aligned_labels=part.aligned_labels,
-                labels=part.labels,
+                labels=None if part.labels is None else part.labels.clone(),
                 valid_local=part.valid[self.mesh.cp_rank],
             )
         )
@@ -248,6 +253,23 @@ class ContextParallelCore:
             return loss * loss_scale(valid, rank)
         self._muted = loss.detach()
         return mute(loss)
+
+    def require_loss(self, loss: torch.Tensor | None) -> None:
+        """Where a rank has no targets, all ranks ask whether backward will run through its model.
+
+        Raises:
+            ConfigError: a rank without targets has no loss, or one that is not computed from the model.
+            RankFailure: that happened on another rank.
+        """
+        if not self.enabled or not self._some_rank_empty or self._sharded is None:
+            return
+        error: ConfigError | None = None
+        if not self._sharded.valid[self.mesh.cp_rank]:
+            try:
+                require_connected(loss)
+            except ConfigError as refused:
+                error = refused
+        agree({}, self.mesh.control_group(Flat.LOSS), what="loss", error=error)
 
     def after_backward(self, parameters: Iterable[torch.Tensor]) -> None:
         """Where a rank had no targets, all ranks ask whether its loss did add nothing.

@@ -157,6 +157,13 @@ def _check_factors(settings: Settings, factors: Factors, cp_size: int, heads: in
             f"ulysses_size={settings.ulysses_size} and ring_size={settings.ring_size} do not make up the "
             f"{cp_size} context-parallel ranks: sizes that work divide {cp_size}."
         )
+    other = {"ulysses": factors.ring_size, "ring": factors.ulysses_size}.get(settings.mode, 1)
+    if other != 1:
+        raise ConfigError(
+            f"mode={settings.mode!r} uses one axis only, but ulysses_size={settings.ulysses_size} and "
+            f"ring_size={settings.ring_size} split {cp_size} ranks into ulysses {factors.ulysses_size} x "
+            f"ring {factors.ring_size}. Leave the sizes out, or use mode='hybrid' or 'auto'."
+        )
     if settings.mode == "hybrid" and 1 in (factors.ulysses_size, factors.ring_size) and cp_size > 1:
         raise ConfigError(
             f"mode='hybrid' cannot split {cp_size} ranks into two axes larger than 1"

@@ -159,6 +159,9 @@ class UlyssesRingStrategy(DDPStrategy):
         self._core.begin_step()  # ends in on_train_batch_end: backward may recompute
         output = super().training_step(*args, **kwargs)
         self._core.require_intercepted()
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            self._core.require_loss(output.get("loss") if isinstance(output, Mapping) else output)
         return output
 
     @override

@@ -57,13 +57,13 @@ class Staged(Small):
 
 
 def samples(count: int, length: int = LENGTH) -> list[dict[str, torch.Tensor]]:
-    """Rows whose targets are spread unevenly; in every third one most ranks have none."""
+    """Rows whose targets are spread unevenly; in every third pair most ranks have none."""
     generator = torch.Generator().manual_seed(count)
     found: list[dict[str, torch.Tensor]] = []
     for index in range(count):
         ids, labels = torch.randint(0, VOCAB, (2, length), generator=generator)
         labels[torch.rand(length, generator=generator) < 0.3] = -100
-        if index % 3 == 2:
+        if index // 2 % 3 == 2:
             labels[5:] = -100
         found.append({"input_ids": ids, "labels": labels})
     return found

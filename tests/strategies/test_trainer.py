@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -16,8 +17,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_cp import ContextParallelMixin, UlyssesRingStrategy
-from tests.pool import run_ranks
+from lightning_cp import ContextParallelCallback, ContextParallelMixin, UlyssesRingStrategy
+from tests.pool import RankError, run_ranks
 from tests.strategies.small import (
     LENGTH,
     Batch,
@@ -443,6 +444,38 @@ def test_an_error_in_a_step_leaves_the_plain_model(where: str) -> None:
     assert run_ranks(2, failing, where) == [True, True]
 
 
+class NoLoss(Small):
+    """Means well: where there are no targets, nothing is to be learned."""
+
+    def __init__(self, instead: str) -> None:
+        super().__init__()
+        self.instead = instead
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if bool((batch["labels"] != -100).any()):
+            return loss
+        zero = torch.zeros((), requires_grad=True)
+        return {"none": None, "constant": zero, "dictionary": {"loss": zero}}[self.instead]
+
+
+def without_loss(rank: int, world_size: int, instead: str) -> None:
+    trainer_of(world_size, RING, accumulate_grad_batches=2).fit(NoLoss(instead), loader(6))
+
+
+@pytest.mark.parametrize("instead", ["none", "constant", "dictionary"])
+def test_a_rank_without_targets_must_not_drop_out(instead: str) -> None:
+    """Backward runs through its model, or other ranks would wait for it for ever."""
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, without_loss, instead, timeout=30)
+    text = str(caught.value)
+    shown = (
+        "no loss" if instead == "none" else r"a loss of 0\.0 that is not computed from the model"
+    )
+    assert re.search(rf"ConfigError: training_step returned {shown} on a rank whose part", text)
+    assert "RankFailure: stopped before any data moved" in text
+
+
 class LoggingTheGraph(Small):
     """Rank 0 alone calls the model between steps, as loggers do."""
 
@@ -577,3 +610,57 @@ def test_checkpoints_are_those_of_one_process() -> None:
         for x, y in zip(got, want, strict=True):
             close(x, y)
         assert torch.equal(got[0], got[1])
+
+
+class Sentence:
+    """A batch that only its owner understands."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.fields = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def to(self, *_: Any) -> Sentence:
+        return self
+
+
+class Unpacking(ContextParallelCallback):
+    """Says what the batch holds."""
+
+    def shard_batch(self, batch: Any, *, needs_labels: bool) -> Any:
+        return super().shard_batch(batch.fields, needs_labels=needs_labels)
+
+
+def with_callback(rank: int, world_size: int) -> torch.Tensor:
+    module = Small()
+    trainer = trainer_of(world_size, RING, callbacks=[Unpacking()])
+    trainer.fit(module, loader(8, collate_fn=Sentence))
+    return weights(module)
+
+
+def test_a_callback_of_the_user_reads_batches() -> None:
+    for got in run_ranks(2, with_callback):
+        close(got, plain("small"))
+
+
+@pytest.mark.parametrize("settings", [{"context_parallel_size": 1}, {"data_parallel_size": 1}])
+def test_one_rank_is_one_process(settings: Settings) -> None:
+    assert torch.equal(run_ranks(1, fitted, settings, "small")[0], plain("small"))
+
+
+class TwoLoaders(Staged):
+    """Validates on two sets."""
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val", self.loss(batch), batch_size=1, sync_dist=True)
+
+
+def two_loaders(rank: int, world_size: int, settings: Settings | None) -> list[float]:
+    trainer = trainer_of(world_size, settings)
+    results = trainer.validate(TwoLoaders(), [loader(3), loader(4)], verbose=False)
+    return [value for logged in results for value in logged.values()]
+
+
+def test_several_loaders() -> None:
+    (want,) = run_ranks(1, two_loaders, None)
+    assert len(want) == 2
+    for got in run_ranks(2, two_loaders, RING):
+        assert got == pytest.approx(want, rel=1e-10)
