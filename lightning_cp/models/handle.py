@@ -31,9 +31,11 @@ class StepState:
     aligned_labels: torch.Tensor | None = None
     """[B, L]: the target of each local token, -100 where there is none."""
     labels: torch.Tensor | None = None
-    """[B, L]: the labels as the step sees them (not shifted)."""
+    """[B, L]: a copy of the labels as the step gets them (not shifted), to see whether it changes them."""
     valid_local: int = 0
     """Targets on this rank that are not -100."""
+    loss_outside: bool = False
+    """It was declared how the step reads labels, so it may compute the loss itself."""
     calls: int = 0
 
 

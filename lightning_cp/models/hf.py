@@ -185,6 +185,8 @@ def _complete_call(handle: SwapHandle) -> Any:
             given["position_ids"] = state.position_ids
         if given.get("labels") is not None:
             _complete_labels(model, given, state)
+        elif model.training and not state.loss_outside and label_alignment(model) == "shift":
+            raise ConfigError(_OUTSIDE)
         return args, given
 
     return complete
@@ -227,6 +229,13 @@ def _complete_labels(model: Any, given: dict[str, Any], state: StepState) -> Non
         given["num_items_in_batch"] = max(state.valid_local, 1)
 
 
+_OUTSIDE = (
+    "the model was called without labels in training, so the loss is computed outside of it, where shifting "
+    "labels (logits[:, :-1], labels[:, 1:]) would be silently wrong at every seam between ranks. Pass "
+    "labels=batch['labels'] to the model; or take the targets from batch['shift_labels'] without shifting, "
+    "and declare labels='shift'; or shift in the dataset and declare labels='aligned'."
+)
+
 _CHANGED = (
     "labels= are not the batch's, or were changed after it was sharded: shifting them now would be wrong "
     "at every seam between ranks, and the loss is weighted by the targets that were counted then. Pass "
@@ -252,4 +261,4 @@ def _count(targets: torch.Tensor) -> int:
 def _same(labels: torch.Tensor, sharded: torch.Tensor | None) -> bool:
     if sharded is None:
         return False
-    return labels is sharded or (labels.shape == sharded.shape and torch.equal(labels, sharded))
+    return labels.shape == sharded.shape and torch.equal(labels, sharded)

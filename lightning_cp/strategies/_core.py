@@ -49,6 +49,7 @@ class ContextParallelCore:
         self._sharded: ShardedBatch | None = None
         self._some_rank_empty = False
         self._muted: torch.Tensor | None = None
+        self._loss_outside = False
 
     @property
     def mesh(self) -> ContextParallelMesh:
@@ -138,6 +139,7 @@ class ContextParallelCore:
             padding=settings.padding,
             reads_masks=bool(hf_models(model)),
         )
+        self._loss_outside = declared != "auto"
         self._model = model
         self._handle = swap_attention(model, self.mesh, settings.kernel, options.get("modules"))
         return self._handle.report
@@ -226,6 +228,7 @@ class ContextParallelCore:
                 aligned_labels=part.aligned_labels,
                 labels=None if part.labels is None else part.labels.clone(),
                 valid_local=part.valid[self.mesh.cp_rank],
+                loss_outside=self._loss_outside,
             )
         )
 
@@ -313,8 +316,8 @@ def label_kind(model: nn.Module, declared: str, *, required: bool) -> str:
     Raises:
         ConfigError: labels matter, and nothing says whether they are shifted.
     """
-    if declared == "aligned":
-        return "aligned"
+    if declared in ("aligned", "shift"):
+        return declared
     kinds = {label_alignment(root) for root in hf_models(model)}
     if len(kinds) == 1 and None not in kinds:
         return str(kinds.pop())

@@ -14,7 +14,7 @@ from lightning_cp.mesh import Factors, factorise
 MODES = ("auto", "ulysses", "ring", "hybrid")
 MODE_ALIASES = {"ulysses_only": "ulysses", "ring_only": "ring"}
 ENGINES = ("ddp",)
-LABELS = ("auto", "aligned")
+LABELS = ("auto", "aligned", "shift")
 
 
 @dataclass(frozen=True)

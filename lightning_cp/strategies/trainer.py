@@ -46,8 +46,9 @@ class UlyssesRingStrategy(DDPStrategy):
         data_parallel_size: groups of ranks with different samples.
         layout: ``auto``, ``zigzag`` or ``contiguous``.
         kernel: ``auto``, ``aten``, ``reference``, or one kernel's own name.
-        labels: ``auto`` (Hugging Face models: shifted on the whole sequence) or ``aligned`` (labels[i]
-            is the target of token i), which any other module must declare.
+        labels: ``auto`` (Hugging Face models that are called with labels: shifted on the whole sequence),
+            ``shift`` (the same, and the step takes its targets from ``batch["shift_labels"]``) or
+            ``aligned`` (labels[i] is the target of token i), which any other module must declare.
         sequence_dims: dotted name of a batch tensor -> its sequence dimension, ``None`` to replicate it.
         padding: pad sequences that do not divide, which is exact; ``False`` refuses them.
         **kwargs: as for ``DDPStrategy`` (``process_group_backend``, ``timeout``, ``start_method``, ...).

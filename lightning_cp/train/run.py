@@ -49,6 +49,9 @@ def train(config: DictConfig, began: float | None = None) -> Outcome:
 
     before = trainer.validate(model, datamodule=data, ckpt_path=config.resume, verbose=False)[0]
     trainer.fit(model, datamodule=data, ckpt_path=config.resume)
+    after = dict(trainer.callback_metrics)
+    if BITS not in after:  # shorter than val_check_interval
+        after = trainer.validate(model, datamodule=data, verbose=False)[0]
 
     outcome = Outcome(
         strategy=HydraConfig.get().runtime.choices["strategy"],
@@ -59,7 +62,7 @@ def train(config: DictConfig, began: float | None = None) -> Outcome:
         seconds=time.perf_counter() - began,
         step_seconds=steps.seconds,
         before=before,
-        after={name: float(value) for name, value in trainer.callback_metrics.items()},
+        after={name: float(value) for name, value in after.items()},
         entropy=data.validation_entropy,
     )
     _say("\n" + outcome.table(files))

@@ -85,7 +85,7 @@ def fit(
         ({"mode": "both"}, "mode must be one of auto, ulysses, ring, hybrid, got 'both'"),
         ({"data_parallel": "fsdp"}, "data_parallel must be one of ddp, got 'fsdp'"),
         ({"layout": "striped"}, "layout must be one of auto, contiguous, zigzag"),
-        ({"labels": "shifted"}, "labels must be one of auto, aligned, got 'shifted'"),
+        ({"labels": "shifted"}, "labels must be one of auto, aligned, shift, got 'shifted'"),
         ({"kernel": "fast"}, "kernel must be one of auto, aten"),
         ({"ring_size": 0}, "ring_size must be an integer of at least 1, got 0"),
         ({"ulysses_size": -2}, "ulysses_size must be an integer of at least 1, got -2"),
@@ -121,6 +121,8 @@ def fit_with(rank: int, world_size: int, settings: dict[str, Any]) -> None:
         (4, {"ulysses_size": 3}, "ulysses_size=3.*sizes that work divide 4"),
         (3, {"mode": "ulysses"}, "ulysses_size=3 does not divide the 4 attention heads"),
         (3, {"mode": "hybrid"}, "mode='hybrid' cannot split 3 ranks"),
+        (4, {"mode": "ulysses", "ulysses_size": 2}, "mode='ulysses' uses one axis only"),
+        (4, {"mode": "ring", "ring_size": 2}, "mode='ring' uses one axis only"),
     ],
 )
 def test_sizes_that_do_not_fit(world_size: int, settings: dict[str, Any], match: str) -> None:

@@ -367,7 +367,8 @@ def drawn(rank: int, world_size: int, settings: Settings | None, seeded: bool) -
     module = Seeing()
     pl.seed_everything(5, workers=seeded, verbose=False)
     trainer = trainer_of(world_size, settings, use_distributed_sampler=True)
-    trainer.validate(module, DataLoader(Numbered(8), 2, num_workers=1), verbose=False)
+    data = DataLoader(Numbered(8), 2, num_workers=1, multiprocessing_context="fork")
+    trainer.validate(module, data, verbose=False)
     return module.seen["val"]
 
 

@@ -1,0 +1,90 @@
+"""Data ranks with different numbers of batches, and labels that a step changes in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+from lightning_cp.errors import ConfigError
+from tests.pool import expect_on_every_rank, run_ranks
+from tests.strategies.runs import HFModule, Run, make_data, make_module, make_trainer
+
+TWO_BY_TWO = (("ring_size", 2), ("ulysses_size", 1), ("data_parallel_size", 2))
+
+
+def predict_three(rank: int, world_size: int) -> int:
+    run = Run(strategy=TWO_BY_TWO, sampler=True)
+    samples = make_data(run)[:3]
+    outputs: Any = make_trainer(run, world_size, []).predict(
+        make_module(run),
+        DataLoader(samples, batch_size=1),  # type: ignore[arg-type]
+    )
+    return len(outputs)
+
+
+def test_prediction_of_three_samples_on_two_data_ranks_does_not_hang() -> None:
+    assert run_ranks(4, predict_three) == [2, 2, 1, 1]
+
+
+class ShiftsItself(HFModule):
+    """Computes its loss outside of the model, shifting what it holds."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        logits = self.logits(batch)[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+class TakesShifted(HFModule):
+    """Computes its loss outside of the model, from targets that were shifted on the whole sequence."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten())
+        self.log("loss", loss)
+        return loss
+
+
+class LogsSum(HFModule):
+    """Logs something that is not a mean."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("sum", loss, reduce_fx="sum")
+        return loss
+
+
+class ChangesLabels(HFModule):
+    """Masks labels inside the step, on every rank alike, without making a new tensor."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        batch["labels"][:, ::3] = -100
+        return super().training_step(batch, batch_idx)
+
+
+def fit_one(rank: int, world_size: int, kind: type[HFModule], labels: str = "auto") -> None:
+    strategy = (("ring_size", 2), ("ulysses_size", 1), ("labels", labels))
+    run = Run(strategy=strategy, model="hf")
+    module: pl.LightningModule = kind(run)
+    data: Any = make_data(run)[:1]
+    make_trainer(run, world_size, []).fit(module, DataLoader(data), DataLoader(data))
+
+
+def test_labels_changed_in_place_are_noticed() -> None:
+    expect_on_every_rank(
+        2, fit_one, ChangesLabels, error=ConfigError, match="were changed after it was sharded"
+    )
+
+
+def test_a_loss_outside_of_the_model_must_be_declared() -> None:
+    match = "called without labels in training.*declare labels='shift'"
+    expect_on_every_rank(2, fit_one, ShiftsItself, error=ConfigError, match=match)
+    expect_on_every_rank(2, fit_one, TakesShifted, error=ConfigError, match=match)
+    run_ranks(2, fit_one, TakesShifted, "shift")
+
+
+def test_a_sum_that_is_logged_inside_a_step_is_refused() -> None:
+    match = r"self.log\('sum', reduce_fx='sum'\).*SumMetric"
+    expect_on_every_rank(2, fit_one, LogsSum, error=ConfigError, match=match)
