@@ -60,12 +60,14 @@ class ContextParallelAttention(torch.autograd.Function):
             q, kv = to_heads(q_BLHD, k_BLKD, v_BLKD, plan)
             out, lse = ring_forward(q, kv, plan)
             out_BLHD = q_to_tokens(out, plan)
-        if stash is None:
-            ctx.save_for_backward(q, kv, out, lse)
-        else:  # checkpoint requires that a recomputation saves what the forward saved
-            ctx.save_for_backward(q_BLHD, k_BLKD, v_BLKD, out_BLHD, lse)
-            if not stash.replaying:
+            if stash is None:
+                ctx.save_for_backward(q, kv, out, lse)
+            else:
                 stash.record(out_BLHD, lse)
+        if (
+            stash is not None
+        ):  # checkpoint requires that a recomputation saves what the forward saved
+            ctx.save_for_backward(q_BLHD, k_BLKD, v_BLKD, out_BLHD, lse)
         ctx.mark_non_differentiable(lse)
         return out_BLHD, lse
 
