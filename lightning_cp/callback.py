@@ -73,7 +73,6 @@ class ContextParallelCallback(Callback):
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             if core.in_step and not kwargs.get("rank_zero_only") and _is_mean(value):
-                _refuse_other_reductions(name, kwargs.get("reduce_fx", "mean"))
                 value = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
                 value = core.average(value)
                 kwargs = {**_sync_options(core.mesh), **kwargs}
@@ -116,18 +115,6 @@ def _is_mean(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and value.is_floating_point()
     return isinstance(value, Real) and not isinstance(value, Integral)  # NumPy's own as well
-
-
-def _refuse_other_reductions(name: str, reduce_fx: Any) -> None:
-    """A local sum or maximum is not one of the whole sequence, and nothing says how to make it one."""
-    if reduce_fx not in ("mean", torch.mean):
-        shown = getattr(reduce_fx, "__name__", reduce_fx)
-        raise ConfigError(
-            f"self.log({name!r}, reduce_fx={shown!r}) inside a context-parallel step: a value that is logged "
-            "there is a mean over this rank's targets, and is averaged over the ranks that share the "
-            "sample. Log a torchmetrics metric (SumMetric, MaxMetric, ...), which reduces over ranks by "
-            "itself."
-        )
 
 
 def _sync_options(mesh: ContextParallelMesh) -> dict[str, Any]:

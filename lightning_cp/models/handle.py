@@ -119,4 +119,5 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
-    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_cp import ContextParallelMesh, keep_attention
+from lightning_cp.models.hf import label_alignment
 from lightning_cp.strategies._core import ContextParallelCore
 from lightning_cp.strategies.settings import Settings
 
@@ -201,6 +202,8 @@ def one_process(case: Case) -> Outcome:
 
 def start(ulysses: int, ring: int, model: Any, **settings: Any) -> ContextParallelCore:
     """A core that has swapped the model's attention."""
+    if label_alignment(model) == "shift":
+        settings.setdefault("labels", "shift")  # most steps here compute the loss themselves
     core = ContextParallelCore(Settings(ulysses_size=ulysses, ring_size=ring, **settings))
     core.build_mesh(ulysses * ring, "cpu", None, model)
     core.attach(model, {}, needs_labels=True)

@@ -47,15 +47,6 @@ class TakesShifted(HFModule):
         return loss
 
 
-class LogsSum(HFModule):
-    """Logs something that is not a mean."""
-
-    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log("sum", loss, reduce_fx="sum")
-        return loss
-
-
 class ChangesLabels(HFModule):
     """Masks labels inside the step, on every rank alike, without making a new tensor."""
 
@@ -83,8 +74,3 @@ def test_a_loss_outside_of_the_model_must_be_declared() -> None:
     expect_on_every_rank(2, fit_one, ShiftsItself, error=ConfigError, match=match)
     expect_on_every_rank(2, fit_one, TakesShifted, error=ConfigError, match=match)
     run_ranks(2, fit_one, TakesShifted, "shift")
-
-
-def test_a_sum_that_is_logged_inside_a_step_is_refused() -> None:
-    match = r"self.log\('sum', reduce_fx='sum'\).*SumMetric"
-    expect_on_every_rank(2, fit_one, LogsSum, error=ConfigError, match=match)
