@@ -225,8 +225,8 @@ class ContextParallelCore:
             StepState(
                 layout=part.layout,
                 position_ids=part.position_ids,
-                aligned_labels=part.aligned_labels,
-                labels=None if part.labels is None else part.labels.clone(),
+                aligned_labels=_copy(part.aligned_labels),
+                labels=_copy(part.labels),
                 valid_local=part.valid[self.mesh.cp_rank],
                 loss_outside=self._loss_outside,
             )
@@ -308,6 +308,11 @@ class ContextParallelCore:
         if not self.enabled or self._sharded is None:
             return output
         return unshard_output(output, self.mesh, self._sharded.layout, dims)
+
+
+def _copy(labels: torch.Tensor | None) -> torch.Tensor | None:
+    """The step may change its own, which is noticed."""
+    return None if labels is None else labels.clone()
 
 
 def label_kind(model: nn.Module, declared: str, *, required: bool) -> str:

@@ -183,6 +183,11 @@ def fewer_targets(model: Any, batch: dict[str, torch.Tensor]) -> None:
     model(input_ids=batch["input_ids"], labels=batch["labels"], shift_labels=targets)
 
 
+def fewer_targets_in_place(model: Any, batch: dict[str, torch.Tensor]) -> None:
+    batch["shift_labels"][:, 3:] = -100
+    model(**batch)
+
+
 def with_cache(model: Any, batch: dict[str, torch.Tensor]) -> None:
     from transformers import DynamicCache
 
@@ -204,6 +209,7 @@ STEPS: dict[str, Callable[[Any, dict[str, torch.Tensor]], None]] = {
     "changed labels": fewer_labels,
     "changed labels beside ours": fewer_labels_beside_ours,
     "other targets": fewer_targets,
+    "other targets in place": fewer_targets_in_place,
     "cache": with_cache,
     "dense mask in the batch": lambda model, batch: None,
     "dense mask in the step": dense_mask,
@@ -214,6 +220,7 @@ REFUSALS = {
     "changed labels": "labels= are not the batch's, or were changed after it was sharded",
     "changed labels beside ours": "labels= are not the batch's, or were changed after it was sharded",
     "other targets": "weighted by the targets that were counted then",
+    "other targets in place": "weighted by the targets that were counted then",
     "cache": "a key/value cache cannot be used",
     "dense mask in the batch": r"an attention_mask of shape \(3, 1, 37, 37\) cannot be sharded",
     "dense mask in the step": r"dense attention mask of shape \(3, 1, 20, 20\)",
