@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 import warnings
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ import torch.distributed as dist
 
 from tests.pool import RankError, expect_on_every_rank, run_ranks
 from tests.pool import master as pool_master
+from tests.pool import worker as pool_worker
+from tests.pool.handle import Worker
 
 
 def ready(rank: int, world_size: int) -> float:
@@ -95,6 +99,40 @@ def test_a_hang_ends_at_the_limit_and_says_where() -> None:
     assert "die_with_parent" not in message
     assert "| dozing off" in message
     assert run_ranks(2, ready) == [2.0, 2.0]
+
+
+WRITES_ITS_STACKS_SLOWLY = """
+import os, signal, sys, time
+own = sys.argv[2]
+parts = [
+    'Thread 0x1 (most recent call first):\\n' + own + ' in die_with_parent\\n\\n',
+    'Current thread 0x2 (most recent call first):\\n  File "case.py", line 7 in sleeps\\n' + own,
+]
+def dump(*_):
+    for part in parts:
+        with open(sys.argv[1], "a") as stacks:
+            stacks.write(part)
+        time.sleep(1.0)
+signal.signal(signal.SIGUSR2, dump)
+print("ready", flush=True)
+while True:
+    time.sleep(1.0)
+"""
+
+
+def test_a_stack_that_is_written_slowly_is_waited_for(tmp_path: Path) -> None:
+    stacks = tmp_path / "stacks"
+    stacks.touch()
+    own_frame = f'  File "{pool_worker.__file__}", line 1'
+    command = [sys.executable, "-c", WRITES_ITS_STACKS_SLOWLY, str(stacks), own_frame]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            worker = Worker(0, cast(Any, process), cast(Any, None), stacks, stacks)
+            assert worker.dump_stacks().endswith("line 7 in sleeps")
+        finally:
+            process.kill()
 
 
 def test_ranks_that_wait_for_a_failed_one_are_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,9 @@ OUTPUT_LINES = 20
 _WORKER_FRAME = f'  File "{worker_module.__file__}"'
 """Begins the part of a stack that is the pool's own."""
 
+_CUT = "\n  ..."
+"""Ends a stack too deep to be written whole."""
+
 STACK_LIMIT = 15.0
 """Seconds that a rank has to write its stacks; a busy machine takes its time."""
 
@@ -71,12 +74,12 @@ class Worker:
             return ""
         text, deadline = "", time.monotonic() + STACK_LIMIT
         while time.monotonic() < deadline and not (self._is_stopped() and not text):
-            time.sleep(0.3)  # on a busy machine the dump may pause halfway
+            time.sleep(0.1)
             text, before = self.stacks.read_text(errors="replace"), text
-            if text and text == before:
+            # On a busy machine the dump may pause, even after a whole thread.
+            if text == before and any(map(_is_main, _threads(text))):
                 break
-        threads = [thread for thread in text.split("\n\n") if "in die_with_parent" not in thread]
-        return "\n\n".join(thread.split(_WORKER_FRAME)[0].rstrip() for thread in threads)
+        return "\n\n".join(thread.split(_WORKER_FRAME)[0].rstrip() for thread in _threads(text))
 
     def _is_stopped(self) -> bool:
         try:
@@ -94,6 +97,16 @@ class Worker:
         self.process.join()
         self.requests.close()
         self.process.close()
+
+
+def _threads(text: str) -> list[str]:
+    """The stacks of a dump, without that of the thread that waits for the parent's end."""
+    return [thread for thread in text.split("\n\n") if "in die_with_parent" not in thread]
+
+
+def _is_main(thread: str) -> bool:
+    """Whether this is all of the stack of the thread that runs the case, which is written last."""
+    return _WORKER_FRAME in thread or thread.rstrip().endswith(_CUT)
 
 
 def gather(workers: Sequence[Worker], timeout: float, grace: float) -> dict[int, Reply | None]:
