@@ -70,19 +70,18 @@ def require_connected(loss: torch.Tensor | None) -> None:
     )
 
 
-def require_muted(value: float, parameters: Iterable[torch.Tensor]) -> None:
+def require_muted(value: float, gradients: Iterable[torch.Tensor]) -> None:
     """After backward: refuse a loss over no targets that did add something.
 
     Args:
         value: the loss before it was muted.
-        parameters: where its gradients went.
+        gradients: what it sent into the model.
 
     Raises:
         NonFiniteError: an infinite loss, or a NaN whose gradient is NaN even when scaled by 0.
     """
     if math.isfinite(value):
         return
-    gradients = (x.grad for x in parameters if x.grad is not None)
     if math.isnan(value) and not any(bool(gradient.isnan().any()) for gradient in gradients):
         return
     raise NonFiniteError(

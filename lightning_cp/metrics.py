@@ -14,8 +14,7 @@ import torch
 from torchmetrics.text import Perplexity
 
 from lightning_cp.errors import ConfigError
-
-IGNORED_LABEL = -100
+from lightning_cp.labels import IGNORED_LABEL, shift
 
 Number = TypeVar("Number", float, torch.Tensor)
 
@@ -40,7 +39,7 @@ def aligned_labels(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         raise ConfigError(
             f"a metric needs batch['labels'] or batch['shift_labels'], got keys {sorted(batch)}."
         )
-    return torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+    return shift(batch["labels"])
 
 
 def token_perplexity() -> Perplexity:

@@ -11,19 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cp.batch import (
-    IGNORE,
     BatchRules,
     ShardedBatch,
     WholeBatch,
     documents_of,
     read_batch,
     shard_batch,
-    shift,
     unshard_output,
     valid_counts,
 )
 from lightning_cp.containers import tensors_of
 from lightning_cp.errors import ConfigError, ShapeError
+from lightning_cp.labels import IGNORED_LABEL, shift
 from lightning_cp.layout import Documents, SequenceLayout
 
 SIZES = [(1, 2), (2, 1), (2, 2), (4, 1), (3, 2), (1, 3)]
@@ -57,7 +56,7 @@ def ids(seed: int = 0, rows: int = ROWS, length: int = LENGTH) -> torch.Tensor:
 def targets(seed: int = 1) -> torch.Tensor:
     """Labels [rows, length] of which some have no target."""
     labels = ids(seed)
-    return labels.masked_fill(labels % 3 == 0, IGNORE)
+    return labels.masked_fill(labels % 3 == 0, IGNORED_LABEL)
 
 
 def shards_of(
@@ -94,7 +93,7 @@ def test_all_shards_together_are_the_whole_batch(ring: int, ulysses: int, kind: 
         "input_ids": 1, "labels": 1, "attention_mask": 1, "inputs_embeds": 1,
         "segment_ids": 1, "position_ids": 2, "features": 0,
     }  # fmt: skip
-    padded = {"labels": IGNORE, "shift_labels": IGNORE, "segment_ids": -1}
+    padded = {"labels": IGNORED_LABEL, "shift_labels": IGNORED_LABEL, "segment_ids": -1}
     wanted = {**batch, "shift_labels": shift(batch["labels"])}
     for name, x in tensors_of(parts[0].batch):
         dim = {**whole.dims, "shift_labels": 1}.get(name)
@@ -124,7 +123,7 @@ def test_labels_are_shifted_before_the_sequence_is_cut(ring: int, ulysses: int) 
         for local, token in enumerate(layout.positions(rank).tolist()):
             for row in range(ROWS):
                 inside = token + 1 < LENGTH
-                want = int(labels[row, token + 1]) if inside else IGNORE
+                want = int(labels[row, token + 1]) if inside else IGNORED_LABEL
                 assert part.aligned_labels[row, local] == want
 
 
@@ -175,7 +174,7 @@ def test_a_tuple_is_declared_by_index() -> None:
     assert torch.equal(layout.unshard([part.batch[1] for part in parts]), batch[1])
     last = max(range(4), key=lambda rank: int(layout.positions(rank).max()))
     assert parts[last].batch[0][0, -1] == 0
-    assert parts[last].batch[1][0, -1] == IGNORE  # a label of any name
+    assert parts[last].batch[1][0, -1] == IGNORED_LABEL  # a label of any name
 
 
 def test_named_tuples_and_dataclasses_are_known_by_field() -> None:
@@ -265,7 +264,7 @@ def test_a_sequence_without_rows() -> None:
     assert torch.equal(layout.unshard([p.batch["tokens"] for p in parts], dim=0), batch["tokens"])
     for rank, part in enumerate(parts):
         assert part.aligned_labels is not None
-        assert part.valid[rank] == int((part.batch["y"] != IGNORE).sum())
+        assert part.valid[rank] == int((part.batch["y"] != IGNORED_LABEL).sum())
         assert part.batch["position_ids"].shape == (1, layout.local_len)
 
 
@@ -274,7 +273,7 @@ def test_sequence_first() -> None:
     rules = BatchRules(sequence_dims={"tokens": 0, "y": 0}, label_key="y", labels="aligned")
     _, layout, parts = shards_of(batch, rules, 2, 2)
     for rank, part in enumerate(parts):
-        assert part.valid[rank] == int((part.batch["y"] != IGNORE).sum())
+        assert part.valid[rank] == int((part.batch["y"] != IGNORED_LABEL).sum())
         assert part.batch["position_ids"].shape == (1, layout.local_len)
 
 
@@ -282,7 +281,7 @@ def test_several_targets_per_token() -> None:
     batch = {"input_ids": ids(), "labels": torch.stack([targets(1), targets(2)], dim=2)}
     _, _layout, parts = shards_of(batch, BatchRules(labels="aligned"), 2, 2)
     for rank, part in enumerate(parts):
-        assert part.valid[rank] == int((part.batch["labels"] != IGNORE).sum())
+        assert part.valid[rank] == int((part.batch["labels"] != IGNORED_LABEL).sum())
 
 
 def test_labels_that_do_not_run_along_the_sequence() -> None:
@@ -315,7 +314,7 @@ def test_counts_of_targets_equal_brute_force(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(0, 9, (ROWS, length), generator=generator)
-    y[torch.rand(ROWS, length, generator=generator) > density] = IGNORE
+    y[torch.rand(ROWS, length, generator=generator) > density] = IGNORED_LABEL
     batch = {"input_ids": ids(length=length), "labels": y}
     rules = BatchRules(labels=labels)
     whole = read_batch(batch, rules, needs_labels=True)
@@ -329,7 +328,7 @@ def test_counts_of_targets_equal_brute_force(
                 if labels == "ignore":
                     count += token < length
                 elif at < length:
-                    count += int(y[row, at]) != IGNORE
+                    count += int(y[row, at]) != IGNORED_LABEL
         want.append(count)
     assert valid_counts(whole, layout) == tuple(want)
     assert shard_batch(whole, layout, 0, rules).valid == tuple(want)
@@ -406,7 +405,7 @@ def test_targets_on_padding_are_refused() -> None:
     batch = {"input_ids": ids(), "attention_mask": mask, "labels": labels}
     with pytest.raises(ConfigError, match=r"5 target\(s\).*padding.*-100"):
         documents(batch, reads_masks=True, labels="shift")
-    batch["labels"] = labels.masked_fill(mask == 0, IGNORE)
+    batch["labels"] = labels.masked_fill(mask == 0, IGNORED_LABEL)
     assert documents(batch, reads_masks=True, labels="shift") is not None
 
 
@@ -414,7 +413,7 @@ def test_a_target_on_the_last_left_padding_is_no_error() -> None:
     """Shifting puts the first token's label there, in one process too; both see nothing."""
     mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
     mask[0, :4] = 0
-    labels = ids().masked_fill(mask == 0, IGNORE)
+    labels = ids().masked_fill(mask == 0, IGNORED_LABEL)
     batch = {"input_ids": ids(), "attention_mask": mask, "labels": labels}
     assert documents(batch, reads_masks=True, labels="shift") is not None
 

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cp.data import (
-    IGNORED_LABEL,
     ByteDataModule,
     Document,
     PackedBytes,
@@ -25,6 +24,7 @@ from lightning_cp.data import (
 )
 from lightning_cp.data.corpus import unigram_entropy
 from lightning_cp.errors import ConfigError
+from lightning_cp.labels import IGNORED_LABEL
 from lightning_cp.layout import Documents
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.metrics import IGNORED_LABEL, aligned_labels, bits_per_byte, token_perplexity
+from lightning_cp.labels import IGNORED_LABEL
+from lightning_cp.metrics import aligned_labels, bits_per_byte, token_perplexity
 from tests.pool import run_ranks
 
 

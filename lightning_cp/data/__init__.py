@@ -2,10 +2,9 @@
 
 from lightning_cp.data.corpus import Document, Text, load_text, stdlib_files, text_files
 from lightning_cp.data.module import ByteDataModule, data_parallel, python_stdlib, user_text
-from lightning_cp.data.packing import IGNORED_LABEL, PackedBytes
+from lightning_cp.data.packing import PackedBytes
 
 __all__ = [
-    "IGNORED_LABEL",
     "ByteDataModule",
     "Document",
     "PackedBytes",

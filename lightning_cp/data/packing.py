@@ -13,9 +13,7 @@ from torch.utils.data import Dataset
 
 from lightning_cp.data.corpus import Bytes
 from lightning_cp.errors import ConfigError
-
-IGNORED_LABEL = -100
-"""The label that losses and metrics skip, as in ``torch.nn.functional.cross_entropy``."""
+from lightning_cp.labels import IGNORED_LABEL
 
 
 class PackedBytes(Dataset[dict[str, torch.Tensor]]):

@@ -37,6 +37,14 @@ class StepState:
     loss_outside: bool = False
     """It was declared how the step reads labels, so it may compute the loss itself."""
     calls: int = 0
+    first_gradient: torch.Tensor | None = None
+    """Largest entry of the gradient that backward brought first to an attention call, if there are no
+    targets here: it comes from this rank's own loss alone, and should be 0."""
+
+    def note_gradient(self, gradient: torch.Tensor) -> None:
+        """A hook for the outputs of attention calls."""
+        if self.first_gradient is None:
+            self.first_gradient = gradient.detach().abs().amax()
 
 
 class SwapHandle:
@@ -77,6 +85,8 @@ class SwapHandle:
         q, k, v = _autocast(q_BLHD, k_BLKD, v_BLKD)
         out = attend(q, k, v, make_plan(q, k, v, self.mesh, state.layout, spec, self.kernel))
         assert isinstance(out, torch.Tensor)
+        if not state.valid_local and out.requires_grad:
+            out.register_hook(state.note_gradient)
         state.calls += 1
         return out
 

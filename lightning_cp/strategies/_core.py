@@ -8,32 +8,18 @@ Nothing here knows of a Trainer. A strategy calls, in this order: ``build_mesh``
 from __future__ import annotations
 
 import atexit
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_cp.batch import (
-    BatchRules,
-    ShardedBatch,
-    WholeBatch,
-    documents_of,
-    read_batch,
-    shard_batch,
-    unshard_output,
-    valid_counts,
-)
-from lightning_cp.comm.agreement import agree, checksum, fingerprint
-from lightning_cp.comm.reduce import all_sum
-from lightning_cp.containers import tensors_of
-from lightning_cp.errors import ConfigError, NonFiniteError
-from lightning_cp.layout import SequenceLayout
-from lightning_cp.loss import average_weight, loss_scale, mute, require_connected, require_muted
+from lightning_cp.batch import BatchRules, ShardedBatch, require_replicated, unshard_output
+from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh, Factors, Flat
-from lightning_cp.models.hf import label_alignment
 from lightning_cp.models.swap import StepState, SwapHandle, hf_models, num_heads_of, swap_attention
+from lightning_cp.strategies._sharding import label_kind, shard_agreed
+from lightning_cp.strategies._weighting import StepLoss
 from lightning_cp.strategies.settings import Settings
 
 
@@ -46,9 +32,8 @@ class ContextParallelCore:
         self._mesh: ContextParallelMesh | None = None
         self._handle: SwapHandle | None = None
         self._model: nn.Module | None = None
-        self._sharded: ShardedBatch | None = None
-        self._some_rank_empty = False
-        self._muted: torch.Tensor | None = None
+        self._part: ShardedBatch | None = None
+        self._loss: StepLoss | None = None
         self._loss_outside = False
 
     @property
@@ -148,14 +133,10 @@ class ContextParallelCore:
         """Give the model its own attention back."""
         if self._handle is not None:
             self._handle.undo()
-        self._handle = None
-        self._sharded = None
+        self._handle = self._part = self._loss = None
 
     def shard(self, batch: Any, *, needs_labels: bool) -> Any:
         """This rank's part of a batch that every rank of its cp group holds whole.
-
-        Before anything else the ranks agree that it is the same batch, so that an error on one rank is
-        an error on all.
 
         Raises:
             ConfigError: a batch that cannot be read.
@@ -165,62 +146,23 @@ class ContextParallelCore:
         """
         if not self.enabled:
             return batch
-        self._sharded = None
-        error: Exception | None = None
-        facts: dict[str, int] = {}
-        whole: WholeBatch | None = None
-        layout: SequenceLayout | None = None
-        try:
-            whole = read_batch(batch, self.rules, needs_labels=needs_labels)
-            layout = self.layout_of(whole)
-            facts = _facts(whole, layout)
-        except Exception as refused:  # any: a rank that raised alone would leave the others waiting
-            error = refused
-        table = self._agree_on_batch(facts, error, training=needs_labels)
-        assert whole is not None
-        assert layout is not None
-        self._some_rank_empty = any(row["ranks without targets"] for row in table)
-        if not facts["targets"]:
-            warnings.warn("a batch has no valid label at all: it adds nothing.", stacklevel=2)
-        self._sharded = shard_batch(whole, layout, self.mesh.cp_rank, self.rules)
-        return self._sharded.batch
-
-    def _agree_on_batch(
-        self, facts: dict[str, int], error: Exception | None, *, training: bool
-    ) -> list[dict[str, int]]:
-        """In training all ranks agree: their gradients are averaged, so all must know of ranks without
-        targets. Elsewhere only a cp group does: data ranks may have different numbers of batches."""
-        size, cp = self.mesh.data_size, self.mesh.cp_size
-        if not training:
-            return agree(facts, self.mesh.control_group(Flat.CP), what="batch", error=error)
-        groups = [range(index * cp, (index + 1) * cp) for index in range(size)]
-        group = self.mesh.control_group(Flat.LOSS)
-        return agree(facts, group, what="batch", within=groups, error=error)
-
-    def layout_of(self, whole: WholeBatch) -> SequenceLayout:
-        """The layout of a batch: its length, the mesh, and its documents."""
-        layout = SequenceLayout(
-            whole.seq_len,
-            ring_size=self.mesh.ring_size,
-            ulysses_size=self.mesh.ulysses_size,
-            kind="contiguous" if self.settings.layout == "contiguous" else "zigzag",
-            documents=documents_of(whole, self.rules),
-        )
-        if not self.rules.padding:
-            layout.require_unpadded()
-        return layout
+        self._part = self._loss = None
+        kind = self.settings.layout
+        sharding = shard_agreed(batch, self.rules, kind, self.mesh, training=needs_labels)
+        self._part, self._loss = sharding.part, StepLoss(sharding, self.mesh)
+        return self._part.batch
 
     def begin_step(self) -> None:
         """Intercept attention from here on."""
         if not self.enabled:
             return
-        if self._handle is None or self._sharded is None:
+        if self._handle is None or self._part is None:
             raise ConfigError(
                 "a context-parallel step began without a sharded batch. Let the strategy move the "
                 "batch (do not "
                 "override transfer with a step that takes dataloader_iter)."
             )
-        part = self._sharded
+        part = self._part
         self._handle.activate(
             StepState(
                 layout=part.layout,
@@ -248,105 +190,43 @@ class ContextParallelCore:
         return self._handle is not None and self._handle.active
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward on: see ``lightning_cp.loss``."""
-        if not self.enabled or self._sharded is None:
-            return loss
-        valid, rank = self._sharded.valid, self.mesh.cp_rank
-        if valid[rank]:
-            return loss * loss_scale(valid, rank)
-        self._muted = loss.detach()
-        return mute(loss)
+        """The loss to call backward on."""
+        return loss if self._loss is None else self._loss.scale(loss)
 
     def require_loss(self, loss: torch.Tensor | None) -> None:
-        """Where a rank has no targets, all ranks ask whether backward will run through its model.
-
-        Raises:
-            ConfigError: a rank without targets has no loss, or one that is not computed from the model.
-            RankFailure: that happened on another rank.
-        """
-        if not self.enabled or not self._some_rank_empty or self._sharded is None:
-            return
-        error: ConfigError | None = None
-        if not self._sharded.valid[self.mesh.cp_rank]:
-            try:
-                require_connected(loss)
-            except ConfigError as refused:
-                error = refused
-        agree({}, self.mesh.control_group(Flat.LOSS), what="loss", error=error)
+        """Refuse a rank without targets whose backward would leave the others waiting."""
+        if self._loss is not None:
+            self._loss.require(loss)
 
     def after_backward(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Where a rank had no targets, all ranks ask whether its loss did add nothing.
-
-        Raises:
-            NonFiniteError: a rank without targets has a loss that cannot be made to add nothing.
-            RankFailure: that happened on another rank.
-        """
-        if not self.enabled or not self._some_rank_empty:
-            return
-        error: NonFiniteError | None = None
-        muted, self._muted = self._muted, None
-        if muted is not None:
-            try:
-                require_muted(float(muted), parameters)
-            except NonFiniteError as refused:
-                error = refused
-        agree({}, self.mesh.control_group(Flat.LOSS), what="loss", error=error)
+        """Refuse a rank without targets whose loss did add something."""
+        state = self._handle.state if self._handle is not None else None
+        if self._loss is not None and state is not None:
+            self._loss.after_backward(state, parameters)
 
     def average(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over the cp group, weighted by targets: what one process would have computed."""
-        if not self.enabled or self._sharded is None:
-            return value
-        weight = average_weight(self._sharded.valid, self.mesh.cp_rank)
-        part = value.detach().to(torch.float64)
-        part = part * weight if weight else torch.zeros_like(part)  # 0 * NaN would be NaN
-        on_host = value.device.type == "cpu"
-        group = self.mesh.control_group(Flat.CP) if on_host else self.mesh.group(Flat.CP)
-        return all_sum(part, group).to(value.dtype)
+        return value if self._loss is None else self._loss.average(value)
 
     def unshard(self, output: Any, dims: Mapping[str, int | None]) -> Any:
-        """An output of the current step in original order and length, on every rank."""
-        if not self.enabled or self._sharded is None:
+        """An output of the current step in original order and length, on every rank.
+
+        Raises:
+            ConfigError: a tensor that is neither along the sequence nor the same on all ranks.
+        """
+        if self._part is None:
             return output
-        return unshard_output(output, self.mesh, self._sharded.layout, dims)
+        layout = self._part.layout
+        require_replicated(output, layout, dims, self.mesh.control_group(Flat.CP))
+        return unshard_output(output, self.mesh, layout, dims)
+
+    def token_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """int64 [B or 1, L]: the global positions of a step's tokens; 0, 1, ... of ``x`` outside."""
+        if not self.in_step or self._part is None:
+            return torch.arange(x.size(dim), device=x.device)[None]
+        return self._part.position_ids
 
 
 def _copy(labels: torch.Tensor | None) -> torch.Tensor | None:
     """The step may change its own, which is noticed."""
     return None if labels is None else labels.clone()
-
-
-def label_kind(model: nn.Module, declared: str, *, required: bool) -> str:
-    """How labels are read: ``shift``, ``aligned`` or ``ignore``.
-
-    Raises:
-        ConfigError: labels matter, and nothing says whether they are shifted.
-    """
-    if declared in ("aligned", "shift"):
-        return declared
-    kinds = {label_alignment(root) for root in hf_models(model)}
-    if len(kinds) == 1 and None not in kinds:
-        return str(kinds.pop())
-    if not required:
-        return "ignore"
-    raise ConfigError(
-        f"it is not known how {type(model).__name__} reads its labels. A step that shifts them itself "
-        "(logits[:, :-1], labels[:, 1:]) is silently wrong at every seam between ranks, so shift them in the "
-        "dataset (labels[i] is the target of token i) and declare labels='aligned'."
-    )
-
-
-def _facts(whole: WholeBatch, layout: SequenceLayout) -> dict[str, int]:
-    """What ranks that share a sample must agree on."""
-    counts = valid_counts(whole, layout)
-    facts = {
-        "ranks without targets": sum(1 for count in counts if not count),
-        "targets": sum(counts),
-        "sequence length": whole.seq_len,
-        "documents": layout.documents.checksum if layout.documents else 0,
-    }
-    tensors = list(tensors_of(whole.batch))
-    for name, x in tensors[:15]:
-        facts[f"{name} (shape and dtype)"] = fingerprint((tuple(x.shape), str(x.dtype)))
-        facts[f"{name} (values)"] = checksum(x)
-    facts["further tensors"] = fingerprint([(name, checksum(x)) for name, x in tensors[15:]])
-    return facts

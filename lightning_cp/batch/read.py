@@ -1,0 +1,127 @@
+"""Reading a whole batch: its sequence, its labels. Moves and changes nothing.
+
+Rules, in order: a declared key has the dimension that was declared (``None``: it is replicated); keys
+that Hugging Face models use are known; a tensor that is neither, but has a dimension as long as the
+sequence, is refused, because a guess would be silently wrong; the rest is replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_cp.batch.rules import KNOWN_DIMS, BatchRules
+from lightning_cp.containers import is_container, tensors_of
+from lightning_cp.errors import ConfigError, ShapeError
+from lightning_cp.labels import shift
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """What was found in a batch before it is sharded."""
+
+    batch: Any
+    dims: dict[str, int]
+    """Sequence dimension of every tensor that is sharded."""
+    seq_len: int
+    rows: int
+    aligned_labels: torch.Tensor | None
+    label_dim: int = 1
+    """Sequence dimension of the labels."""
+
+
+def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBatch:
+    """Find the sequence in a batch; moves and changes nothing.
+
+    Raises:
+        ConfigError: an unknown container, an undeclared sequence dimension, or a key that is missing.
+        ShapeError: sequences of different lengths.
+    """
+    if not isinstance(batch, torch.Tensor) and not is_container(batch):
+        raise ConfigError(
+            f"cannot shard a batch of type {type(batch).__name__}. What works: tensors in dicts, "
+            "tuples, lists, "
+            "named tuples and dataclasses; or override ContextParallelCallback.shard_batch."
+        )
+    tensors = dict(tensors_of(batch))
+    dims = _sequence_dims(tensors, rules)
+    lengths = {name: tensors[name].size(dim) for name, dim in dims.items()}
+    if len(set(lengths.values())) > 1:
+        raise ShapeError(f"the sequences of a batch must have one length, got {lengths}.")
+    seq_len = next(iter(lengths.values()))
+    _refuse_undeclared(tensors, dims, rules, seq_len)
+    if rules.label_key not in tensors and needs_labels:
+        raise ConfigError(
+            f"training needs the labels of the batch to weight the loss of each rank, but there is no key "
+            f"{rules.label_key!r} among {sorted(tensors)}. Add it, or name it with the mixin's "
+            "context_parallel_label_key."
+        )
+    rows = next((tensors[name].size(0) for name, dim in dims.items() if dim != 0), 1)
+    aligned = _aligned_labels(tensors, dims, rules)
+    return WholeBatch(batch, dims, seq_len, rows, aligned, dims.get(rules.label_key, 1))
+
+
+def _aligned_labels(
+    tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], rules: BatchRules
+) -> torch.Tensor | None:
+    labels = tensors.get(rules.label_key)
+    if labels is None or rules.labels == "ignore":
+        return None
+    shape, dim = tuple(labels.shape), dims.get(rules.label_key)
+    if dim is None:
+        raise ConfigError(
+            f"the labels {rules.label_key!r} of shape {shape} do not run along the sequence, but the loss of "
+            "a rank is weighted by the targets among its tokens. What works: one label per token, -100 "
+            "where there is no target."
+        )
+    if rules.labels == "aligned":
+        return labels
+    if labels.dim() != 2 or dim != 1:
+        raise ConfigError(
+            f"Hugging Face models shift [batch, tokens] labels, but {rules.label_key!r} is of another kind: "
+            f"got {shape} with the sequence in dimension {dim}."
+        )
+    return shift(labels)
+
+
+def _sequence_dims(tensors: Mapping[str, torch.Tensor], rules: BatchRules) -> dict[str, int]:
+    missing = [name for name in rules.sequence_dims if name not in tensors]
+    if missing:
+        raise ConfigError(
+            f"sequence_dims names {', '.join(map(repr, missing))}, but the batch has {sorted(tensors)}."
+        )
+    dims: dict[str, int] = {}
+    for name, x in tensors.items():
+        dim = rules.sequence_dims.get(name, KNOWN_DIMS.get(name))
+        if name not in rules.sequence_dims and name == "attention_mask" and x.dim() != 2:
+            continue  # refused, with what can be expressed, when the documents are read
+        if dim is None:
+            continue
+        if not -x.dim() <= dim < x.dim():
+            raise ShapeError(f"{name!r} has sequence dim {dim}, but its shape is {tuple(x.shape)}.")
+        dims[name] = dim % x.dim()
+    if not dims:
+        raise ConfigError(
+            f"no tensor of the batch is known to run along the sequence; it has {sorted(tensors)}. Declare "
+            "them: sequence_dims={'<name>': <dim>}, with names like '0' for tuples and 'a.b' for nested ones."
+        )
+    return dims
+
+
+def _refuse_undeclared(
+    tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], rules: BatchRules, seq_len: int
+) -> None:
+    for name, x in tensors.items():
+        if name in dims or name in rules.sequence_dims or name in ("cu_seqlens", "attention_mask"):
+            continue
+        if seq_len in x.shape:
+            raise ConfigError(
+                f"{name!r} of shape {tuple(x.shape)} has a dimension as long as the sequence "
+                f"({seq_len}), but it "
+                f"is not declared. Say sequence_dims={{{name!r}: {list(x.shape).index(seq_len)}}} "
+                "to shard it, "
+                f"or sequence_dims={{{name!r}: None}} to give every rank all of it."
+            )

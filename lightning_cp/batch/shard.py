@@ -1,0 +1,80 @@
+"""One rank's part of a batch, and how many targets every rank has."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_cp.batch.read import WholeBatch
+from lightning_cp.batch.rules import KNOWN_DIMS, PAD_VALUES, BatchRules
+from lightning_cp.containers import ROOT, map_tensors, tensors_of
+from lightning_cp.labels import IGNORED_LABEL
+from lightning_cp.layout import SequenceLayout
+
+
+@dataclass
+class ShardedBatch:
+    """One rank's part of a batch, and what the step and the loss need to know of the whole."""
+
+    batch: Any
+    layout: SequenceLayout
+    position_ids: torch.Tensor
+    labels: torch.Tensor | None
+    aligned_labels: torch.Tensor | None
+    valid: tuple[int, ...]
+    """Targets (tokens, if there are no labels) of every context-parallel rank."""
+
+
+def shard_batch(
+    whole: WholeBatch, layout: SequenceLayout, cp_rank: int, rules: BatchRules
+) -> ShardedBatch:
+    """This rank's part of a batch: pure indexing, no communication.
+
+    Global ``position_ids`` go along (0 where padded), and aligned labels as ``shift_labels`` where the
+    model shifts; both are added to a dict that lacks them.
+    """
+
+    def visit(name: str, x: torch.Tensor) -> torch.Tensor:
+        if name not in whole.dims:
+            return x
+        only_labels = name == rules.label_key and name not in (*KNOWN_DIMS, ROOT)
+        pad = PAD_VALUES.get(name, IGNORED_LABEL if only_labels else 0)
+        return layout.shard(x, cp_rank, dim=whole.dims[name], pad_value=pad)
+
+    local = map_tensors(whole.batch, visit)
+    tensors = dict(tensors_of(local))
+    aligned = whole.aligned_labels
+    aligned_local = None
+    if aligned is not None:
+        aligned_local = layout.shard(aligned, cp_rank, dim=whole.label_dim, pad_value=IGNORED_LABEL)
+    positions = tensors.get("position_ids")
+    if positions is None:
+        device = tensors[next(iter(whole.dims))].device
+        global_positions = layout.positions(cp_rank).to(device)
+        positions = global_positions.masked_fill(global_positions >= layout.seq_len, 0)
+        positions = positions.expand(whole.rows, -1)
+    if isinstance(local, MutableMapping):
+        local.setdefault("position_ids", positions)
+        if rules.labels == "shift" and aligned_local is not None:
+            local.setdefault("shift_labels", aligned_local)
+    return ShardedBatch(
+        local,
+        layout,
+        positions,
+        tensors.get(rules.label_key),
+        aligned_local,
+        valid_counts(whole, layout),
+    )
+
+
+def valid_counts(whole: WholeBatch, layout: SequenceLayout) -> tuple[int, ...]:
+    """Targets of every context-parallel rank; tokens, if the batch has no labels."""
+    if whole.aligned_labels is None:
+        per_token = torch.full((whole.seq_len,), whole.rows, dtype=torch.int64)
+    else:
+        valid = (whole.aligned_labels != IGNORED_LABEL).movedim(whole.label_dim, -1)
+        per_token = valid.flatten(0, -2).sum(0).cpu() if valid.dim() > 1 else valid.long().cpu()
+    return tuple(int(layout.shard(per_token, rank, dim=0).sum()) for rank in range(layout.cp_size))

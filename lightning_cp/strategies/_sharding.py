@@ -1,0 +1,140 @@
+"""From a whole batch to a rank's part: read it, agree with the other ranks, shard it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_cp.batch import (
+    BatchRules,
+    ShardedBatch,
+    WholeBatch,
+    documents_of,
+    read_batch,
+    shard_batch,
+    valid_counts,
+)
+from lightning_cp.comm.agreement import agree, checksum, fingerprint
+from lightning_cp.containers import tensors_of
+from lightning_cp.errors import ConfigError
+from lightning_cp.layout import SequenceLayout
+from lightning_cp.mesh import ContextParallelMesh, Flat
+from lightning_cp.models.hf import label_alignment
+from lightning_cp.models.swap import hf_models
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A batch that the ranks have agreed on."""
+
+    part: ShardedBatch
+    some_rank_empty: bool
+    """Some rank of the ``loss`` group has no targets (in training; of the cp group elsewhere)."""
+
+
+def shard_agreed(
+    batch: Any, rules: BatchRules, kind: str, mesh: ContextParallelMesh, *, training: bool
+) -> Sharding:
+    """This rank's part of a batch that every rank of its cp group holds whole.
+
+    Before anything else the ranks agree that it is the same batch, so that an error on one rank is
+    an error on all.
+
+    Args:
+        batch: the whole batch.
+        rules: how it is read.
+        kind: of layout: ``contiguous``, or zigzag.
+        mesh: the process groups.
+        training: labels are needed, and ranks with other samples take part in the agreement.
+
+    Raises:
+        ConfigError: a batch that cannot be read.
+        ShapeError: sequences that are too short, unequal, or (padding=False) do not divide.
+        BatchMismatchError: ranks of a cp group hold different batches.
+        RankFailure: another rank's batch was refused.
+    """
+    error: Exception | None = None
+    facts: dict[str, int] = {}
+    whole: WholeBatch | None = None
+    layout: SequenceLayout | None = None
+    try:
+        whole = read_batch(batch, rules, needs_labels=training)
+        layout = _layout_of(whole, rules, kind, mesh)
+        facts = _facts(whole, layout)
+    except Exception as refused:  # any: a rank that raised alone would leave the others waiting
+        error = refused
+    table = _agree_on_batch(facts, error, mesh, training=training)
+    assert whole is not None
+    assert layout is not None
+    if not facts["targets"]:
+        warnings.warn("a batch has no valid label at all: it adds nothing.", stacklevel=2)
+    part = shard_batch(whole, layout, mesh.cp_rank, rules)
+    return Sharding(part, any(row["ranks without targets"] for row in table))
+
+
+def label_kind(model: nn.Module, declared: str, *, required: bool) -> str:
+    """How labels are read: ``shift``, ``aligned`` or ``ignore``.
+
+    Raises:
+        ConfigError: labels matter, and nothing says whether they are shifted.
+    """
+    if declared in ("aligned", "shift"):
+        return declared
+    kinds = {label_alignment(root) for root in hf_models(model)}
+    if len(kinds) == 1 and None not in kinds:
+        return str(kinds.pop())
+    if not required:
+        return "ignore"
+    raise ConfigError(
+        f"it is not known how {type(model).__name__} reads its labels. A step that shifts them itself "
+        "(logits[:, :-1], labels[:, 1:]) is silently wrong at every seam between ranks, so shift them in the "
+        "dataset (labels[i] is the target of token i) and declare labels='aligned'."
+    )
+
+
+def _layout_of(
+    whole: WholeBatch, rules: BatchRules, kind: str, mesh: ContextParallelMesh
+) -> SequenceLayout:
+    """The layout of a batch: its length, the mesh, and its documents."""
+    layout = SequenceLayout(
+        whole.seq_len,
+        ring_size=mesh.ring_size,
+        ulysses_size=mesh.ulysses_size,
+        kind="contiguous" if kind == "contiguous" else "zigzag",
+        documents=documents_of(whole, rules),
+    )
+    if not rules.padding:
+        layout.require_unpadded()
+    return layout
+
+
+def _agree_on_batch(
+    facts: dict[str, int], error: Exception | None, mesh: ContextParallelMesh, *, training: bool
+) -> list[dict[str, int]]:
+    """In training all ranks agree: their gradients are averaged, so all must know of ranks without
+    targets. Elsewhere only a cp group does: data ranks may have different numbers of batches."""
+    size, cp = mesh.data_size, mesh.cp_size
+    if not training:
+        return agree(facts, mesh.control_group(Flat.CP), what="batch", error=error)
+    groups = [range(index * cp, (index + 1) * cp) for index in range(size)]
+    return agree(facts, mesh.control_group(Flat.LOSS), what="batch", within=groups, error=error)
+
+
+def _facts(whole: WholeBatch, layout: SequenceLayout) -> dict[str, int]:
+    """What ranks that share a sample must agree on."""
+    counts = valid_counts(whole, layout)
+    facts = {
+        "ranks without targets": sum(1 for count in counts if not count),
+        "targets": sum(counts),
+        "sequence length": whole.seq_len,
+        "documents": layout.documents.checksum if layout.documents else 0,
+    }
+    tensors = list(tensors_of(whole.batch))
+    for name, x in tensors[:15]:
+        facts[f"{name} (shape and dtype)"] = fingerprint((tuple(x.shape), str(x.dtype)))
+        facts[f"{name} (values)"] = checksum(x)
+    facts["further tensors"] = fingerprint([(name, checksum(x)) for name, x in tensors[15:]])
+    return facts

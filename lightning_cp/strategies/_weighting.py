@@ -1,0 +1,90 @@
+"""The loss of one step: its share of the group's targets, and ranks that have none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from lightning_cp.comm.agreement import agree
+from lightning_cp.comm.reduce import all_sum
+from lightning_cp.errors import ConfigError, NonFiniteError
+from lightning_cp.loss import average_weight, loss_scale, mute, require_connected, require_muted
+from lightning_cp.mesh import ContextParallelMesh, Flat
+from lightning_cp.models.swap import StepState
+from lightning_cp.strategies._sharding import Sharding
+
+
+class StepLoss:
+    """Weights the losses of one batch; see ``lightning_cp.loss`` for the formula."""
+
+    def __init__(self, sharding: Sharding, mesh: ContextParallelMesh) -> None:
+        self._mesh = mesh
+        self._valid = sharding.part.valid
+        self._some_rank_empty = sharding.some_rank_empty
+        self._muted: torch.Tensor | None = None
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call backward on."""
+        rank = self._mesh.cp_rank
+        if self._valid[rank]:
+            return loss * loss_scale(self._valid, rank)
+        self._muted = loss.detach()
+        return mute(loss)
+
+    def require(self, loss: torch.Tensor | None) -> None:
+        """Where a rank has no targets, all ranks ask whether backward will run through its model.
+
+        Raises:
+            ConfigError: a rank without targets has no loss, or one that is not computed from the model.
+            RankFailure: that happened on another rank.
+        """
+        if not self._some_rank_empty:
+            return
+        error: ConfigError | None = None
+        if not self._valid[self._mesh.cp_rank]:
+            try:
+                require_connected(loss)
+            except ConfigError as refused:
+                error = refused
+        agree({}, self._mesh.control_group(Flat.LOSS), what="loss", error=error)
+
+    def after_backward(self, state: StepState, parameters: Iterable[torch.Tensor]) -> None:
+        """Where a rank had no targets, all ranks ask whether its loss did add nothing.
+
+        Raises:
+            NonFiniteError: a rank without targets has a loss that cannot be made to add nothing.
+            RankFailure: that happened on another rank.
+        """
+        if not self._some_rank_empty:
+            return
+        error: NonFiniteError | None = None
+        muted, self._muted = self._muted, None
+        if muted is not None:
+            try:
+                require_muted(float(muted), _first_gradients(state, parameters))
+            except NonFiniteError as refused:
+                error = refused
+        agree({}, self._mesh.control_group(Flat.LOSS), what="loss", error=error)
+
+    def average(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over the cp group, weighted by targets: what one process would have computed."""
+        weight = average_weight(self._valid, self._mesh.cp_rank)
+        part = value.detach().to(torch.float64)
+        part = part * weight if weight else torch.zeros_like(part)  # 0 * NaN would be NaN
+        on_host = value.device.type == "cpu"
+        group = self._mesh.control_group(Flat.CP) if on_host else self._mesh.group(Flat.CP)
+        return all_sum(part, group).to(value.dtype)
+
+
+def _first_gradients(state: StepState, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What this rank's loss alone sent into the model: the gradient that reached its last attention.
+
+    Those of parameters are averaged over ranks by now, and dK and dV of other ranks pass through
+    earlier layers, so that what another rank's overflow did would be found there as well. A model
+    whose attention needs no gradient has only the parameters.
+    """
+    first, state.first_gradient = state.first_gradient, None
+    if first is not None:
+        return [first]
+    return [x.grad for x in parameters if x.grad is not None]
