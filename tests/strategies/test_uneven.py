@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import ConfigError, LightningCPError
 from tests.pool import expect_on_every_rank, run_ranks
-from tests.strategies.runs import HFModule, Run, make_data, make_module, make_trainer
+from tests.strategies.runs import HFModule, PlainModule, Run, make_data, make_module, make_trainer
 
 TWO_BY_TWO = (("ring_size", 2), ("ulysses_size", 1), ("data_parallel_size", 2))
 
@@ -74,3 +74,48 @@ def test_a_loss_outside_of_the_model_must_be_declared() -> None:
     expect_on_every_rank(2, fit_one, ShiftsItself, error=ConfigError, match=match)
     expect_on_every_rank(2, fit_one, TakesShifted, error=ConfigError, match=match)
     run_ranks(2, fit_one, TakesShifted, "shift")
+
+
+# -- a rank without targets, and another rank that overflows ------------------------------------------
+
+
+class Overflows(PlainModule):
+    """Ranks with targets have a finite loss with a gradient that is not, as under a large loss scale."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        logits = self.logits(batch)
+        if (batch["labels"] != -100).any():
+            logits.register_hook(lambda gradient: gradient * float("inf"))
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+class HasNaN(PlainModule):
+    """A masked mean: over no targets it is 0/0, with a gradient that is NaN even when muted."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        labels = batch["labels"].flatten()
+        counted = (labels != -100).double()
+        logits = self.logits(batch).flatten(0, 1)
+        losses = F.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+        return (losses * counted).sum() / counted.sum()
+
+
+def fit_uneven(rank: int, world_size: int, kind: type[PlainModule]) -> bool:
+    """One step of a batch whose targets are all in the first eighth."""
+    run = Run(strategy=(("ring_size", 2), ("ulysses_size", 1), ("layout", "contiguous")))
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    module, (sample, *_) = kind(run), make_data(run)
+    sample["labels"][8:] = -100
+    data: Any = [sample]
+    make_trainer(run, world_size, []).fit(module, DataLoader(data), DataLoader(data))
+    return any(bool(weight.isnan().any()) for weight in module.parameters())
+
+
+def test_a_rank_without_targets_is_not_blamed_for_the_overflow_of_another() -> None:
+    assert run_ranks(2, fit_uneven, Overflows) == [True, True]
+
+
+def test_a_rank_without_targets_is_blamed_for_its_own_nan() -> None:
+    match = "the loss is nan on a rank whose part of the sequence has no valid label"
+    expect_on_every_rank(2, fit_uneven, HasNaN, error=LightningCPError, match=match)
