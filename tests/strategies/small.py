@@ -15,6 +15,10 @@ from tests.pool.environment import PoolEnvironment
 from tests.strategies.plain_llama import PlainLlama
 
 Batch = Any
+Settings = dict[str, Any]
+RING: Settings = {"ring_size": 2, "ulysses_size": 1}
+ULYSSES: Settings = {"ring_size": 1, "ulysses_size": 2}
+HYBRID: Settings = {"ring_size": 2, "ulysses_size": 2}
 VOCAB, LENGTH = 48, 29  # a length that divides by nothing
 
 
@@ -108,3 +112,8 @@ def trainer_of(world_size: int, settings: dict[str, Any] | None, **options: Any)
 def weights(module: pl.LightningModule) -> torch.Tensor:
     """All parameters in one vector."""
     return torch.cat([p.detach().flatten() for p in module.parameters()]).clone()
+
+
+def close(got: Any, want: Any) -> None:
+    """Equal but for the order of additions in float64."""
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)

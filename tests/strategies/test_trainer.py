@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,191 +12,27 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_cp import ContextParallelCallback, ContextParallelMixin, UlyssesRingStrategy
+from lightning_cp import ContextParallelCallback, UlyssesRingStrategy
 from tests.pool import RankError, run_ranks
+from tests.strategies.kinds import KINDS, ByName, fitted, plain
 from tests.strategies.small import (
-    LENGTH,
+    HYBRID,
+    RING,
+    ULYSSES,
     Batch,
+    Settings,
     Small,
     Staged,
+    close,
     loader,
     samples,
     trainer_of,
     weights,
 )
 
-Settings = dict[str, Any]
-RING: Settings = {"ring_size": 2, "ulysses_size": 1}
-ULYSSES: Settings = {"ring_size": 1, "ulysses_size": 2}
-HYBRID: Settings = {"ring_size": 2, "ulysses_size": 2}
-
-
-def close(got: Any, want: Any) -> None:
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
-
-
 # -- one process and many ----------------------------------------------------------------------------
-
-
-def fitted(
-    rank: int, world_size: int, settings: Settings | None, kind: str, fits: int = 1
-) -> torch.Tensor:
-    """The weights after training a module of some kind."""
-    module = KINDS[kind]()
-    for _ in range(fits):
-        data = module.loader() if hasattr(module, "loader") else loader(8)
-        trainer_of(world_size, settings, **OPTIONS.get(kind, {})).fit(module, data)
-        assert "log" not in module.__dict__
-    return weights(module)
-
-
-@lru_cache(maxsize=32)
-def plain(kind: str, fits: int = 1) -> torch.Tensor:
-    """What one process makes of it."""
-    want = run_ranks(1, fitted, None, kind, fits)[0]
-    assert not torch.equal(want, weights(KINDS[kind]())), "nothing was trained"
-    return want
-
-
-class Manual(Small):
-    """Steps its optimizer itself, after two backward passes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False  # type: ignore[assignment]
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        loss = self.loss(batch)
-        self.manual_backward(0.25 * loss, retain_graph=True)
-        self.manual_backward(0.75 * loss)
-        if batch_idx % 2:
-            self.clip_gradients(optimizer, 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-class TwoOptimizers(Manual):
-    """Alternates between two optimizers, each for its own parameters."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        optimizers: Any = self.optimizers()
-        for optimizer in optimizers:
-            self.toggle_optimizer(optimizer)
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self) -> Any:
-        parameters = list(self.parameters())
-        halves = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
-        return [torch.optim.SGD(half, lr=0.05) for half in halves]
-
-
-class Checkpointed(Small):
-    """Recomputes its blocks; ranks without targets have a loss of NaN."""
-
-    reentrant = False
-
-    def logits(self, batch: Batch) -> torch.Tensor:
-        positions = batch.get("position_ids", torch.arange(batch["input_ids"].shape[1])[None])
-        x: Any = self.model.embed(batch["input_ids"])
-        for block in self.model.blocks:
-            x = checkpoint(block, x, positions, use_reentrant=self.reentrant)
-        return self.model.head(self.model.norm(x))
-
-
-class Reentrant(Checkpointed):
-    reentrant = True
-
-
-class InATuple(ContextParallelMixin, Small):
-    """Batches are (ids, labels, something else)."""
-
-    context_parallel_labels = "aligned"
-    context_parallel_label_key = "1"
-    context_parallel_sequence_dims = {"0": 1, "1": 1}  # noqa: RUF012
-
-    def loss(self, batch: Batch) -> torch.Tensor:
-        ids, labels, factor = batch
-        logits = self.model(ids, torch.zeros_like(ids))  # a tuple has no room for positions
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) * factor.mean()
-
-    def loader(self) -> DataLoader[Any]:
-        rows = [(x["input_ids"], x["labels"], torch.tensor(1.5)) for x in samples(8)]
-        return DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
-
-
-class OfAllLengths(Small):
-    """Every batch has another length, and the last one fewer rows."""
-
-    def loader(self) -> DataLoader[Any]:
-        rows = [row for length in (9, 16, 23, 40) for row in samples(3, length)]
-        order = [[3 * at, 3 * at + 1, 3 * at + 2][: 3 if at < 3 else 1] for at in range(4)]
-        return DataLoader(rows, batch_sampler=order)  # type: ignore[arg-type]
-
-
-class InADictionary(Small):
-    """``training_step`` returns more than the loss, after a hook changed the batch."""
-
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        assert batch["input_ids"].shape[1] == LENGTH, "users see the whole sequence"
-        return {**batch, "labels": batch["labels"].masked_fill(batch["labels"] % 5 == 0, -100)}
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        return {"loss": loss, "double": 2 * loss}
-
-
-class LabelsAreInputs(ContextParallelMixin, Small):
-    """A Hugging Face model that is trained on its own inputs; there is no key for labels."""
-
-    context_parallel_label_key = "input_ids"
-
-    def __init__(self) -> None:
-        from tests.models.steps import Case, make_llama
-
-        super().__init__()
-        self.model = make_llama(Case())
-
-    def loss(self, batch: Batch) -> torch.Tensor:
-        return self.model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
-
-    def loader(self) -> DataLoader[Any]:
-        rows = [{"input_ids": x["input_ids"] % 43} for x in samples(8)]
-        return DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
-
-
-class ScaledByHooks(Small):
-    """Gradients are read between backward and the step, and the learning rate is scheduled."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        norm = torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm()
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01 / float(norm)
-
-
-KINDS: dict[str, Callable[[], Any]] = {
-    "small": Small,
-    "manual": Manual,
-    "two optimizers": TwoOptimizers,
-    "checkpointed": Checkpointed,
-    "reentrant": Reentrant,
-    "tuple": InATuple,
-    "lengths": OfAllLengths,
-    "dictionary": InADictionary,
-    "labels are inputs": LabelsAreInputs,
-    "hooks": ScaledByHooks,
-    "named": lambda: ByName(),
-}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "hooks": {"accumulate_grad_batches": 2},
-    "dictionary": {"max_epochs": 2},
-}
 
 
 SETTINGS: dict[str, Settings] = {
@@ -497,50 +331,6 @@ def test_rank_0_may_call_the_model_between_steps() -> None:
     assert run_ranks(4, lonely) == [0.0] * 4
 
 
-# -- predictions -------------------------------------------------------------------------------------
-
-
-class Predicting(ContextParallelMixin, Small):
-    """Returns all kinds of things."""
-
-    context_parallel_output_dims = {"flipped": 2, "pooled": None}  # noqa: RUF012
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what = what
-
-    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
-        logits = self.logits(batch)
-        if self.what == "dictionary":
-            best = [logits.argmax(-1), {"first": logits[..., 0]}]
-            return {"logits": logits, "best": best, "rows": len(logits)}
-        if self.what == "tuple":
-            return logits, logits.argmax(-1), None, batch_idx
-        if self.what == "declared":
-            return {"flipped": logits.transpose(1, 2), "pooled": torch.ones(2, 3)}
-        if self.what == "own":
-            return self.unshard(logits).mean(1)
-        return {"integer": 7, "nothing": None, "logits": logits}[self.what]
-
-
-def predicted(rank: int, world_size: int, settings: Settings | None, what: str) -> Any:
-    module = Predicting(what)
-    if settings is None:
-        module.unshard = lambda x, dim=1: x  # type: ignore[method-assign]
-    return trainer_of(world_size, settings).predict(module, loader(5))
-
-
-@pytest.mark.filterwarnings("ignore:predict returned None:UserWarning")
-@pytest.mark.parametrize(
-    "what", ["logits", "dictionary", "tuple", "declared", "own", "integer", "nothing"]
-)
-def test_predictions_are_those_of_one_process(what: str) -> None:
-    (want,) = run_ranks(1, predicted, None, what)
-    assert len(want) == 3
-    for got in run_ranks(4, predicted, HYBRID, what):
-        close(got, want)
-
-
 # -- what else a user may rely on --------------------------------------------------------------------
 
 
@@ -550,10 +340,6 @@ def by_name(rank: int, world_size: int) -> tuple[Any, ...]:
     trainer.fit(module, loader(8))
     strategy = strategy_of(trainer)
     return strategy.mesh.ulysses_size, strategy.mesh.ring_size, weights(module)
-
-
-class ByName(ContextParallelMixin, Small):
-    context_parallel_labels = "aligned"
 
 
 def test_the_strategy_by_name_splits_by_heads() -> None:
