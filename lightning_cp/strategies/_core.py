@@ -78,6 +78,7 @@ class ContextParallelCore:
             ConfigError: sizes that do not fit the world or the heads.
         """
         cp_size = self.settings.context_size(world_size)
+        num_heads = self.settings.known_heads(cp_size, model, num_heads)
         if self._mesh is not None:
             return None
         heads = self.settings.num_heads or num_heads

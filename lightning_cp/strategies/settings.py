@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from lightning_cp.errors import ConfigError
-from lightning_cp.kernels.api import ALIASES, kernels
-from lightning_cp.layout.sequence import LAYOUT_KINDS
-from lightning_cp.mesh import Factors, factorise
+from torch import nn
 
-MODES = ("auto", "ulysses", "ring", "hybrid")
+from lightning_cp.errors import ConfigError
+from lightning_cp.mesh import Factors, factorise
+from lightning_cp.models.swap import num_heads_of
+from lightning_cp.strategies.choices import CHOICES, LATER_SIZES, check_choice, check_size
+
 MODE_ALIASES = {"ulysses_only": "ulysses", "ring_only": "ring"}
-ENGINES = ("ddp",)
-LABELS = ("auto", "aligned", "shift")
+SIZES = ("ulysses_size", "ring_size", "num_heads", "data_parallel_size", *LATER_SIZES)
 
 
 @dataclass(frozen=True)
@@ -30,26 +31,33 @@ class Settings:
     ulysses_size: int | None = None
     ring_size: int | None = None
     num_heads: int | None = None
+    exchange: str = "ring"
+    forward_execution: str = "two_kernel"
+    backward_execution: str = "two_kernel"
     data_parallel: str = "ddp"
     data_parallel_size: int = 1
+    data_parallel_replicate_size: int = 1
+    tensor_parallel_size: int = 1
     layout: str = "auto"
     kernel: str = "auto"
+    token_weighting: str = "micro_batch"  # noqa: S105 - no password
+    loss_reduction: str = "mean"
     labels: str = "auto"
     sequence_dims: Mapping[str, int | None] = field(default_factory=dict)
     padding: bool = True
+    parity_check: str | None = "off"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", MODE_ALIASES.get(self.mode, self.mode))
         object.__setattr__(self, "sequence_dims", dict(self.sequence_dims or {}))
-        _one_of("mode", self.mode, MODES)
-        _one_of("data_parallel", self.data_parallel, ENGINES)
-        _one_of("layout", self.layout, ("auto", *LAYOUT_KINDS))
-        _one_of("labels", self.labels, LABELS)
-        _one_of("kernel", self.kernel, ("auto", *ALIASES, *kernels()))
-        for name in ("ulysses_size", "ring_size", "num_heads", "data_parallel_size"):
-            _positive(name, getattr(self, name))
+        if not self.parity_check:  # YAML reads a bare off as False
+            object.__setattr__(self, "parity_check", "off")
+        for name in CHOICES:
+            check_choice(name, getattr(self, name))
+        for name in SIZES:
+            check_size(name, getattr(self, name))
         if self.context_parallel_size != "auto":
-            _positive("context_parallel_size", self.context_parallel_size)
+            check_size("context_parallel_size", self.context_parallel_size)
         _check_mode(self)
         _explicit_size(self)
 
@@ -73,7 +81,8 @@ class Settings:
             if world_size % self.data_parallel_size:
                 raise ConfigError(
                     f"data_parallel_size={self.data_parallel_size} does not divide the world size "
-                    f"{world_size}."
+                    f"{world_size}. With {world_size} ranks, data_parallel_size can be "
+                    f"{_listed(_divisors(world_size))}."
                 )
             return world_size // self.data_parallel_size
         if wanted * self.data_parallel_size != world_size:
@@ -89,6 +98,32 @@ class Settings:
                 f"{wanted * self.data_parallel_size} ranks. What would work: {fix}."
             )
         return wanted
+
+    def known_heads(
+        self, cp_size: int, model: nn.Module | None, declared: int | None
+    ) -> int | None:
+        """Query heads: as set, or as the model declares them, or as its modules tell; else ``None``.
+
+        A split that does not depend on the heads is checked against them here, so that setup refuses what
+        the first attention call would.
+
+        Args:
+            cp_size: ranks that share a sample.
+            model: where the number is looked for; ``None`` before there is one.
+            declared: what the model's mixin says.
+
+        Raises:
+            ConfigError: the heads do not divide.
+        """
+        heads = self.num_heads or declared
+        if heads is None and model is not None:
+            with suppress(
+                ConfigError
+            ):  # only an error if the number is needed, which is asked later
+                heads = num_heads_of(model)
+        if heads is not None and cp_size > 1 and not self.needs_heads:
+            self.factors(cp_size, heads, None)
+        return heads
 
     @property
     def needs_heads(self) -> bool:
@@ -153,9 +188,11 @@ def _check_mode(settings: Settings) -> None:
 
 def _check_factors(settings: Settings, factors: Factors, cp_size: int, heads: int | None) -> None:
     if factors.ulysses_size * factors.ring_size != cp_size:
+        name = "ring_size" if settings.ulysses_size is None else "ulysses_size"
+        works = [n for n in _divisors(cp_size) if name == "ring_size" or not (heads or 0) % n]
         raise ConfigError(
-            f"ulysses_size={settings.ulysses_size} and ring_size={settings.ring_size} do not make up the "
-            f"{cp_size} context-parallel ranks: sizes that work divide {cp_size}."
+            f"{name}={getattr(settings, name)} does not divide the {cp_size} context-parallel ranks. With "
+            f"{cp_size} ranks, {name} can be {_listed(works)}."
         )
     other = {"ulysses": factors.ring_size, "ring": factors.ulysses_size}.get(settings.mode, 1)
     if other != 1:
@@ -171,19 +208,19 @@ def _check_factors(settings: Settings, factors: Factors, cp_size: int, heads: in
             + ". Use mode='auto', 'ulysses' or 'ring', or set ulysses_size and ring_size."
         )
     if heads is not None and heads % factors.ulysses_size:
-        works = [n for n in range(1, cp_size + 1) if heads % n == 0 and cp_size % n == 0]
+        works = [n for n in _divisors(cp_size) if heads % n == 0]
         raise ConfigError(
             f"ulysses_size={factors.ulysses_size} does not divide the model's {heads} attention heads. With "
-            f"{cp_size} ranks, ulysses_size can be {', '.join(map(str, works))} and the ring the rest; "
-            "mode='auto' chooses."
+            f"{cp_size} ranks, ulysses_size can be {_listed(works)} and the ring the rest; mode='auto' "
+            "chooses. If the attention to be shared has other heads than that, pass num_heads=."
         )
 
 
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _positive(name: str, value: object) -> None:
-    if value is not None and (type(value) is not int or value < 1):
-        raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.")
+def _listed(numbers: list[int]) -> str:
+    """``1, 2 or 4``."""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last

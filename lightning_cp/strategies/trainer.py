@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -42,19 +43,27 @@ class UlyssesRingStrategy(DDPStrategy):
         ulysses_size: ranks that trade sequence for heads; must divide the number of heads.
         ring_size: ranks that K/V travel around.
         num_heads: query heads, if the mesh is wanted before the model exists or the model does not tell.
+        exchange: how keys and values move on the ring axis: ``ring``.
+        forward_execution: ``two_kernel``.
+        backward_execution: ``two_kernel``.
         data_parallel: the engine: ``ddp``.
         data_parallel_size: groups of ranks with different samples.
+        data_parallel_replicate_size: 1.
+        tensor_parallel_size: 1.
         layout: ``auto``, ``zigzag`` or ``contiguous``.
         kernel: ``auto``, ``aten``, ``reference``, or one kernel's own name.
+        token_weighting: ``micro_batch``: the loss is the mean over each micro-batch.
+        loss_reduction: ``mean`` over targets.
         labels: ``auto`` (Hugging Face models that are called with labels: shifted on the whole sequence),
             ``shift`` (the same, and the step takes its targets from ``batch["shift_labels"]``) or
             ``aligned`` (labels[i] is the target of token i), which any other module must declare.
         sequence_dims: dotted name of a batch tensor -> its sequence dimension, ``None`` to replicate it.
         padding: pad sequences that do not divide, which is exact; ``False`` refuses them.
+        parity_check: ``off`` or ``None``.
         **kwargs: as for ``DDPStrategy`` (``process_group_backend``, ``timeout``, ``start_method``, ...).
 
     Raises:
-        ConfigError: a setting that is unknown or contradicts another one.
+        ConfigError: a setting that is unknown, not available yet, or contradicts another one.
     """
 
     def __init__(
@@ -64,13 +73,21 @@ class UlyssesRingStrategy(DDPStrategy):
         ulysses_size: int | None = None,
         ring_size: int | None = None,
         num_heads: int | None = None,
+        exchange: str = "ring",
+        forward_execution: str = "two_kernel",
+        backward_execution: str = "two_kernel",
         data_parallel: str = "ddp",
         data_parallel_size: int = 1,
+        data_parallel_replicate_size: int = 1,
+        tensor_parallel_size: int = 1,
         layout: str = "auto",
         kernel: str = "auto",
+        token_weighting: str = "micro_batch",  # noqa: S107 - no password
+        loss_reduction: str = "mean",
         labels: str = "auto",
         sequence_dims: Mapping[str, int | None] | None = None,
         padding: bool = True,
+        parity_check: str | None = "off",
         **kwargs: Any,
     ) -> None:
         settings = Settings.take(locals())
@@ -79,6 +96,7 @@ class UlyssesRingStrategy(DDPStrategy):
         self._core = ContextParallelCore(settings)
         self._engine = engine(data_parallel)
         self._callback: ContextParallelCallback | None = None
+        self._announced: weakref.ref[LightningModule] | None = None
 
     # -- who this rank is ------------------------------------------------------------------------
 
@@ -126,8 +144,7 @@ class UlyssesRingStrategy(DDPStrategy):
             _refuse_dataloader_iter(module, step)
         needs_labels = trainer.state.fn != TrainerFn.PREDICTING
         swapped = self._core.attach(module, options, needs_labels=needs_labels)
-        if swapped:
-            rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
+        self._announce(module, swapped)
         super().setup(trainer)
 
     @override
@@ -222,6 +239,12 @@ class UlyssesRingStrategy(DDPStrategy):
                 f"({factors.why}), "
                 f"data parallel {self.data_parallel_size}, layout {self._core.settings.layout}"
             )
+
+    def _announce(self, module: LightningModule, swapped: list[str]) -> None:
+        """Say once of each model, not at every stage, where its attention was swapped."""
+        if swapped and (self._announced is None or self._announced() is not module):
+            rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
+            self._announced = weakref.ref(module)
 
     def _attach_callback(self) -> None:
         module = self.lightning_module

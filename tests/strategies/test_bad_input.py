@@ -83,7 +83,7 @@ def fit(
     ("settings", "match"),
     [
         ({"mode": "both"}, "mode must be one of auto, ulysses, ring, hybrid, got 'both'"),
-        ({"data_parallel": "fsdp"}, "data_parallel must be one of ddp, got 'fsdp'"),
+        ({"data_parallel": "deepspeed"}, "data_parallel must be one of ddp, got 'deepspeed'"),
         ({"layout": "striped"}, "layout must be one of auto, contiguous, zigzag"),
         ({"labels": "shifted"}, "labels must be one of auto, aligned, shift, got 'shifted'"),
         ({"kernel": "fast"}, "kernel must be one of auto, aten"),
@@ -98,7 +98,33 @@ def fit(
         ),
         ({"mode": "ulysses", "ring_size": 2}, "mode='ulysses' has ring_size=1, got ring_size=2"),
         ({"mode": "hybrid", "ring_size": 1}, "mode='hybrid' needs both axes larger than 1"),
-        ({"ulyses_size": 2}, r"unknown argument\(s\) ulyses_size"),
+        (
+            {"ulyses_size": 2},
+            r"unknown argument\(s\) ulyses_size\. Did you mean ulysses_size instead of ulyses_size\? "
+            r"Settings of this strategy: context_parallel_size, mode, .*Others are DDPStrategy's",
+        ),
+        ({"find_unused_params": True}, "Did you mean find_unused_parameters instead"),
+        ({"time_out": 5}, "Did you mean timeout instead"),
+        ({"xyz": 5}, r"unknown argument\(s\) xyz\. Settings of this strategy"),
+        ({"mode": "zigzag_llama3"}, "mode='zigzag_llama3' is not available yet.*: mode='ring'"),
+        ({"exchange": "all_gather"}, "exchange='all_gather' is not available yet.*exchange='ring'"),
+        ({"exchange": "mail"}, "exchange must be one of ring, got 'mail'"),
+        ({"forward_execution": "fused"}, "not available yet.*forward_execution='two_kernel'"),
+        ({"backward_execution": "fused"}, "not available yet.*backward_execution='two_kernel'"),
+        ({"data_parallel": "fsdp"}, "data_parallel='fsdp' is not available yet.*'ddp'"),
+        ({"data_parallel": "hsdp"}, "data_parallel='hsdp' is not available yet.*'ddp'"),
+        ({"data_parallel": "zero1"}, "data_parallel='zero1' is not available yet.*'ddp'"),
+        ({"layout": "balanced"}, "layout='balanced' is not available yet.*layout='zigzag'"),
+        ({"token_weighting": "global"}, "not available yet.*token_weighting='micro_batch'"),
+        ({"loss_reduction": "sum"}, "must be one of mean, got 'sum'.*others are not available yet"),
+        ({"parity_check": "first_batch"}, "not available yet.*parity_check='off'"),
+        (
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size=2 is not available yet.*=1; use context",
+        ),
+        ({"tensor_parallel_size": None}, "tensor_parallel_size=None is not"),
+        ({"data_parallel_replicate_size": 2}, "not available yet.*use data_parallel_size"),
+        ({"data_parallel_replicate_size": 0}, "must be an integer of at least 1, got 0"),
     ],
 )
 def test_settings_are_refused_before_any_process_starts(
@@ -106,6 +132,21 @@ def test_settings_are_refused_before_any_process_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=match):
         UlyssesRingStrategy(**settings)
+
+
+def test_settings_of_later_features_are_taken_at_their_one_value() -> None:
+    names = {
+        "exchange": "ring",
+        "forward_execution": "two_kernel",
+        "backward_execution": "two_kernel",
+        "token_weighting": "micro_batch",
+        "loss_reduction": "mean",
+        "tensor_parallel_size": 1,
+        "data_parallel_replicate_size": 1,
+    }
+    assert UlyssesRingStrategy(**names)._core.settings == UlyssesRingStrategy()._core.settings
+    for off in ("off", None, False):  # YAML reads a bare off as False
+        assert UlyssesRingStrategy(parity_check=off)._core.settings.parity_check == "off"  # type: ignore[arg-type]
 
 
 def fit_with(rank: int, world_size: int, settings: dict[str, Any]) -> None:
@@ -117,9 +158,18 @@ def fit_with(rank: int, world_size: int, settings: dict[str, Any]) -> None:
     [
         (4, {"ring_size": 2, "ulysses_size": 1}, "world size 4.*ring_size=2.*data_parallel_size=2"),
         (4, {"context_parallel_size": 3}, "world size 4.*context_parallel_size=3"),
-        (3, {"data_parallel_size": 2}, "data_parallel_size=2 does not divide the world size 3"),
-        (4, {"ulysses_size": 3}, "ulysses_size=3.*sizes that work divide 4"),
-        (3, {"mode": "ulysses"}, "ulysses_size=3 does not divide the 4 attention heads"),
+        (
+            4,
+            {"data_parallel_size": 3},
+            r"data_parallel_size=3 does not divide the world size 4\..* can be 1, 2 or 4\.",
+        ),
+        (
+            4,
+            {"ulysses_size": 3},
+            r"ulysses_size=3 does not .* 4 ranks, ulysses_size can be 1, 2 or 4",
+        ),
+        (4, {"ring_size": 3}, r"ring_size=3 does not .* 4 ranks, ring_size can be 1, 2 or 4"),
+        (4, {"ulysses_size": 3, "num_heads": 6}, r"4 ranks, ulysses_size can be 1 or 2\."),
         (3, {"mode": "hybrid"}, "mode='hybrid' cannot split 3 ranks"),
         (4, {"mode": "ulysses", "ulysses_size": 2}, "mode='ulysses' uses one axis only"),
         (4, {"mode": "ring", "ring_size": 2}, "mode='ring' uses one axis only"),
@@ -128,6 +178,38 @@ def fit_with(rank: int, world_size: int, settings: dict[str, Any]) -> None:
 def test_sizes_that_do_not_fit(world_size: int, settings: dict[str, Any], match: str) -> None:
     settings = {"labels": "aligned", **settings}
     expect_on_every_rank(world_size, fit_with, settings, error=ConfigError, match=match)
+
+
+class Counting(Module):
+    """Says how far it came."""
+
+    steps = 0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        Counting.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+def fit_undivided(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+    Counting.steps = 0
+    try:
+        fit(world_size, Counting(), [sample()], {"labels": "aligned", **settings})
+    finally:
+        assert not Counting.steps, "it was refused in a step and not at setup"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"mode": "ulysses"}, {"ulysses_size": 3}, {"ulysses_size": 3, "ring_size": 1}]
+)
+def test_heads_that_do_not_divide_are_refused_at_setup(settings: dict[str, Any]) -> None:
+    match = "ulysses_size=3 does not divide the model's 4 attention heads.*can be 1 and the ring"
+    expect_on_every_rank(3, fit_undivided, settings, error=ConfigError, match=match)
+
+
+def test_the_number_of_heads_that_is_set_goes_before_what_the_model_tells() -> None:
+    settings = {"mode": "ulysses", "num_heads": 8}
+    match = "ulysses_size=3 does not divide the model's 8 attention heads"
+    expect_on_every_rank(3, fit_undivided, settings, error=ConfigError, match=match)
 
 
 class NoHeads(Module):

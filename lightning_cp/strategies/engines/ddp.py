@@ -5,14 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import fields
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh, Flat
+from lightning_cp.strategies.choices import refuse_unknown
+from lightning_cp.strategies.settings import Settings
 
 
 class DDPEngine:
@@ -40,20 +43,18 @@ class DDPEngine:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse arguments that DistributedDataParallel does not take, before any process starts.
+    """Refuse what is left of the strategy's arguments unless DistributedDataParallel takes it.
 
     Raises:
-        ConfigError: naming them.
+        ConfigError: naming what it does not take, before any process starts.
     """
-    known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {
-        "self",
-        "module",
-        "device_ids",
-        "process_group",
-    }
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise ConfigError(
-            f"unknown argument(s) {', '.join(unknown)}: neither a setting of this strategy nor of "
-            f"DistributedDataParallel ({', '.join(sorted(known))})."
-        )
+    known = _arguments(DistributedDataParallel) - {"module", "device_ids", "process_group"}
+    refuse_unknown(
+        sorted(set(options) - known),
+        [item.name for item in fields(Settings)],
+        sorted(known | _arguments(DDPStrategy)),
+    )
+
+
+def _arguments(made: type) -> set[str]:
+    return set(inspect.signature(made).parameters) - {"kwargs"}

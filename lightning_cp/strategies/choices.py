@@ -1,0 +1,120 @@
+"""The values that settings may have: those that work now, and those that are named but not built yet.
+
+The public names are fixed before everything behind them exists, so that configs and scripts need not be
+rewritten later. A value from ``later`` is refused with what gives the same result today.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.kernels.api import ALIASES, kernels
+from lightning_cp.layout.sequence import LAYOUT_KINDS
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Values of one setting."""
+
+    now: tuple[str, ...]
+    later: tuple[str, ...] = ()
+    instead: str = ""
+    """What works now in place of the later ones."""
+
+
+CHOICES: dict[str, Choice] = {
+    "mode": Choice(
+        ("auto", "ulysses", "ring", "hybrid"),
+        ("zigzag_llama3",),
+        "mode='ring', which computes the same and needs less memory",
+    ),
+    "exchange": Choice(("ring",), ("all_gather", "ring_flash_attn"), "exchange='ring'"),
+    "forward_execution": Choice(("two_kernel",), ("fused",), "forward_execution='two_kernel'"),
+    "backward_execution": Choice(("two_kernel",), ("fused",), "backward_execution='two_kernel'"),
+    "data_parallel": Choice(
+        ("ddp",),
+        ("fsdp", "hsdp", "zero1"),
+        "data_parallel='ddp', with the whole model on every rank",
+    ),
+    "layout": Choice(
+        ("auto", *LAYOUT_KINDS),
+        ("balanced",),
+        "layout='zigzag', which balances a single document exactly",
+    ),
+    "kernel": Choice(("auto", *ALIASES, *kernels())),
+    "token_weighting": Choice(
+        ("micro_batch",),
+        ("global",),
+        "token_weighting='micro_batch', the mean over each micro-batch, as without context parallelism",
+    ),
+    "loss_reduction": Choice(
+        ("mean",), instead="a loss that is the mean over its targets; others are not available yet"
+    ),
+    "labels": Choice(("auto", "aligned", "shift")),
+    "parity_check": Choice(
+        ("off",),
+        ("first_batch", "every_n"),
+        "parity_check='off', and comparing the first losses with those of one process",
+    ),
+}
+
+LATER_SIZES: dict[str, str] = {
+    "data_parallel_replicate_size": "data_parallel_size, the groups of ranks with different samples",
+    "tensor_parallel_size": "context_parallel_size, with the whole model on every rank",
+}
+"""Sizes that can only be 1 now, and what to use instead."""
+
+
+def check_choice(name: str, value: object) -> None:
+    """Check one setting against the table.
+
+    Raises:
+        ConfigError: a value that is not known, or not available yet.
+    """
+    choice = CHOICES[name]
+    if value in choice.now:
+        return
+    works = f" What works now: {choice.instead}." if choice.instead else ""
+    if value in choice.later:
+        raise ConfigError(f"{name}={value!r} is not available yet.{works}")
+    raise ConfigError(f"{name} must be one of {', '.join(choice.now)}, got {value!r}.{works}")
+
+
+def check_size(name: str, value: object) -> None:
+    """Check that a size is unset or a positive integer, and 1 where more is not available yet.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if value is not None and (type(value) is not int or value < 1):
+        raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.")
+    if name in LATER_SIZES and value != 1:
+        raise ConfigError(
+            f"{name}={value} is not available yet. What works now: {name}=1; use {LATER_SIZES[name]}."
+        )
+
+
+def refuse_unknown(unknown: Sequence[str], settings: Sequence[str], others: Sequence[str]) -> None:
+    """Refuse arguments that nothing takes, naming the nearest that something does.
+
+    Args:
+        unknown: the names that were given.
+        settings: the strategy's own.
+        others: options that are passed on.
+
+    Raises:
+        ConfigError: there are any.
+    """
+    if not unknown:
+        return
+    nearest = {name: get_close_matches(name, [*settings, *others], n=1) for name in unknown}
+    hints = [
+        f" Did you mean {near[0]} instead of {name}?" for name, near in nearest.items() if near
+    ]
+    raise ConfigError(
+        f"unknown argument(s) {', '.join(unknown)}.{''.join(hints)} Settings of this strategy: "
+        f"{', '.join(settings)}. Others are DDPStrategy's, such as find_unused_parameters."
+    )
