@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,37 +87,49 @@ def test_next_hop_is_under_way_before_this_one_is_computed(
     run_ranks(world_size, check_order, ulysses, kind)
 
 
-def follow(rank: int, world_size: int) -> list[tuple[list[Event], list[float]]]:
-    """Events and times of a forward and a backward in which rank 1 sends late."""
+HELD_UNTIL = {
+    # Rank 2's first keys come from rank 1, and must not be waited for before the kernel's first call.
+    (0, Event("post", "keys", 1)): (2, Event("kernel ends", "", 0)),
+    (1, Event("post", "keys", 1)): (2, Event("kernel ends", "", 0)),
+    # The gradients of hop 1 that rank 1 holds belong to rank 0, which goes on to hop 2 meanwhile.
+    (1, Event("post", "gradients", 1)): (0, Event("kernel ends", "", 2)),
+}
+"""(0 forward or 1 backward, what rank 1 holds back) -> (rank, what that rank must do without it)."""
 
-    def late(event: Event) -> float:
-        return 0.5 if rank == 1 and event.what == "post" and event.hop == 1 else 0.0
+
+def hold_back(rank: int, world_size: int, folder: Path) -> int:
+    """Rank 1 sends only after others have computed; how often it did."""
+    held: list[Event] = []
+    half = 0
+
+    def flag(of: int, event: Event) -> Path:
+        return folder / f"{half} {of} {event.what} {event.load} {event.hop}"
+
+    def hold(event: Event) -> float:
+        flag(rank, event).touch()
+        if rank == 1 and (half, event) in HELD_UNTIL:
+            wanted = flag(*HELD_UNTIL[half, event])
+            deadline = time.monotonic() + 20.0
+            while not wanted.exists():
+                assert time.monotonic() < deadline, f"{wanted.name!r} waits for {event}"
+                time.sleep(0.01)
+            held.append(event)
+        return 0.0
 
     grid = Grid(world_size)
-    found: list[tuple[list[Event], list[float]]] = []
     with mesh_of(grid) as mesh:
         forward, backward = call(FULL, mesh, FULL.layout(grid))
-        transport = Transport(rank, world_size, late)
+        transport = Transport(rank, world_size, hold)
         with transport.watching():
             out = forward()
-        found.append((transport.events, transport.times))
+        half = 1
         with transport.watching():
             backward(out)
-        return [*found, (transport.events, transport.times)]
+    return len(held)
 
 
-def test_a_rank_computes_while_another_one_sends_late() -> None:
-    ranks = run_ranks(3, follow)
-
-    def when(rank: int, half: int, event: Event) -> float:
-        events, times = ranks[rank][half]
-        return times[events.index(event)]
-
-    for half in range(2):  # rank 2's first keys come from rank 1
-        own = when(2, half, Event("kernel ends", "", 0))
-        assert own < when(1, half, Event("post", "keys", 1)) < when(2, half, Event("kernel", "", 1))
-    # The gradients of hop 1 that rank 1 holds belong to rank 0, which has moved on to hop 2.
-    assert when(0, 1, Event("kernel ends", "", 2)) < when(1, 1, Event("post", "gradients", 1))
+def test_ranks_compute_while_another_one_holds_back_what_it_sends(tmp_path: Path) -> None:
+    assert run_ranks(3, hold_back, tmp_path) == [0, len(HELD_UNTIL), 0]
 
 
 def attend_under(rank: int, world_size: int, problem: Problem, grid: Grid, how: str) -> Shards:

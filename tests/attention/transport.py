@@ -58,7 +58,6 @@ class Transport:
         postpone: bool = False,
     ) -> None:
         self.events: list[Event] = []
-        self.times: list[float] = []
         self._rank = rank
         self._ring_size = ring_size
         self._delay = delay
@@ -68,7 +67,7 @@ class Transport:
     @contextmanager
     def watching(self) -> Iterator[Transport]:
         """Patch torch.distributed and the reference kernel; events start anew."""
-        self.events, self.times, self._calls = [], [], 0
+        self.events, self._calls = [], 0
         with ExitStack() as stack:
             replace = mock.patch.object(dist, "batch_isend_irecv", self._post)
             self._start = dist.batch_isend_irecv
@@ -82,7 +81,6 @@ class Transport:
         """Lose time, then write down the event."""
         time.sleep(self._delay(event))
         self.events.append(event)
-        self.times.append(time.monotonic())
 
     def at(self, what: What, hop: int, load: Load = "") -> int:
         """When the event took place, as its place among the events; it must be there once."""
