@@ -40,8 +40,19 @@ class ContextParallelMixin:
 
     def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """A local tensor of the current step, whole, in original order and length, on every rank."""
-        trainer: Any = self.trainer  # type: ignore[attr-defined]
-        return trainer.strategy.unshard(x, dim=dim)
+        strategy: Any = self.trainer.strategy  # type: ignore[attr-defined]
+        return strategy.unshard(x, dim=dim) if hasattr(strategy, "unshard") else x
+
+    def token_positions(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """int64 [B or 1, L]: the positions of a step's tokens in the whole sequence, 0 for padding.
+
+        What a model that counts its tokens should use instead; batches that are no dict cannot carry
+        ``position_ids``. Without context parallelism it is 0, 1, 2, ... along dimension ``dim`` of ``x``.
+        """
+        strategy: Any = self.trainer.strategy  # type: ignore[attr-defined]
+        if hasattr(strategy, "token_positions"):
+            return strategy.token_positions(x, dim=dim)
+        return torch.arange(x.size(dim), device=x.device)[None]
 
 
 def options_of(module: object) -> dict[str, Any]:

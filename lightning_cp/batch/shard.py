@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_cp.batch.noted import POSITIONS, NotedBatch
 from lightning_cp.batch.read import WholeBatch
 from lightning_cp.batch.rules import KNOWN_DIMS, PAD_VALUES, BatchRules
 from lightning_cp.containers import ROOT, map_tensors, tensors_of
@@ -26,6 +27,11 @@ class ShardedBatch:
     aligned_labels: torch.Tensor | None
     valid: tuple[int, ...]
     """Targets (tokens, if there are no labels) of every context-parallel rank."""
+
+    @property
+    def positions_ignored(self) -> bool:
+        """The step was given positions, and whether it read them is known: it did not."""
+        return isinstance(self.batch, NotedBatch) and not self.batch.positions_read
 
 
 def shard_batch(
@@ -50,14 +56,16 @@ def shard_batch(
     aligned_local = None
     if aligned is not None:
         aligned_local = layout.shard(aligned, cp_rank, dim=whole.label_dim, pad_value=IGNORED_LABEL)
-    positions = tensors.get("position_ids")
+    positions = tensors.get(POSITIONS)
     if positions is None:
         device = tensors[next(iter(whole.dims))].device
         global_positions = layout.positions(cp_rank).to(device)
         positions = global_positions.masked_fill(global_positions >= layout.seq_len, 0)
         positions = positions.expand(whole.rows, -1)
+    if type(local) is dict and POSITIONS not in local:
+        local = NotedBatch(local)
     if isinstance(local, MutableMapping):
-        local.setdefault("position_ids", positions)
+        local.setdefault(POSITIONS, positions)
         if rules.labels == "shift" and aligned_local is not None:
             local.setdefault("shift_labels", aligned_local)
     return ShardedBatch(

@@ -8,6 +8,7 @@ Nothing here knows of a Trainer. A strategy calls, in this order: ``build_mesh``
 from __future__ import annotations
 
 import atexit
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ from lightning_cp.strategies._sharding import label_kind, shard_agreed
 from lightning_cp.strategies._weighting import StepLoss
 from lightning_cp.strategies.settings import Settings
 
+_log = logging.getLogger("lightning_cp")
+
 
 class ContextParallelCore:
     """One run's context parallelism, independent of who drives it."""
@@ -35,6 +38,7 @@ class ContextParallelCore:
         self._part: ShardedBatch | None = None
         self._loss: StepLoss | None = None
         self._loss_outside = False
+        self._positions_taken = False
 
     @property
     def mesh(self) -> ContextParallelMesh:
@@ -175,10 +179,16 @@ class ContextParallelCore:
             )
         )
 
-    def require_intercepted(self) -> None:
-        """Refuse a step in which attention stayed local."""
-        if self.enabled and self._handle is not None and self._model is not None:
-            self._handle.require_intercepted(self._model)
+    def check_step(self) -> None:
+        """Refuse a step in which attention stayed local; say once if it did not ask for positions."""
+        if not self.enabled or self._handle is None or self._model is None:
+            return
+        self._handle.require_intercepted(self._model)
+        asked = self._positions_taken or self.rules.reads_masks  # Hugging Face models are told
+        if not asked and self._part is not None and self._part.positions_ignored:
+            self._positions_taken = True
+            if self.mesh.cp_rank == 0 and self.mesh.data_rank == 0:
+                _log.warning(_NO_POSITIONS)
 
     def end_step(self) -> None:
         """The model is the plain model again."""
@@ -221,11 +231,23 @@ class ContextParallelCore:
         require_replicated(output, layout, dims, self.mesh.control_group(Flat.CP))
         return unshard_output(output, self.mesh, layout, dims)
 
+    def unshard_tensor(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """A local tensor of the current step, whole, in original order and length; differentiable."""
+        return x if self._part is None else self.mesh.unshard(x, self._part.layout, dim=dim)
+
     def token_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """int64 [B or 1, L]: the global positions of a step's tokens; 0, 1, ... of ``x`` outside."""
+        self._positions_taken = True
         if not self.in_step or self._part is None:
             return torch.arange(x.size(dim), device=x.device)[None]
         return self._part.position_ids
+
+
+_NO_POSITIONS = (
+    "the step did not read batch['position_ids'], so a model that counts its tokens from 0 would give every "
+    "rank's part of the sequence the same positions, which is silently wrong. Take positions from "
+    "batch['position_ids'] or from ContextParallelMixin.token_positions; a model without positions is fine."
+)
 
 
 def _copy(labels: torch.Tensor | None) -> torch.Tensor | None:

@@ -176,7 +176,7 @@ class UlyssesRingStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._core.begin_step()  # ends in on_train_batch_end: backward may recompute
         output = super().training_step(*args, **kwargs)
-        self._core.require_intercepted()
+        self._core.check_step()
         assert self.lightning_module is not None
         if self.lightning_module.automatic_optimization:
             self._core.require_loss(output.get("loss") if isinstance(output, Mapping) else output)
@@ -209,7 +209,11 @@ class UlyssesRingStrategy(DDPStrategy):
 
     def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """A local tensor of the current step, whole, in original order and length, on every rank."""
-        return self._core.unshard(x, {"batch": dim})
+        return self._core.unshard_tensor(x, dim)
+
+    def token_positions(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """int64 [B or 1, L]: the positions of a step's tokens; see ``ContextParallelMixin``."""
+        return self._core.token_positions(x, dim)
 
     @override
     def teardown(self) -> None:
@@ -223,7 +227,7 @@ class UlyssesRingStrategy(DDPStrategy):
         self._core.begin_step()
         try:
             yield
-            self._core.require_intercepted()
+            self._core.check_step()
         finally:
             self._core.end_step()
 

@@ -217,7 +217,7 @@ def parallel(rank: int, world_size: int, case: Case, ulysses: int, ring: int) ->
     local = core.shard(make_batch(case), needs_labels=True)
     core.begin_step()
     loss, logits = step(case, model, local)
-    core.require_intercepted()
+    core.check_step()
     core.scale_loss(loss).backward()
     core.after_backward(model.parameters())
     gradients: dict[str, torch.Tensor] = {}

@@ -1,0 +1,38 @@
+"""A batch that knows whether a step took the positions of its tokens from it."""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Iterator
+from typing import Any
+
+POSITIONS = "position_ids"
+
+
+class NotedBatch(dict[Any, Any]):
+    """A dict like the one that a step would get, and ``positions_read``.
+
+    Looking for one key counts, and so does going through all of them by name: a step that passes
+    everything on (``model(**batch)``) gives the model its positions.
+    """
+
+    positions_read = False
+
+    def __getitem__(self, key: Any) -> Any:
+        self.positions_read |= key == POSITIONS
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Without this, `model(**batch)` would take what is inside a dict without asking it.
+        return super().__iter__()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.positions_read |= key == POSITIONS
+        return super().get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self.positions_read |= key == POSITIONS
+        return super().pop(key, *default)
+
+    def items(self) -> ItemsView[Any, Any]:
+        self.positions_read = True
+        return super().items()

@@ -1,0 +1,128 @@
+"""Positions: batches of any kind have them, and a step that does not ask for them is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+from lightning_cp import ContextParallelMixin
+from lightning_cp.batch.noted import NotedBatch
+from tests.pool import run_ranks
+from tests.strategies.kinds import plain
+from tests.strategies.small import (
+    HYBRID,
+    Batch,
+    Settings,
+    Small,
+    close,
+    loader,
+    samples,
+    trainer_of,
+    weights,
+)
+
+
+class OfATuple(ContextParallelMixin, Small):
+    """A batch that cannot carry positions, and a module that asks for them."""
+
+    context_parallel_sequence_dims = {"0": 1, "1": 1}  # noqa: RUF012
+    context_parallel_label_key = "1"
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        ids, labels = batch
+        logits = self.model(ids, self.token_positions(ids))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def fit_tuples(rank: int, world_size: int, settings: Settings | None) -> torch.Tensor:
+    module = OfATuple()  # first: random labels depend on the default dtype that it sets
+    pairs = [(sample["input_ids"], sample["labels"]) for sample in samples(8)]
+    data: Any = DataLoader(pairs, batch_size=2)  # type: ignore[arg-type]
+    trainer_of(world_size, settings).fit(module, data)
+    return weights(module)
+
+
+def test_a_module_asks_for_the_positions_of_a_tuple() -> None:
+    (alone,) = run_ranks(1, fit_tuples, None)
+    close(alone, plain("small"))
+    for got in run_ranks(4, fit_tuples, HYBRID):
+        close(got, alone)
+
+
+class CountsItself(Small):
+    """Every rank counts its tokens from 0."""
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        ids = batch["input_ids"]
+        return self.model(ids, torch.arange(ids.shape[1])[None])
+
+
+class PassesOn(Small):
+    """Gives the model everything that is in the batch."""
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        def call(input_ids: torch.Tensor, position_ids: torch.Tensor, labels: Any) -> torch.Tensor:
+            return self.model(input_ids, position_ids)
+
+        return call(**batch)
+
+
+class Takes(Small):
+    """Takes the positions out of the batch."""
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        return self.model(batch["input_ids"], batch.pop("position_ids"))
+
+
+def messages(rank: int, world_size: int, kind: type[Small]) -> list[str]:
+    import logging
+
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning_cp")
+    logger.addHandler(handler)
+    try:
+        trainer_of(world_size, HYBRID).fit(kind(), loader(6))
+    finally:
+        logger.removeHandler(handler)
+    return found
+
+
+def test_a_step_that_does_not_read_positions_is_told_once() -> None:
+    first, *others = run_ranks(4, messages, CountsItself)
+    assert len(first) == 1
+    assert "did not read batch['position_ids']" in first[0]
+    assert others == [[], [], []]
+
+
+@pytest.mark.parametrize("kind", [Small, PassesOn, Takes])
+def test_a_step_that_reads_positions_is_not(kind: type[Small]) -> None:
+    assert run_ranks(4, messages, kind) == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("use", "read"),
+    [
+        (lambda batch: batch["position_ids"], True),
+        (lambda batch: batch.get("position_ids"), True),
+        (lambda batch: batch.pop("position_ids"), True),
+        (lambda batch: dict(**batch), True),
+        (lambda batch: [*batch.items()], True),
+        (lambda batch: batch["input_ids"], False),
+        (lambda batch: batch.get("labels"), False),
+        (lambda batch: [*batch.values()], False),
+        (lambda batch: "position_ids" in batch, False),
+    ],
+)
+def test_what_counts_as_reading(use: Any, read: bool) -> None:
+    batch = NotedBatch(input_ids=1, position_ids=2)
+    use(batch)
+    assert batch.positions_read == read
+    assert batch.get("nothing", 3) == 3
+    with pytest.raises(KeyError):
+        batch.pop("nothing")
