@@ -8,73 +8,18 @@ x ulysses (ranks that share a sample), ``fsdp`` = dp_shard x cp, ``data`` = dp_r
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_cp.axes import FLATTENED, Axis, Flat
+from lightning_cp.axes import Factors as Factors
+from lightning_cp.axes import factorise as factorise
 from lightning_cp.comm.all_gather import all_gather
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
-
-
-class Axis(StrEnum):
-    """Axes of the mesh, outer to inner."""
-
-    DP_REPLICATE = "dp_replicate"
-    DP_SHARD = "dp_shard"
-    RING = "ring"
-    ULYSSES = "ulysses"
-    TP = "tp"
-
-
-class Flat(StrEnum):
-    """Groups that span several axes."""
-
-    CP = "cp"
-    FSDP = "fsdp"
-    DATA = "data"
-    LOSS = "loss"
-
-
-FLATTENED: dict[Flat, tuple[Axis, ...]] = {
-    Flat.CP: (Axis.RING, Axis.ULYSSES),
-    Flat.FSDP: (Axis.DP_SHARD, Axis.RING, Axis.ULYSSES),
-    Flat.DATA: (Axis.DP_REPLICATE, Axis.DP_SHARD),
-    Flat.LOSS: (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.RING, Axis.ULYSSES),
-}
-
-
-@dataclass(frozen=True)
-class Factors:
-    """A split of the context-parallel ranks, and why it was chosen."""
-
-    ulysses_size: int
-    ring_size: int
-    why: str
-
-
-def factorise(cp_size: int, num_heads: int, ranks_per_node: int | None = None) -> Factors:
-    """Split ``cp_size`` into Ulysses, as much as the heads allow, and ring for the rest.
-
-    Ulysses sends less than a ring as soon as there are more than ``heads / kv_heads`` ranks, but is
-    limited by the number of heads and wants the fast links inside a node.
-
-    Args:
-        cp_size: ranks that share a sequence.
-        num_heads: query heads on each tensor-parallel rank.
-        ranks_per_node: the largest useful Ulysses size, if known.
-    """
-    common = math.gcd(num_heads, cp_size)
-    limit = ranks_per_node or common
-    ulysses = max(d for d in range(1, common + 1) if common % d == 0 and d <= limit)
-    why = f"gcd({num_heads} heads, {cp_size} ranks) = {common}"
-    if ulysses != common:
-        why += f", at most {limit} ranks of one node"
-    return Factors(ulysses, cp_size // ulysses, why)
 
 
 class ContextParallelMesh:
@@ -116,13 +61,20 @@ class ContextParallelMesh:
             tuple(self.sizes.values()),
             mesh_dim_names=tuple(axis.value for axis in self.sizes),
         )
-        self._flat: dict[Flat, DeviceMesh] = {
-            flat: self.device_mesh[tuple(axis.value for axis in axes)]._flatten(flat.value)
-            for flat, axes in FLATTENED.items()
+        # Slicing a DeviceMesh takes about 100 us, and attention asks for a group at every hop.
+        self._meshes: dict[Axis | Flat, DeviceMesh] = {
+            axis: self.device_mesh[axis.value] for axis in Axis
         }
+        for flat, axes in FLATTENED.items():
+            names = tuple(axis.value for axis in axes)
+            self._meshes[flat] = self.device_mesh[names]._flatten(flat.value)
+        self._groups = {axis: mesh.get_group() for axis, mesh in self._meshes.items()}
+        self._ranks = {axis: mesh.get_local_rank() for axis, mesh in self._meshes.items()}
         self._control: dict[Flat, dist.ProcessGroup] = {}
         if device_type != "cpu":
-            self._control = {flat: _cpu_twin(self._flat[flat]) for flat in (Flat.CP, Flat.LOSS)}
+            self._control = {flat: _cpu_twin(self._groups[flat]) for flat in (Flat.CP, Flat.LOSS)}
+        if device_type == "cuda" and ring_size > 1:
+            _warm_up(self._groups[Axis.RING], torch.device("cuda", torch.cuda.current_device()))
         self._destroyed = False
 
     @property
@@ -148,32 +100,30 @@ class ContextParallelMesh:
     @property
     def ring_rank(self) -> int:
         """This rank's place in its ring."""
-        return self.device_mesh.get_local_rank(Axis.RING.value)
+        return self._ranks[Axis.RING]
 
     @property
     def ulysses_rank(self) -> int:
         """This rank's place in its Ulysses group."""
-        return self.device_mesh.get_local_rank(Axis.ULYSSES.value)
+        return self._ranks[Axis.ULYSSES]
 
     @property
     def cp_rank(self) -> int:
         """This rank's place among those that share its sample."""
-        return self._flat[Flat.CP].get_local_rank()
+        return self._ranks[Flat.CP]
 
     @property
     def data_rank(self) -> int:
         """Which samples this rank works on."""
-        return self._flat[Flat.DATA].get_local_rank()
+        return self._ranks[Flat.DATA]
 
     def axis_mesh(self, axis: Axis | Flat | str) -> DeviceMesh:
         """The one-dimensional mesh of an axis or a flattened group."""
-        if axis in set(Flat):
-            return self._flat[Flat(axis)]
-        return self.device_mesh[Axis(axis).value]
+        return self._meshes[_member(axis)]
 
     def group(self, axis: Axis | Flat | str) -> dist.ProcessGroup:
         """The process group of an axis or a flattened group."""
-        return self.axis_mesh(axis).get_group()
+        return self._groups[_member(axis)]
 
     def control_group(self, flat: Flat) -> dist.ProcessGroup:
         """A group for small CPU messages (agreement): the group itself on CPU, a gloo twin otherwise."""
@@ -187,7 +137,7 @@ class ContextParallelMesh:
         pad_value: float | int | bool = 0,
     ) -> torch.Tensor:
         """This rank's tokens of ``x``, which every rank of the cp group holds whole; no communication."""
-        self._check_layout(layout)
+        self.require_layout(layout)
         return layout.shard(x, self.cp_rank, dim=dim, pad_value=pad_value)
 
     def unshard(self, x_local: torch.Tensor, layout: SequenceLayout, dim: int = 1) -> torch.Tensor:
@@ -195,31 +145,35 @@ class ContextParallelMesh:
 
         Differentiable: gradients of all ranks are summed.
         """
-        self._check_layout(layout)
+        self.require_layout(layout)
         if self.cp_size == 1:
             return layout.unshard([x_local], dim=dim)
         return layout.unshard(all_gather(x_local, self.group(Flat.CP)), dim=dim)
+
+    def require_layout(self, layout: SequenceLayout) -> None:
+        """Refuse a layout that was made for other sizes.
+
+        Raises:
+            ConfigError: naming both.
+        """
+        if (layout.ring_size, layout.ulysses_size) != (self.ring_size, self.ulysses_size):
+            raise ConfigError(
+                f"the layout is for ring_size={layout.ring_size}, ulysses_size={layout.ulysses_size}, "
+                f"but the mesh has ring_size={self.ring_size}, ulysses_size={self.ulysses_size}."
+            )
 
     def destroy(self) -> None:
         """Destroy the groups made here, once; the world group stays."""
         if self._destroyed or not dist.is_initialized():
             return
         self._destroyed = True
-        meshes = [*(self.axis_mesh(axis) for axis in Axis), *self._flat.values()]
-        groups = {mesh.get_group() for mesh in meshes} | set(self._control.values())
+        groups = {*self._groups.values(), *self._control.values()}
         for group in groups - {dist.group.WORLD}:
             dist.destroy_process_group(group)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
         return f"ContextParallelMesh({sizes}, device_type={self.device_type})"
-
-    def _check_layout(self, layout: SequenceLayout) -> None:
-        if (layout.ring_size, layout.ulysses_size) != (self.ring_size, self.ulysses_size):
-            raise ConfigError(
-                f"the layout is for ring_size={layout.ring_size}, ulysses_size={layout.ulysses_size}, "
-                f"but the mesh has ring_size={self.ring_size}, ulysses_size={self.ulysses_size}."
-            )
 
 
 def _check_sizes(sizes: dict[Axis, int]) -> None:
@@ -240,9 +194,21 @@ def _check_sizes(sizes: dict[Axis, int]) -> None:
         )
 
 
-def _cpu_twin(mesh: DeviceMesh) -> dist.ProcessGroup:
+def _member(axis: Axis | Flat | str) -> Axis | Flat:
+    return Flat(axis) if axis in set(Flat) else Axis(axis)
+
+
+def _warm_up(ring: dist.ProcessGroup, device: torch.device) -> None:
+    """Have the ring's communicator made now, with all of its ranks taking part.
+
+    NCCL makes it at a group's first call. In a ring that may be a transfer that only some of the ranks take
+    part in (the others have nothing to send at that hop), and they would wait for the rest forever.
+    """
+    dist.all_reduce(torch.zeros(1, device=device), group=ring)
+
+
+def _cpu_twin(mine: dist.ProcessGroup) -> dist.ProcessGroup:
     """A gloo group over the same ranks, and the same for every other group of this kind."""
-    mine = mesh.get_group()
     ranks = dist.get_process_group_ranks(mine)
     everyone: list[list[int] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, ranks)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import lightning_cp.mesh as mesh_module
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.mesh import Axis, ContextParallelMesh, Flat, _cpu_twin, factorise
@@ -194,7 +195,7 @@ def test_meshes_do_not_share_groups() -> None:
 def twin(rank: int, world_size: int) -> list[int]:
     """What a mesh on CUDA adds: a gloo group for each of its groups of one kind."""
     mesh = ContextParallelMesh(ring_size=2, data_parallel_shard_size=2)
-    made = _cpu_twin(mesh.axis_mesh(Flat.CP))
+    made = _cpu_twin(mesh.group(Flat.CP))
     assert dist.get_process_group_ranks(made) == dist.get_process_group_ranks(mesh.group(Flat.CP))
     ranks = torch.tensor([rank])
     gathered = [torch.empty_like(ranks) for _ in range(made.size())]
@@ -204,6 +205,54 @@ def twin(rank: int, world_size: int) -> list[int]:
 
 def test_a_group_on_an_accelerator_has_a_twin_on_cpu() -> None:
     assert run_ranks(4, twin) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def slice_nothing(rank: int, world_size: int) -> None:
+    mesh = ContextParallelMesh(ring_size=2, data_parallel_shard_size=2)
+    with mock.patch.object(type(mesh.device_mesh), "__getitem__", side_effect=AssertionError):
+        for axis in (*Axis, *Flat):
+            assert mesh.group(axis) is mesh.group(axis.value)
+            assert mesh.axis_mesh(axis).get_group() is mesh.group(axis)
+        assert mesh.ring_rank == mesh.cp_rank == rank % 2
+        assert mesh.ulysses_rank == 0
+    with pytest.raises(ValueError, match="'hop' is not a valid Axis"):
+        mesh.group("hop")
+
+
+def test_groups_are_looked_up_and_not_sliced_anew() -> None:
+    run_ranks(4, slice_nothing)
+
+
+def warm(rank: int, world_size: int, sizes: dict[str, int]) -> list[list[int]]:
+    """The groups in which a mesh on CUDA makes a collective call when it is made, on CPU's backend."""
+    called: list[list[int]] = []
+    own = mesh_module._warm_up
+
+    def warm_up(ring: dist.ProcessGroup, device: torch.device) -> None:
+        assert device.type == "cuda"
+        own(ring, torch.device("cpu"))
+        called.append(dist.get_process_group_ranks(ring))
+
+    on_cpu = mesh_module.init_device_mesh
+    with (
+        mock.patch.object(mesh_module, "_warm_up", warm_up),
+        mock.patch.object(
+            mesh_module, "init_device_mesh", lambda _, *a, **k: on_cpu("cpu", *a, **k)
+        ),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+    ):
+        ContextParallelMesh(**sizes, device_type="cuda")
+    return called
+
+
+def test_the_ring_on_cuda_is_connected_when_it_is_made() -> None:
+    assert run_ranks(4, warm, {"ring_size": 2, "ulysses_size": 2}) == [
+        [[0, 2]],
+        [[1, 3]],
+        [[0, 2]],
+        [[1, 3]],
+    ]
+    assert run_ranks(2, warm, {"ulysses_size": 2}) == [[], []]  # a ring of one must not call
 
 
 def make(rank: int, world_size: int, sizes: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from lightning_cp.attention.spec import AttentionSpec
-from lightning_cp.errors import ConfigError, ShapeError
+from lightning_cp.errors import ShapeError
 from lightning_cp.kernels.api import Kernel, Request, Scores, select_kernel
 from lightning_cp.layout import HeadSplit, RankSchedule, SequenceLayout, schedule
 from lightning_cp.mesh import ContextParallelMesh
@@ -57,11 +57,7 @@ def make_plan(
         ConfigError: heads that do not split, a layout of another mesh, or no kernel for the request.
     """
     check_inputs(q_BLHD, k_BLKD, v_BLKD, layout)
-    if (layout.ring_size, layout.ulysses_size) != (mesh.ring_size, mesh.ulysses_size):
-        raise ConfigError(
-            f"the layout is for ring_size={layout.ring_size}, ulysses_size={layout.ulysses_size}, but "
-            f"the mesh has ring_size={mesh.ring_size}, ulysses_size={mesh.ulysses_size}."
-        )
+    mesh.require_layout(layout)
     heads = HeadSplit(q_BLHD.shape[2], k_BLKD.shape[2], mesh.ulysses_size)
     part = schedule(layout, None, spec.mask).rank(mesh.ring_rank)
     head_dim = q_BLHD.shape[3]
