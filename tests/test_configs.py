@@ -8,12 +8,12 @@ import lightning as L
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from hydra.errors import MissingConfigException
+from hydra.errors import InstantiationException, MissingConfigException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from omegaconf.errors import MissingMandatoryValue
 
 from lightning_cp.data import ByteDataModule
+from lightning_cp.errors import ConfigError
 from lightning_cp.train.__main__ import config_dir
 from lightning_cp.train.module import LanguageModel
 
@@ -63,8 +63,11 @@ def test_experiments_go_over_every_other_choice_and_the_command_line_over_them()
 
 
 def test_text_files_needs_paths() -> None:
-    with pytest.raises(MissingMandatoryValue, match=r"data\.paths"):
+    with pytest.raises(
+        InstantiationException, match=r"data\.paths must be a list.*Example: data"
+    ) as e:
         instantiate(composed("data=text_files").data)
+    assert isinstance(e.value.__cause__, ConfigError)
 
 
 def test_unknown_choice_lists_the_known_ones() -> None:

@@ -35,7 +35,9 @@ COLUMNS = {
 }
 
 
-def command(cwd: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def command(
+    cwd: Path, *overrides: str, full_error: bool = True
+) -> subprocess.CompletedProcess[str]:
     """Run the main job in ``cwd``, without what a test session has put into the environment."""
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
@@ -47,7 +49,7 @@ def command(cwd: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "lightning_cp.train", *SMALL, *overrides],
         cwd=cwd,
-        env={**environment, "PYTHONPATH": path, "HYDRA_FULL_ERROR": "1"},
+        env={**environment, "PYTHONPATH": path, "HYDRA_FULL_ERROR": str(int(full_error))},
         capture_output=True,
         text=True,
         timeout=280,

@@ -118,11 +118,11 @@ def python_stdlib(exclude: Sequence[str] = (), **settings: Any) -> ByteDataModul
     return ByteDataModule(stdlib_files(exclude), **settings)
 
 
-def user_text(paths: Sequence[str | Path], **settings: Any) -> ByteDataModule:
+def user_text(paths: Sequence[str | Path] | None = None, **settings: Any) -> ByteDataModule:
     """The user's own files.
 
     Args:
-        paths: files, folders or patterns.
+        paths: files, folders or patterns; have to be given.
         settings: see `ByteDataModule`.
     """
-    return ByteDataModule(text_files(paths), **settings)
+    return ByteDataModule(text_files(paths or ()), **settings)

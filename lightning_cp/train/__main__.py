@@ -26,9 +26,12 @@ def main(config: DictConfig) -> None:
     """Train as configured; every rank runs this."""
     # Read when torch is imported, here and by the ranks that are started later.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads_per_rank))
-    from lightning_cp.train.run import train
+    from lightning_cp.train.failure import one_report
 
-    train(config, BEGAN)
+    with one_report() as trainers:
+        from lightning_cp.train.run import train
+
+        train(config, BEGAN, trainers)
 
 
 if __name__ == "__main__":

@@ -18,24 +18,29 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 from lightning_cp.data import ByteDataModule, data_parallel
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.train.callbacks import LossPicture, StepMetrics
 from lightning_cp.train.module import LanguageModel
 from lightning_cp.train.report import BITS, Files, Outcome
 
 
-def train(config: DictConfig, began: float | None = None) -> Outcome:
+def train(
+    config: DictConfig, began: float | None = None, trainers: list[L.Trainer] | None = None
+) -> Outcome:
     """Train and validate as configured. Every rank runs this.
 
     Args:
         config: see ``configs/train.yaml``.
         began: when the program started, by ``time.perf_counter``, for the time that is reported.
+        trainers: is given the Trainer before it starts processes, for who has to end them.
 
     Raises:
+        CheckpointError: there is no checkpoint to continue from; raised before other ranks start.
         ConfigError: settings or text that cannot be trained with; raised before other ranks start.
     """
     began = time.perf_counter() if began is None else began
     _check_extras(config)
+    _check_resume(config.resume)
     _quiet_what_is_expected()
     torch.set_num_threads(config.threads_per_rank)
     L.seed_everything(config.seed, verbose=False)
@@ -45,6 +50,8 @@ def train(config: DictConfig, began: float | None = None) -> Outcome:
     model: LanguageModel = instantiate(config.model)
     steps = StepMetrics(data.tokens_per_batch)
     trainer = make_trainer(config, files, data, steps)
+    if trainers is not None:
+        trainers.append(trainer)
     _say(str(data))
 
     before = trainer.validate(model, datamodule=data, ckpt_path=config.resume, verbose=False)[0]
@@ -101,6 +108,15 @@ def _check_extras(config: DictConfig) -> None:
             f"model.network is {target}, which needs transformers, and it is not installed. "
             "Install it with: pip install 'lightning_cp[hf]'."
         )
+
+
+def _check_resume(checkpoint: str | None) -> None:
+    if checkpoint is None or "://" in checkpoint or Path(checkpoint).is_file():
+        return
+    raise CheckpointError(
+        f"resume={checkpoint} is no checkpoint: there is no file {Path(checkpoint).absolute()}. A run leaves "
+        "checkpoints/last.ckpt and checkpoints/best.ckpt in its folder; resume=null starts anew."
+    )
 
 
 def _quiet_what_is_expected() -> None:

@@ -1,0 +1,124 @@
+"""What the terminal shows when the main job fails: the error, once, and status 1; nothing hangs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_cp.errors import ConfigError, RankFailure
+from lightning_cp.train.failure import FOLDER, one_report
+from tests.test_train import command
+
+TWO = ("trainer.devices=2", "strategy=ring", "data.validation_sequences=4")
+
+
+def failed(cwd: Path, *overrides: str, full: bool = False) -> str:
+    """What a run that must fail printed as its error.
+
+    Its output is read until every process that shares it has ended, so this would time out with a rank
+    left behind.
+    """
+    began = time.monotonic()
+    done = command(cwd, *overrides, full_error=full)
+    assert done.returncode == 1, done.stderr[-4000:]
+    assert time.monotonic() - began < 120
+    return done.stderr
+
+
+SETUP = ("strategy=ulysses", "model.network.config.num_attention_heads=2")
+AT_SETUP = "ConfigError: ulysses_size=4 does not divide the model's 2 attention heads"
+FIRST_BATCH = (*TWO, "strategy.padding=false", "data.seq_len=510")
+AT_FIRST_BATCH = "ShapeError: padding=False"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [(SETUP, AT_SETUP), (FIRST_BATCH, AT_FIRST_BATCH)],
+    ids=["setup", "batch"],
+)
+def test_an_error_of_every_rank_is_shown_once(
+    tmp_path: Path, overrides: tuple[str, ...], match: str
+) -> None:
+    printed = failed(tmp_path, *overrides)
+    assert printed.count(match) == 1
+    assert "Traceback" not in printed
+    assert "RankFailure" not in printed
+    assert printed.rstrip().endswith("(HYDRA_FULL_ERROR=1 shows where it was raised.)")
+
+
+def test_the_traceback_is_shown_on_request(tmp_path: Path) -> None:
+    printed = failed(tmp_path, *FIRST_BATCH, full=True)
+    assert printed.count(AT_FIRST_BATCH) == 1
+    assert printed.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_rank_is_not_hidden_by_the_others(tmp_path: Path, rank: int) -> None:
+    data = ("data._target_=tests.failing_data.failing_on", f"+data.rank={rank}")
+    printed = failed(tmp_path, *TWO, *data, "+data.kind=refused")
+    assert printed.count("ConfigError: no tensor of the batch is known") == 1
+    assert "RankFailure" not in printed
+    assert "Traceback" not in printed
+
+
+def test_ranks_that_wait_for_one_that_failed_are_ended(tmp_path: Path) -> None:
+    data = ("data._target_=tests.failing_data.failing_on", "+data.rank=0", "+data.kind=raises")
+    printed = failed(tmp_path, *TWO, *data)
+    assert printed.count("Traceback") == 1
+    assert printed.count("RuntimeError: the disk is gone") == 1
+
+
+def test_no_checkpoint_is_noticed_before_processes_start(tmp_path: Path) -> None:
+    printed = failed(tmp_path, "resume=nope.ckpt")
+    match = (
+        f"CheckpointError: resume=nope.ckpt is no checkpoint: there is no file {tmp_path}/nope.ckpt"
+    )
+    assert match in printed
+    assert "Initializing distributed" not in printed
+    assert "Traceback" not in printed
+
+
+def test_missing_paths_are_asked_for(tmp_path: Path) -> None:
+    printed = failed(tmp_path, "data=text_files")
+    assert "ConfigError: data.paths must be a list of files" in printed
+    assert "Traceback" not in printed
+
+
+# The report itself
+
+
+@pytest.fixture
+def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As in a rank that another process has started."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr("lightning_cp.train.failure.PATIENCE", 0.0)
+    return tmp_path
+
+
+def report(error: Exception, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended, one_report():
+        raise error
+    assert ended.value.code == 1
+    return capsys.readouterr().err
+
+
+def test_who_finds_its_error_reported_is_silent(
+    marks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "ConfigError: sizes" in report(ConfigError("sizes"), capsys)
+    assert report(ConfigError("sizes"), capsys) == ""
+    assert "ConfigError: heads" in report(ConfigError("heads"), capsys)
+    assert report(RankFailure("rank 0 raised"), capsys) == ""
+    after = report(RuntimeError("connection closed"), capsys)
+    assert after == "\nRank 3 failed after that: RuntimeError: connection closed\n"
+
+
+def test_a_rank_failure_is_shown_if_nobody_here_reports(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(FOLDER, raising=False)
+    monkeypatch.setattr("lightning_cp.train.failure.PATIENCE", 0.1)
+    assert "RankFailure: rank 9 raised" in report(RankFailure("rank 9 raised"), capsys)
