@@ -53,7 +53,8 @@ def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManag
     """Contexts for a checkpointed region's forward and for its recomputation.
 
     Use: ``checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)``, or for Hugging Face
-    models ``gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})``.
+    models ``activation_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})``
+    (``gradient_checkpointing_enable`` in versions of transformers that do not have it).
     """
     results: list[Kept] = []
     return _Region(results, replaying=False), _Region(results, replaying=True)

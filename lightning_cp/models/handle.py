@@ -40,6 +40,10 @@ class StepState:
     first_gradient: torch.Tensor | None = None
     """Largest entry of the gradient that backward brought first to an attention call, if there are no
     targets here: it comes from this rank's own loss alone, and should be 0."""
+    tokens: torch.Tensor | None = None
+    """bool [2, rows, L], once asked for: local tokens within the sequence, and within a document."""
+    restarts: bool | None = None
+    """Whether local positions count within documents, once asked for."""
 
     def note_gradient(self, gradient: torch.Tensor) -> None:
         """A hook for the outputs of attention calls."""

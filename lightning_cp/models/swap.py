@@ -15,7 +15,9 @@ from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.models.handle import StepState as StepState
 from lightning_cp.models.handle import SwapHandle as SwapHandle
 from lightning_cp.models.hf import swap_hf
+from lightning_cp.models.mixing import refuse_mixing
 from lightning_cp.models.sdpa import swap_sdpa
+from lightning_cp.models.watch import watch_attention
 
 
 def swap_attention(
@@ -36,13 +38,19 @@ def swap_attention(
         The handle; ``report`` says what was replaced, ``undo()`` restores it.
 
     Raises:
-        ConfigError: a Hugging Face model that does not use transformers' attention interface.
+        ConfigError: a Hugging Face model that does not use transformers' attention interface, or a
+            layer that mixes tokens outside of attention.
     """
+    found = hf_models(model)
+    chosen = found if roots is None else list(roots)
+    others = _apart(found, chosen)
+    refuse_mixing(model, others)
     handle = SwapHandle(mesh, kernel)
     try:
-        for root in hf_models(model) if roots is None else roots:
+        for root in chosen:
             swap_hf(root, handle)
         swap_sdpa(handle)
+        watch_attention(model, handle, others)
     except BaseException:
         handle.undo()
         raise
@@ -61,6 +69,12 @@ def hf_models(model: nn.Module) -> list[Any]:
             found.append(module)
             inside.update(module.modules())
     return found
+
+
+def _apart(found: list[Any], chosen: Iterable[nn.Module]) -> list[nn.Module]:
+    """Hugging Face models that are not swapped, and hold none that is."""
+    inside = {part for root in chosen for part in root.modules()}
+    return [model for model in found if inside.isdisjoint(model.modules())]
 
 
 _HEAD_NAMES = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num_q_heads")

@@ -17,6 +17,7 @@ from lightning_cp import ContextParallelMesh, keep_attention
 from lightning_cp.models.hf import label_alignment
 from lightning_cp.strategies._core import ContextParallelCore
 from lightning_cp.strategies.settings import Settings
+from tests.models.zoo import ZOO
 
 VOCAB, ROWS, LENGTH = 43, 3, 37
 
@@ -33,6 +34,8 @@ class Case:
     checkpoint: str = ""
     use_cache: bool = True
     """As models come. One process then reads restarting positions as one document."""
+    window: int = 0
+    """Sliding window of the models that have one; 0 is wider than any sequence."""
     call: str = "logits"
     """How the step computes its loss: see ``CALLS``."""
 
@@ -50,13 +53,15 @@ class Outcome:
 def make_model(case: Case) -> Any:
     """The same weights every time, float64 inside wherever the model allows it."""
     torch.manual_seed(3)
-    model = {"llama": make_llama, "gpt2": make_gpt2, "bert": make_bert}[case.model](case)
+    makers = {"llama": make_llama, "gpt2": make_gpt2, "bert": make_bert, **ZOO}
+    model = makers[case.model](case)
     model.double().train()
     if case.checkpoint:
         options: dict[str, Any] = {"use_reentrant": case.checkpoint == "reentrant"}
         if case.checkpoint == "keep":
             options["context_fn"] = keep_attention
-        model.gradient_checkpointing_enable(options)
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # new, old
+        next(getattr(model, name) for name in names if hasattr(model, name))(options)
     return model
 
 

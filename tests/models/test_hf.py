@@ -35,9 +35,6 @@ from tests.pool import expect_on_every_rank, run_ranks
 
 SIZES = {"ring 2": (1, 2), "ulysses 2": (2, 1), "hybrid 2x2": (2, 2)}
 
-# The name of transformers >= 5.23 is activation_checkpointing_enable.
-pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
-
 OWN_LOSS = {"labels", "batch", "positional"}
 """Calls whose loss is computed by the model, in float32."""
 

@@ -1,0 +1,77 @@
+"""Attention that computes by itself while other attention is intercepted."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.models.handle import SwapHandle
+from lightning_cp.models.mixing import LOCAL
+
+_NAMES = re.compile(r"(Attention|Attn)(Layer|Block)?(V?\d+)?$")
+"""Classes that are expected to call attention at least once when they are called."""
+
+
+def watch_attention(model: nn.Module, handle: SwapHandle, skip: Iterable[nn.Module] = ()) -> None:
+    """Have every attention module notice a call of it in which no attention was intercepted.
+
+    Args:
+        model: everything that will be called in a step.
+        handle: counts intercepted calls.
+        skip: modules inside that are not swapped on purpose.
+    """
+    accepted = set(skip)
+    for name, module in model.named_modules():
+        if module in accepted or getattr(module, LOCAL, False):
+            accepted.update(module.modules())
+            continue
+        if isinstance(module, nn.MultiheadAttention):
+            hook = _refuse_weights(handle, name)
+            handle.on_undo(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        if _NAMES.search(type(module).__name__):
+            _watch(module, name, handle)
+
+
+def _watch(module: nn.Module, name: str, handle: SwapHandle) -> None:
+    before: list[int] = []  # a stack: recomputation may call the module within another call of it
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if handle.state is not None:
+            before.append(handle.state.calls)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if handle.state is None or not before:
+            return
+        if handle.state.calls == before.pop():
+            raise ConfigError(
+                f"{name or 'the model'} ({type(module).__name__}) computed attention by itself: none of its "
+                "calls was intercepted, so each rank would attend to its own tokens only. Attention must go "
+                "through transformers' attention interface or torch's scaled_dot_product_attention. If this "
+                f"module does not attend along the sequence, set {LOCAL} = True on it."
+            )
+
+    handle.on_undo(module.register_forward_pre_hook(enter).remove)
+    handle.on_undo(module.register_forward_hook(leave).remove)
+    handle.on_activate(lambda: before.clear)  # what an error left there
+
+
+def _refuse_weights(handle: SwapHandle, name: str) -> Any:
+    parameters = inspect.signature(nn.MultiheadAttention.forward)
+
+    def refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not handle.active:
+            return
+        given = parameters.bind(module, *args, **kwargs).arguments
+        if given.get("need_weights", True):
+            raise ConfigError(
+                f"{name or 'the model'} (nn.MultiheadAttention) is called with need_weights=True, its "
+                "default: it would compute attention by itself, over a rank's own tokens, because the "
+                "weights are asked for. Call it with need_weights=False."
+            )
+
+    return refuse

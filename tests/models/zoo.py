@@ -1,0 +1,144 @@
+"""Small Hugging Face models of many families, made from what a case asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+
+Options = dict[str, Any]
+
+WIDE = 1000
+"""A window that hides nothing."""
+
+
+NEED_EAGER = {"Gemma2ForCausalLM", "GptOssForCausalLM"}
+"""Models for which transformers has no other attention in one process; its softmax is float32."""
+
+
+class Asked(Protocol):
+    """What models are made from: see ``tests.models.steps.Case``."""
+
+    @property
+    def attention(self) -> str: ...
+    @property
+    def use_cache(self) -> bool: ...
+    @property
+    def window(self) -> int: ...
+
+
+def make(name: str, asked: Asked, **extra: Any) -> Any:
+    """A model of two layers, four heads and hidden size 32, of the class ``name``."""
+    import transformers
+
+    sizes: Options = {"vocab_size": 43, "hidden_size": 32, "intermediate_size": 48}
+    heads: Options = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    tokens: Options = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config_class = getattr(transformers, name).config_class
+    config = config_class(**{**sizes, **heads, **tokens, "use_cache": asked.use_cache, **extra})
+    config._attn_implementation = "eager" if name in NEED_EAGER else asked.attention
+    config._experts_implementation = "eager"  # the grouped one has no float64
+    model = getattr(transformers, name)(config)
+    use_torchs_norms(model)
+    return model
+
+
+def use_torchs_norms(model: nn.Module) -> None:
+    """transformers' own norms compute in float32, which float64 comparisons would see."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child).__name__.endswith("RMSNorm") and not isinstance(child, nn.RMSNorm):
+                size: int = child.weight.shape[0]  # type: ignore[index,assignment,union-attr]
+                setattr(parent, name, nn.RMSNorm(size, eps=1e-6))
+
+
+def window_of(asked: Asked) -> int:
+    """The size of the window as configs take it."""
+    return asked.window or WIDE
+
+
+def mistral(asked: Asked) -> Any:
+    """Every layer has the window."""
+    return make("MistralForCausalLM", asked, sliding_window=window_of(asked))
+
+
+def qwen2(asked: Asked) -> Any:
+    """The window begins at the second layer."""
+    window: Options = {"use_sliding_window": True, "sliding_window": window_of(asked)}
+    return make("Qwen2ForCausalLM", asked, **window, max_window_layers=1)
+
+
+def gemma2(asked: Asked) -> Any:
+    """Sliding and full layers alternate; the cap of its scores, which no kernel has yet, is off."""
+    caps: Options = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    scale: Options = {"head_dim": 8, "query_pre_attn_scalar": 8}
+    return make("Gemma2ForCausalLM", asked, sliding_window=window_of(asked), **caps, **scale)
+
+
+def gemma3(asked: Asked) -> Any:
+    """Sliding and full layers, with rotary bases of their own."""
+    kinds: Options = {"layer_types": ["sliding_attention", "full_attention"]}
+    scale: Options = {"head_dim": 8, "query_pre_attn_scalar": 8}
+    return make("Gemma3ForCausalLM", asked, sliding_window=window_of(asked), **kinds, **scale)
+
+
+def modernbert(asked: Asked) -> Any:
+    """Bidirectional: full and local layers."""
+    kinds: Options = {"layer_types": ["full_attention", "sliding_attention"]}
+    window: Options = {
+        "local_attention": 2 * window_of(asked),
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+    }
+    return make("ModernBertForMaskedLM", asked, **kinds, **window)
+
+
+def phimoe(asked: Asked) -> Any:
+    """The window is in the mask alone: the attention call does not have it."""
+    experts: Options = {
+        "num_local_experts": 2,
+        "router_jitter_noise": 0.0,
+        "input_jitter_noise": 0.0,
+    }
+    return make("PhimoeForCausalLM", asked, sliding_window=window_of(asked), **experts)
+
+
+def gpt_oss(asked: Asked) -> Any:
+    """Sinks, and alternating windows."""
+    experts: Options = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
+    window: Options = {"sliding_window": window_of(asked)}
+    return make("GptOssForCausalLM", asked, **experts, **window)
+
+
+def llama4(asked: Asked) -> Any:
+    """Attends in chunks of the window's size."""
+    chunk: Options = {"attention_chunk_size": window_of(asked), "no_rope_layers": [1, 1]}
+    experts: Options = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
+    more: Options = {"intermediate_size_mlp": 48, "moe_layers": []}
+    return make("Llama4ForCausalLM", asked, **chunk, **experts, **more)
+
+
+def ordinary(name: str, **extra: Any) -> Callable[[Asked], Any]:
+    """A family without a window."""
+    return lambda asked: make(name, asked, **extra)
+
+
+ZOO: dict[str, Callable[[Asked], Any]] = {
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "modernbert": modernbert,
+    "phimoe": phimoe,
+    "gpt_oss": gpt_oss,
+    "llama4": llama4,
+    "qwen3": ordinary("Qwen3ForCausalLM", head_dim=8),
+    "phi3": ordinary("Phi3ForCausalLM"),
+    "gpt_neox": ordinary("GPTNeoXForCausalLM"),
+    "olmo2": ordinary("Olmo2ForCausalLM"),
+    "mixtral": ordinary("MixtralForCausalLM", num_local_experts=2),
+    "qwen3_moe": ordinary("Qwen3MoeForCausalLM", head_dim=8, num_experts=2, num_experts_per_tok=1),
+    "granite": ordinary("GraniteForCausalLM"),
+    "smollm3": ordinary("SmolLM3ForCausalLM"),
+}
