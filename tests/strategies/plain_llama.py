@@ -27,11 +27,13 @@ class PlainLlama(nn.Module):
         self.norm = RMSNorm(hidden)
         self.head = nn.Linear(hidden, vocab, bias=False)
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[B, L] tokens and their global positions -> [B, L, vocab]."""
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[B, L] tokens and their global positions -> [B, L, vocab]; causal without a [B, L, L] mask."""
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x, positions)
+            x = block(x, positions, mask)
         return self.head(self.norm(x))
 
 
@@ -50,7 +52,9 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * hidden, hidden, bias=False)
         self.norm1, self.norm2 = RMSNorm(hidden), RMSNorm(hidden)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """[B, L, hidden] -> [B, L, hidden]."""
         batch, length, _ = x.shape
         y = self.norm1(x)
@@ -58,7 +62,8 @@ class Block(nn.Module):
         k = self.k(y).view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
         v = self.v(y).view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
         q, k = rotate(q, positions), rotate(k, positions)
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        seen = None if mask is None else mask[:, None]
+        a = F.scaled_dot_product_attention(q, k, v, seen, is_causal=mask is None, enable_gqa=True)
         x = x + self.o(a.transpose(1, 2).reshape(batch, length, -1))
         y = self.norm2(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))

@@ -34,6 +34,9 @@ class Run:
     clip: float | None = None
     sampler: bool = False
     predict: bool = True
+    packed: bool = False
+    """Several documents a row: position_ids that restart, and segment_ids for the plain model."""
+    precision: str | None = None
 
 
 @dataclass
@@ -64,7 +67,7 @@ def execute(rank: int, world_size: int, run: Run) -> Result:
         outputs: Any = trainer.predict(module, loader(data[: 2 * run.rows], run.rows))
         result.predictions = [x.double() for x in outputs]
     weights = {name: x.detach().double() for name, x in module.named_parameters()}
-    result.weights = weights if rank == 0 else {}
+    result.weights = weights
     return result
 
 
@@ -85,6 +88,7 @@ def make_trainer(run: Run, world_size: int, callbacks: list[Any]) -> pl.Trainer:
         max_epochs=1,
         accumulate_grad_batches=run.accumulate,
         gradient_clip_val=run.clip,
+        precision=run.precision,  # type: ignore[arg-type]
         callbacks=callbacks,
         use_distributed_sampler=run.sampler,
         num_sanity_val_steps=0,
@@ -118,8 +122,22 @@ def make_data(run: Run) -> list[dict[str, torch.Tensor]]:
         elif kind == 3:  # two targets, next to each other
             labels[: run.seq_len // 2] = -100
             labels[run.seq_len // 2 + 2 :] = -100
-        samples.append({"input_ids": ids, "labels": labels})
+        sample = {"input_ids": ids, "labels": labels}
+        if run.packed:
+            sample["position_ids"] = _restarting(run.seq_len, generator)
+            starts = sample["position_ids"] == 0
+            labels[starts] = -100  # nothing before it may predict it
+            sample["segment_ids"] = starts.cumsum(0)
+        samples.append(sample)
     return samples
+
+
+def _restarting(length: int, generator: torch.Generator) -> torch.Tensor:
+    """Positions of a row of documents of up to 15 tokens, shorter and longer than a rank's chunks."""
+    lengths: list[int] = []
+    while sum(lengths) < length:
+        lengths.append(int(torch.randint(1, 16, (), generator=generator)))
+    return torch.cat([torch.arange(n) for n in lengths])[:length]
 
 
 def loader(data: list[dict[str, torch.Tensor]], rows: int) -> DataLoader[Any]:
@@ -138,7 +156,14 @@ class PlainModule(pl.LightningModule):
         """[B, L, vocab]."""
         ids = batch["input_ids"]
         positions = batch.get("position_ids", torch.arange(ids.shape[1])[None])
-        return self.model(ids, positions)
+        return self.model(ids, positions, self.mask(batch))
+
+    def mask(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """[B, L, L]: who sees whom; where the strategy reads the documents, nothing but causality."""
+        segments = batch.get("segment_ids")
+        if segments is None or isinstance(self.trainer.strategy, UlyssesRingStrategy):
+            return None
+        return (segments[:, :, None] == segments[:, None, :]).tril()
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The mean over targets."""
@@ -178,11 +203,18 @@ class HFModule(PlainModule):
         )
         self.model = LlamaForCausalLM(config)
 
+        self.packed = run.packed
+
     def logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.model(input_ids=batch["input_ids"]).logits
+        return self.model(**self.inputs(batch)).logits
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+        return self.model(**self.inputs(batch), labels=batch["labels"]).loss
+
+    def inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Positions only where they say something: a step need not pass them on."""
+        names = ("input_ids", "position_ids") if self.packed else ("input_ids",)
+        return {name: batch[name] for name in names}
 
 
 class Recorder(pl.Callback):
