@@ -93,6 +93,7 @@ def trainer_of(world_size: int, settings: dict[str, Any] | None, **options: Any)
         strategy = UlyssesRingStrategy(**{"labels": "aligned", **settings})
     quiet: dict[str, Any] = {
         "max_epochs": 1,
+        "plugins": [] if settings is None else [PoolEnvironment()],
         "use_distributed_sampler": False,
         "num_sanity_val_steps": 0,
         "logger": False,
@@ -104,7 +105,6 @@ def trainer_of(world_size: int, settings: dict[str, Any] | None, **options: Any)
         accelerator="cpu",
         devices=world_size,
         strategy=options.pop("strategy", strategy),
-        plugins=[] if settings is None else [PoolEnvironment()],
         **{**quiet, **options},
     )
 

@@ -1,0 +1,59 @@
+"""What the strategy makes of the world it finds: nodes, and another number of processes than asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from typing_extensions import override
+
+from lightning_cp.errors import ConfigError
+from tests.pool import expect_on_every_rank, run_ranks
+from tests.pool.environment import PoolEnvironment
+from tests.strategies.small import Small, loader, trainer_of
+
+
+class Nodes(PoolEnvironment):
+    """Two ranks on each node."""
+
+    @override
+    def local_rank(self) -> int:
+        return dist.get_rank() % 2
+
+    @override
+    def node_rank(self) -> int:
+        return dist.get_rank() // 2
+
+
+class Claims(PoolEnvironment):
+    """Says that there are as many processes as the Trainer wants."""
+
+    _claimed = 1
+
+    @override
+    def world_size(self) -> int:
+        return self._claimed
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        self._claimed = size
+
+
+def fit(
+    rank: int, world_size: int, devices: int, environment: type[PoolEnvironment], nodes: int = 1
+) -> tuple[int, int]:
+    trainer = trainer_of(devices, {}, num_nodes=nodes, plugins=[environment()])
+    trainer.fit(Small(), loader(2))
+    strategy: Any = trainer.strategy
+    return strategy.mesh.ulysses_size, strategy.mesh.ring_size
+
+
+def test_auto_keeps_ulysses_within_a_node() -> None:
+    """Four heads on four ranks: Ulysses over all of them on one node, over the pairs on two."""
+    assert run_ranks(4, fit, 4, PoolEnvironment) == [(4, 1)] * 4
+    assert run_ranks(4, fit, 2, Nodes, 2) == [(2, 2)] * 4
+
+
+def test_a_group_of_another_size_than_the_trainers() -> None:
+    match = "the Trainer wants 3 processes, but torch.distributed was initialised with 2"
+    expect_on_every_rank(2, fit, 3, Claims, error=ConfigError, match=match)
