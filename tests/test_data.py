@@ -224,7 +224,11 @@ def module(folder: Path, data_parallel: Any = None, **settings: Any) -> ByteData
     if data_parallel is not None:
         size, rank = data_parallel
         kwargs = {"num_replicas": size, "rank": rank}
-        data.trainer = SimpleNamespace(distributed_sampler_kwargs=kwargs)  # type: ignore[assignment]
+        progress = SimpleNamespace(total=SimpleNamespace(ready=0))
+        data.trainer = SimpleNamespace(  # type: ignore[assignment]
+            distributed_sampler_kwargs=kwargs,
+            fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress)),
+        )
     return data
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,31 @@ from lightning_cp.data.packing import PackedBytes
 from lightning_cp.errors import ConfigError
 
 Batch = dict[str, torch.Tensor]
+
+
+class TrainingSampler(DistributedSampler[Any]):
+    """A DistributedSampler that goes on after the batches trained on, by this run or the one it resumes.
+
+    Lightning counts batches over all runs, but its epochs begin anew with some checkpoints; so the place is
+    taken from the count, when the first sample is asked for. A pass always has its whole length.
+    """
+
+    def __init__(self, data: ByteDataModule, **options: Any) -> None:
+        super().__init__(data.training, **options)
+        self.data = data
+        self.used = len(self) // data.batch_size * data.batch_size
+        """Samples of an epoch, without an incomplete last batch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        trainer = self.data.trainer
+        batches = trainer.fit_loop.epoch_loop.batch_progress.total.ready if trainer else 0
+        epoch, begin = divmod(batches * self.data.batch_size, self.used)
+        yield from islice(self._from(epoch), begin, begin + self.used)
+
+    def _from(self, epoch: int) -> Iterator[Any]:
+        for number in count(epoch):
+            self.set_epoch(number)
+            yield from islice(super().__iter__(), self.used)
 
 
 class ByteDataModule(L.LightningDataModule):
@@ -70,24 +96,23 @@ class ByteDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """Sequences in a seeded order, new every epoch; an incomplete last batch is dropped."""
-        return self._loader(self.training, shuffle=True)
+        size, rank = data_parallel(self.trainer)
+        if len(self.training) < size * self.batch_size:
+            raise ConfigError(
+                f"a step needs {size * self.batch_size} sequences (data.batch_size={self.batch_size} on "
+                f"{size} data ranks), but the training text has {len(self.training)} of "
+                f"{self.training.seq_len} bytes. Give more text, or smaller batches or sequences."
+            )
+        sampler = TrainingSampler(self, num_replicas=size, rank=rank, seed=self.seed)
+        return DataLoader(self.training, self.batch_size, sampler=sampler, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """The first ``validation_sequences`` sequences of the validation documents."""
-        return self._loader(self.validation, shuffle=False)
-
-    def _loader(self, dataset: PackedBytes, shuffle: bool) -> DataLoader[Batch]:
         size, rank = data_parallel(self.trainer)
-        if shuffle and len(dataset) < size * self.batch_size:
-            raise ConfigError(
-                f"a step needs {size * self.batch_size} sequences (data.batch_size={self.batch_size} on "
-                f"{size} data ranks), but the training text has {len(dataset)} of {dataset.seq_len} "
-                "bytes. Give more text, or smaller batches or sequences."
-            )
         sampler: DistributedSampler[Batch] = DistributedSampler(
-            dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=self.seed
+            self.validation, num_replicas=size, rank=rank, shuffle=False
         )
-        return DataLoader(dataset, self.batch_size, sampler=sampler, drop_last=shuffle)
+        return DataLoader(self.validation, self.batch_size, sampler=sampler)
 
     def __str__(self) -> str:
         training, validation = self.training, self.validation
