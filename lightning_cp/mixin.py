@@ -22,8 +22,8 @@ class ContextParallelMixin:
     context_parallel_sequence_dims: ClassVar[Mapping[str, int | None]] = {}
     """Dotted name of a batch tensor -> its sequence dimension; ``None``: every rank gets all of it."""
 
-    context_parallel_label_key: ClassVar[str] = "labels"
-    """Dotted name of the labels in a batch."""
+    context_parallel_label_key: ClassVar[str | None] = None
+    """Dotted name of the labels in a batch; ``None``: as the strategy says (``labels``)."""
 
     context_parallel_labels: ClassVar[str | None] = None
     """``"aligned"``: labels[i] is the target of token i; ``None``: as the strategy says."""

@@ -56,8 +56,8 @@ def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBat
     if rules.label_key not in tensors and needs_labels:
         raise ConfigError(
             f"training needs the labels of the batch to weight the loss of each rank, but there is no key "
-            f"{rules.label_key!r} among {sorted(tensors)}. Add it, or name it with the mixin's "
-            "context_parallel_label_key."
+            f"{rules.label_key!r} among {sorted(tensors)}. Add it, or name it: label_key='<name>' "
+            "('1' for the second of a tuple)."
         )
     rows = next((tensors[name].size(0) for name, dim in dims.items() if dim != 0), 1)
     aligned = _aligned_labels(tensors, dims, rules)

@@ -124,7 +124,7 @@ class ContextParallelCore:
         declared = options.get("labels") or settings.labels
         self.rules = BatchRules(
             sequence_dims=settings.sequence_dims,
-            label_key=options.get("label_key") or "labels",
+            label_key=options.get("label_key") or settings.label_key,
             labels=label_kind(model, declared, required=needs_labels),
             padding=settings.padding,
             reads_masks=bool(hf_models(model)),

@@ -43,6 +43,7 @@ class Settings:
     token_weighting: str = "micro_batch"  # noqa: S105 - no password
     loss_reduction: str = "mean"
     labels: str = "auto"
+    label_key: str = "labels"
     sequence_dims: Mapping[str, int | None] = field(default_factory=dict)
     padding: bool = True
     parity_check: str | None = "off"

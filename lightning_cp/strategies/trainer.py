@@ -57,6 +57,7 @@ class UlyssesRingStrategy(DDPStrategy):
         labels: ``auto`` (Hugging Face models that are called with labels: shifted on the whole sequence),
             ``shift`` (the same, and the step takes its targets from ``batch["shift_labels"]``) or
             ``aligned`` (labels[i] is the target of token i), which any other module must declare.
+        label_key: dotted name of the labels in a batch; an index for tuples: ``"1"``.
         sequence_dims: dotted name of a batch tensor -> its sequence dimension, ``None`` to replicate it.
         padding: pad sequences that do not divide, which is exact; ``False`` refuses them.
         parity_check: ``off`` or ``None``.
@@ -85,6 +86,7 @@ class UlyssesRingStrategy(DDPStrategy):
         token_weighting: str = "micro_batch",  # noqa: S107 - no password
         loss_reduction: str = "mean",
         labels: str = "auto",
+        label_key: str = "labels",
         sequence_dims: Mapping[str, int | None] | None = None,
         padding: bool = True,
         parity_check: str | None = "off",

@@ -29,9 +29,6 @@ from tests.strategies.small import (
 class OfATuple(ContextParallelMixin, Small):
     """A batch that cannot carry positions, and a module that asks for them."""
 
-    context_parallel_sequence_dims = {"0": 1, "1": 1}  # noqa: RUF012
-    context_parallel_label_key = "1"
-
     def loss(self, batch: Batch) -> torch.Tensor:
         ids, labels = batch
         logits = self.model(ids, self.token_positions(ids))
@@ -42,6 +39,8 @@ def fit_tuples(rank: int, world_size: int, settings: Settings | None) -> torch.T
     module = OfATuple()  # first: random labels depend on the default dtype that it sets
     pairs = [(sample["input_ids"], sample["labels"]) for sample in samples(8)]
     data: Any = DataLoader(pairs, batch_size=2)  # type: ignore[arg-type]
+    if settings is not None:
+        settings = {**settings, "sequence_dims": {"0": 1, "1": 1}, "label_key": "1"}
     trainer_of(world_size, settings).fit(module, data)
     return weights(module)
 
