@@ -123,7 +123,7 @@ def _quiet_what_is_expected() -> None:
     """Silence what Lightning says of every run like this one, and nothing else."""
     # The text is in memory and a sample takes microseconds; worker processes would cost more.
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
-    # It looks for a loader with a state; here the data module has it.
+    # It looks for a loader with a state; here the sampler goes by Lightning's own count.
     warnings.filterwarnings("ignore", ".*checkpoint that ended before the epoch ended.*")
     # Lightning's own use of a name that PyTorch has deprecated.
     warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\).*", FutureWarning)
