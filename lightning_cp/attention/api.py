@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 
 from lightning_cp.attention.function import ContextParallelAttention
-from lightning_cp.attention.keep import current_stash
+from lightning_cp.attention.keep import Stash, current_stash
 from lightning_cp.attention.plan import AttentionPlan, make_plan
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.attention.ulysses import q_to_tokens
@@ -116,12 +116,21 @@ def attend(
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Execute a plan that the ranks have agreed on already (once per batch, by the strategy)."""
+    stash = current_stash()
     with torch.autocast(q_BLHD.device.type, enabled=False):  # kernels choose their own precision
-        out, lse = ContextParallelAttention.apply(q_BLHD, k_BLKD, v_BLKD, plan, current_stash())  # type: ignore[misc]
-    if not return_lse:
-        return out
-    lse_TBH1 = lse.permute(2, 0, 1).unsqueeze(-1)
-    return out, q_to_tokens(lse_TBH1, plan).squeeze(-1).transpose(1, 2)
+        out, lse = ContextParallelAttention.apply(q_BLHD, k_BLKD, v_BLKD, plan, stash)  # type: ignore[misc]
+    return (out, _lse_to_tokens(lse, plan, stash)) if return_lse else out
+
+
+def _lse_to_tokens(lse_BHT: torch.Tensor, plan: AttentionPlan, stash: Stash | None) -> torch.Tensor:
+    """The lse [B, H, L] of this rank's own tokens, from those [B, h, T] of its heads."""
+    if stash is not None and stash.replaying:
+        return stash.replay()[0]
+    lse_TBH1 = lse_BHT.permute(2, 0, 1).unsqueeze(-1)
+    lse_BHL = q_to_tokens(lse_TBH1, plan).squeeze(-1).transpose(1, 2)
+    if stash is not None:
+        stash.record(lse_BHL)
+    return lse_BHL
 
 
 def check_exchange(exchange: str) -> None:

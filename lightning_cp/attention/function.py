@@ -64,9 +64,7 @@ class ContextParallelAttention(torch.autograd.Function):
                 ctx.save_for_backward(q, kv, out, lse)
             else:
                 stash.record(out_BLHD, lse)
-        if (
-            stash is not None
-        ):  # checkpoint requires that a recomputation saves what the forward saved
+        if stash is not None:  # a recomputation must save what the forward saved
             ctx.save_for_backward(q_BLHD, k_BLKD, v_BLKD, out_BLHD, lse)
         ctx.mark_non_differentiable(lse)
         return out_BLHD, lse

@@ -4,7 +4,8 @@ Without it, a checkpointed block repeats attention *and its communication* when 
 ``keep_attention`` is a ``context_fn`` for ``torch.utils.checkpoint.checkpoint(use_reentrant=False)``:
 each checkpointed region keeps the results of its attention calls, in order, and the recomputation
 takes them from there (Li et al. 2023, arXiv 2310.03294, section 3.3). It costs
-``L * H * (D * itemsize + 4)`` bytes per call, batch row and rank.
+``L * H * (D * itemsize + 4)`` bytes per call, batch row and rank, and ``4 * L * H`` more where the lse is
+asked for.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from types import TracebackType
 
 import torch
 
-Kept = tuple[torch.Tensor, torch.Tensor]
-"""out [B, L, H, D] and lse [B, h, T]."""
+Kept = tuple[torch.Tensor, ...]
+"""out [B, L, H, D] and lse [B, h, T] of one call; the lse [B, H, L] after them, if it was asked for."""
 
 
 class Stash:
@@ -27,16 +28,16 @@ class Stash:
         self._results = results
         self._next = 0
 
-    def record(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Keep the result of the next attention call."""
-        self._results.append((out.detach(), lse.detach()))
+    def record(self, *results: torch.Tensor) -> None:
+        """Keep what was just communicated."""
+        self._results.append(tuple(x.detach() for x in results))
 
     def replay(self) -> Kept:
-        """The result of the next attention call, as it was recorded."""
-        out, lse = self._results[self._next]
+        """What was recorded at the same place."""
+        results = self._results[self._next]
         self._next += 1
         # Other handles: autograd attaches the recomputed graph, and so its memory, to what it is given.
-        return out.detach(), lse.detach()
+        return tuple(x.detach() for x in results)
 
 
 # Set while a region runs, in the thread that runs it: the recomputation runs inside backward, and

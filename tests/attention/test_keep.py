@@ -43,6 +43,7 @@ class Block:
     layout: SequenceLayout
     weights: list[torch.Tensor]
     kernel: str
+    use_lse: bool = False
     runs: list[dict[str, int]] = field(default_factory=list)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,10 +59,19 @@ class Block:
     def _layer(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         qkv = (x @ weight).unflatten(-1, (-1, DIM))
         q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
-        out = context_parallel_attention(
-            q, k, v, mesh=self.mesh, layout=self.layout, kernel=self.kernel
+        found = context_parallel_attention(
+            q,
+            k,
+            v,
+            mesh=self.mesh,
+            layout=self.layout,
+            kernel=self.kernel,
+            return_lse=self.use_lse,
         )
-        return x + torch.tanh(out.flatten(2))
+        if isinstance(found, torch.Tensor):
+            return x + torch.tanh(found.flatten(2))
+        out, lse = found
+        return x + torch.tanh((out * lse.sigmoid().transpose(1, 2).unsqueeze(-1)).flatten(2))
 
 
 @dataclass(frozen=True)
@@ -88,7 +98,13 @@ def make_block(
 
 
 def differentiate(
-    rank: int, world_size: int, grid: Grid, layers: int, kernel: str, backwards: int
+    rank: int,
+    world_size: int,
+    grid: Grid,
+    layers: int,
+    kernel: str,
+    backwards: int,
+    use_lse: bool = False,
 ) -> dict[str, Result]:
     """Gradients after some backwards through one graph, each way."""
     found: dict[str, Result] = {}
@@ -97,6 +113,7 @@ def differentiate(
             if how == "reentrant" and backwards > 1:
                 continue  # PyTorch's reentrant kind cannot go through a graph twice
             block, x = make_block(mesh, grid, layers, kernel, torch.float64)
+            block.use_lse = use_lse
             out = run(block, x)
             with Wire() as wire:
                 for index in range(backwards):
@@ -122,12 +139,16 @@ def test_every_way_gives_the_same_bits(
                 assert torch.equal(one, two), how
 
 
+@pytest.mark.parametrize("use_lse", [False, True])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_a_kept_recomputation_communicates_nothing(grid: Grid, layers: int) -> None:
+def test_a_kept_recomputation_communicates_nothing(grid: Grid, layers: int, use_lse: bool) -> None:
     """Inside backward, Ulysses exchanges q, kv and out; the ring does what it does anyway."""
-    for found in run_ranks(grid.world_size, differentiate, grid, layers, "reference", 1):
+    args = (grid, layers, "reference", 1, use_lse)
+    for found in run_ranks(grid.world_size, differentiate, *args):
         plain, kept, recomputed = (found[how] for how in ("plain", "kept", "recomputed"))
+        for one, two in zip(plain.gradients, kept.gradients, strict=True):
+            assert torch.equal(one, two)
         assert kept.runs == [plain.runs[0], {}]
         assert recomputed.runs == [plain.runs[0]] * 2
         again = {"alltoall_base_": 3 * layers} if grid.ulysses > 1 else {}
