@@ -44,6 +44,8 @@ class StepState:
     """bool [2, rows, L], once asked for: local tokens within the sequence, and within a document."""
     restarts: bool | None = None
     """Whether local positions count within documents, once asked for."""
+    cached_by: str = ""
+    """The model that would make a key/value cache in one process, which hides packing from its masks."""
 
     def note_gradient(self, gradient: torch.Tensor) -> None:
         """A hook for the outputs of attention calls."""
@@ -59,6 +61,8 @@ class SwapHandle:
         self.kernel = kernel
         self.state: StepState | None = None
         self.report: list[str] = []
+        self.warned: set[str] = set()
+        """Models of which something was said once."""
         self._enter: list[Callable[[], Callable[[], None]]] = []
         self._leave: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []

@@ -49,7 +49,7 @@ def swap_hf(model: Any, handle: SwapHandle) -> None:
     name = next(_names)
     AttentionInterface.register(name, attention_function(handle, before))
     handle.on_undo(lambda: AttentionInterface._global_mapping.pop(name, None))
-    AttentionMaskInterface.register(name, mask_function(handle))
+    AttentionMaskInterface.register(name, mask_function(handle, before))
     handle.on_undo(lambda: AttentionMaskInterface._global_mapping.pop(name, None))
     configs = _configs_that_change(model, name)
     handle.on_activate(lambda: _choose(configs, name))

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf_labels import accepted, complete_labels, label_alignment
-from lightning_cp.models.hf_packing import check_packing
+from lightning_cp.models.hf_packing import check_call
 
 
 def complete_call(handle: SwapHandle, before: str) -> Any:
@@ -25,7 +25,7 @@ def complete_call(handle: SwapHandle, before: str) -> Any:
             return None
         args, given = _by_name(model, args, kwargs)
         _refuse_cache_and_weights(model, given)
-        check_packing(handle, model, given, before)
+        check_call(handle, model, given, before)
         names = accepted(model)
         if "use_cache" in names:
             given["use_cache"] = False

@@ -16,7 +16,7 @@ import torch
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
-from lightning_cp.models.hf_packing import warn_if_isolated
+from lightning_cp.models.hf_packing import check_mask
 from lightning_cp.models.hf_padding import check_padding
 
 EXPRESSIBLE = (
@@ -109,16 +109,34 @@ def _maker(function: Callable[..., Any]) -> str:
     )
 
 
+def _inside(function: Callable[..., Any]) -> dict[str, Any]:
+    """What a mask function was made with."""
+    names = function.__code__.co_freevars if hasattr(function, "__code__") else ()
+    cells = getattr(function, "__closure__", None) or ()
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+def _makers(function: Callable[..., Any]) -> list[str]:
+    """The makers of the parts of an intersection."""
+    if _maker(function) != "and_masks":
+        return [_maker(function)]
+    return [name for part in _inside(function)["mask_functions"] for name in _makers(part)]
+
+
 def _named(made: str, function: Callable[..., Any]) -> str:
     if made != "or_masks":
         return f"{made} ({_MEANINGS.get(made, 'and_mask_function or a mask function of its own')})"
-    assert function.__closure__ is not None
-    parts = " | ".join(_maker(part) for part in function.__closure__[0].cell_contents)
+    parts = " | ".join(_maker(part) for part in _inside(function)["mask_functions"])
     return f"{parts} ({_MEANINGS[made]})"
 
 
-def mask_function(handle: SwapHandle) -> Any:
-    """What is registered as transformers' mask function."""
+def mask_function(handle: SwapHandle, before: str) -> Any:
+    """What is registered as transformers' mask function.
+
+    Args:
+        handle: holds the active step.
+        before: the attention implementation that one process uses.
+    """
 
     def mask(
         batch_size: int,
@@ -140,8 +158,14 @@ def mask_function(handle: SwapHandle) -> Any:
             )
         visible = read_mask(mask_function, state.layout.seq_len)
         check_padding(handle, attention_mask, causal=visible.causal)
-        if not visible.causal:
-            warn_if_isolated(handle, getattr(kwargs.get("config"), "model_type", "this model"))
+        check_mask(
+            handle,
+            getattr(kwargs.get("config"), "model_type", "the model"),
+            causal=visible.causal,
+            given=attention_mask is not None,
+            folded="packed_sequence_mask_function" in _makers(mask_function),
+            before=before,
+        )
         return make_note(visible, (batch_size, 1, q_length, kv_length), device)
 
     return mask

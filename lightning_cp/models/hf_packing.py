@@ -3,7 +3,7 @@
 transformers (5.23, ``masking_utils``) isolates the documents of a row if the model is causal, is given
 no ``attention_mask`` and has no cache. With a cache, the default even in training, it takes the row
 for one document. flash-attention isolates by ``position_ids`` itself, in batches of one row, cache or not.
-Here they are always isolated, so that what one process would not isolate is refused.
+Here the documents of the batch are always isolated, so that what one process would not isolate is refused.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lightning_cp.layout import Documents
 from lightning_cp.models.handle import SwapHandle
 
 
-def check_packing(handle: SwapHandle, model: Any, given: dict[str, Any], before: str) -> None:
-    """Compare the documents of the batch with what one process would make of this call.
+def check_call(handle: SwapHandle, model: Any, given: dict[str, Any], before: str) -> None:
+    """When a model is called: its positions are the batch's, and whether one process would make a cache.
 
     Args:
         handle: holds the active step.
@@ -33,50 +33,105 @@ def check_packing(handle: SwapHandle, model: Any, given: dict[str, Any], before:
     """
     _refuse_other_positions(handle, given.get("position_ids"))
     _check_flash_boundaries(handle, given.get("cu_seq_lens_q"))
-    if not restarts(handle):
+    state = handle.state
+    if state is None or not _restarts(handle):
         return
-    if before.startswith("flash"):
-        if _rows(given) > 1:
-            raise ConfigError(
-                f"position_ids restart in a batch of {_rows(given)} rows: in one process flash-attention "
-                "reads packed documents only from batches of one row. Use a batch size of 1, or 'sdpa' with "
-                "use_cache=False."
-            )
-    elif caches(model, given):
+    if before.startswith("flash") and _rows(given) > 1:
         raise ConfigError(
-            f"position_ids restart (packed documents), but {type(model).__name__} is called with "
+            f"position_ids restart in a batch of {_rows(given)} rows: in one process flash-attention "
+            "reads packed documents only from batches of one row. Use a batch size of 1, or 'sdpa' with "
+            "use_cache=False."
+        )
+    if not before.startswith("flash") and _caches(model, given):
+        state.cached_by = type(
+            model
+        ).__name__  # a model inside is called with use_cache=False by ours
+
+
+def check_mask(
+    handle: SwapHandle, model: str, *, causal: bool, given: bool, folded: bool, before: str
+) -> None:
+    """When a model makes its mask: one process would isolate the same documents.
+
+    Args:
+        handle: holds the active step.
+        model: its type, for messages.
+        causal: what the mask is.
+        given: the model was given an ``attention_mask``.
+        folded: transformers found the (local) positions to restart, and put that into the mask.
+        before: the attention implementation that one process uses.
+
+    Raises:
+        ConfigError: one process would isolate other documents.
+    """
+    state = handle.state
+    assert state is not None
+    if not _restarts(handle):
+        if causal and folded and not state.cached_by and _counts_anew(handle):
+            raise ConfigError(_UNDECLARED)
+    elif not causal:
+        if model in handle.warned:
+            return
+        handle.warned.add(model)
+        warnings.warn(
+            "position_ids restart, so the documents of a row attend only to themselves; in one process "
+            f"transformers takes a row of a bidirectional model ({model}) for one document.",
+            stacklevel=3,
+        )
+    elif state.cached_by:
+        raise ConfigError(
+            f"position_ids restart (packed documents), but {state.cached_by} is called with "
             "use_cache=True (the default of its config): in one process transformers then takes a row for "
-            "one document, and every document would see the ones before it. Set model.config.use_cache = "
+            "one document, and every document sees the ones before it. Set model.config.use_cache = "
             "False, so that documents are isolated in one process as they are here; or take position_ids "
             "out of the batch."
         )
-
-
-def restarts(handle: SwapHandle) -> bool:
-    """Whether the batch is packed and local positions count within documents."""
-    state = handle.state
-    assert state is not None
-    if not _packed(state.layout.documents):
-        return False
-    if state.restarts is None:
-        here = state.layout.positions(handle.mesh.cp_rank)
-        real = here < state.layout.seq_len
-        ids = state.position_ids
-        state.restarts = bool(((ids != here.to(ids.device)) & real.to(ids.device)).any())
-    return state.restarts
-
-
-def warn_if_isolated(handle: SwapHandle, name: str) -> None:
-    """Bidirectional models: documents may have been declared, which only the batch knows."""
-    if restarts(handle):
-        warnings.warn(
-            f"position_ids restart, so the documents of a row attend only to themselves; in one process "
-            f"transformers takes a row of a bidirectional model ({name}) for one document.",
-            stacklevel=2,
+    elif given:
+        raise ConfigError(
+            "position_ids restart (packed documents), but the model is given an attention_mask as well: in "
+            "one process transformers then takes a row for one document. Call the model without "
+            "attention_mask, or take position_ids out of the batch."
+        )
+    elif not folded and not before.startswith("flash") and _jumps(state.position_ids):
+        raise ConfigError(
+            f"position_ids restart (packed documents), but {model} does not read them when it makes its "
+            "mask: in one process it takes a row for one document. Use batches that are not packed."
         )
 
 
-def caches(model: Any, given: dict[str, Any]) -> bool:
+_UNDECLARED = (
+    "the position_ids of the batch restart and the model is called without attention_mask, so one process "
+    "would isolate packed documents; but the batch has an attention_mask, and so its rows are single "
+    "documents here. Take attention_mask out of the batch, or pass it to the model."
+)
+
+
+def _restarts(handle: SwapHandle) -> bool:
+    """Whether the batch is packed and local positions count within documents."""
+    state = handle.state
+    assert state is not None
+    return _packed(state.layout.documents) and _counts_anew(handle)
+
+
+def _counts_anew(handle: SwapHandle) -> bool:
+    """Whether local positions are anything else than global ones, or these and a constant."""
+    state = handle.state
+    assert state is not None
+    if state.restarts is None:
+        ids = state.position_ids
+        here = state.layout.positions(handle.mesh.cp_rank)
+        real = (here < state.layout.seq_len).to(ids.device)
+        ahead = (ids - here.to(ids.device))[..., real]
+        first = 0 if _packed(state.layout.documents) else ahead[..., :1]
+        state.restarts = ids.dim() == 2 and bool((ahead != first).any())
+    return state.restarts
+
+
+def _jumps(position_ids: torch.Tensor) -> bool:
+    return bool((position_ids.diff(dim=-1) != 1).any())
+
+
+def _caches(model: Any, given: dict[str, Any]) -> bool:
     """Whether one process would make a cache, which hides packing from transformers' masks."""
     asked = given.get("use_cache")
     if asked is None:

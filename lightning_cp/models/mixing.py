@@ -54,7 +54,8 @@ def _mixers(model: nn.Module, skip: set[nn.Module]) -> Iterator[str]:
     for name, module in model.named_modules():
         if module in skip or getattr(module, LOCAL, False):
             accepted.update(module.modules())
-        if module not in accepted and (why := _why(module)):
+        why = None if module in accepted else _why(module)
+        if why is not None:
             yield f"{name or 'the model'} ({type(module).__name__}{why})"
 
 
