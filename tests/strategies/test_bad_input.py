@@ -429,7 +429,7 @@ class Iterating(Module):
 
 STEPS: dict[str, tuple[type[pl.LightningModule], str]] = {
     "none intercepted": (TokenWise, r"no attention call was intercepted.*\(0 calls\).*none"),
-    "own attention": (NotIntercepted, "Attention classes seen: OwnAttention"),
+    "own attention": (NotIntercepted, r"OwnAttention\) computed attention by itself"),
     "dense mask": (Masked, r"dense attn_mask of shape \(16, 16\).*What can be expressed"),
     "dropout": (Dropout, r"must be 0\.0 under context parallelism, got 0\.1"),
     "dataloader_iter": (Iterating, "Take the batch instead"),
