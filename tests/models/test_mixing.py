@@ -171,6 +171,24 @@ def test_attention_that_is_not_intercepted_while_other_is() -> None:
     handle.undo()
 
 
+class AttentionOfMine(HandmadeAttention):
+    """Not named like a class that must call attention."""
+
+
+def test_no_call_at_all_names_what_looks_like_attention() -> None:
+    model = nn.Sequential(AttentionOfMine())
+    handle = watched(model)
+    handle.activate(state())
+    try:
+        model(X)
+        with pytest.raises(
+            ConfigError, match=r"\(0 calls\).*Attention classes seen: AttentionOfMine"
+        ):
+            handle.require_intercepted(model)
+    finally:
+        handle.undo()
+
+
 def test_an_error_inside_attention_does_not_confuse_the_next_step() -> None:
     class Sometimes(FusedAttention):
         fails = True
