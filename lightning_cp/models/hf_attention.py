@@ -119,7 +119,7 @@ def _mask_of(
         )
     size = kwargs.get("sliding_window")
     asked = -1 if size is None else int(size) - 1  # theirs counts the query itself
-    if asked != visible.window[0] and (size is not None or before.startswith("flash")):
+    if asked != visible.window[0] and (size is not None or "flash" in before):
         raise ConfigError(
             f"{name} has sliding_window={size} in its attention call, but its mask has "
             f"{_shown(visible.window)}: in one process it depends on the attention implementation which of "
