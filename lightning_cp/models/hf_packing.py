@@ -42,7 +42,7 @@ def check_call(handle: SwapHandle, model: Any, given: dict[str, Any], before: st
             "reads packed documents only from batches of one row. Use a batch size of 1, or 'sdpa' with "
             "use_cache=False."
         )
-    if not "flash" in before and _caches(model, given):
+    if "flash" not in before and _caches(model, given):
         state.cached_by = type(
             model
         ).__name__  # a model inside is called with use_cache=False by ours
@@ -92,7 +92,7 @@ def check_mask(
             "one process transformers then takes a row for one document. Call the model without "
             "attention_mask, or take position_ids out of the batch."
         )
-    elif not folded and not "flash" in before and _jumps(state.position_ids):
+    elif not folded and "flash" not in before and _jumps(state.position_ids):
         raise ConfigError(
             f"position_ids restart (packed documents), but {model} does not read them when it makes its "
             "mask: in one process it takes a row for one document. Use batches that are not packed."
