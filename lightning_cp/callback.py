@@ -110,6 +110,24 @@ class ContextParallelCallback(Callback):
             module.__dict__.pop("log", None)
 
 
+def callback_among(callbacks: list[Any]) -> ContextParallelCallback:
+    """The one of a Trainer's callbacks; put in front of them if there is none.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    found = [callback for callback in callbacks if isinstance(callback, ContextParallelCallback)]
+    if len(found) > 1:
+        raise ConfigError(
+            f"the Trainer has {len(found)} ContextParallelCallbacks; pass at most one (the strategy adds one "
+            "by itself)."
+        )
+    if not found:
+        found = [ContextParallelCallback()]
+        callbacks.insert(0, found[0])
+    return found[0]
+
+
 def _is_mean(value: Any) -> bool:
     """Floating-point scalars are means over targets; metrics and counts synchronise themselves."""
     if isinstance(value, torch.Tensor):

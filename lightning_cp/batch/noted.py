@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 POSITIONS = "position_ids"
@@ -33,6 +33,6 @@ class NotedBatch(dict[Any, Any]):
         self.positions_read |= key == POSITIONS
         return super().pop(key, *default)
 
-    def items(self) -> ItemsView[Any, Any]:
+    def items(self) -> Any:
         self.positions_read = True
         return super().items()

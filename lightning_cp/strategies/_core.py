@@ -18,7 +18,7 @@ from torch import nn
 from lightning_cp.batch import BatchRules, ShardedBatch, require_replicated, unshard_output
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh, Factors, Flat
-from lightning_cp.models.swap import StepState, SwapHandle, hf_models, num_heads_of, swap_attention
+from lightning_cp.models.swap import StepState, SwapHandle, hf_models, swap_attention
 from lightning_cp.strategies._sharding import label_kind, shard_agreed
 from lightning_cp.strategies._weighting import StepLoss
 from lightning_cp.strategies.settings import Settings
@@ -82,15 +82,10 @@ class ContextParallelCore:
             ConfigError: sizes that do not fit the world or the heads.
         """
         cp_size = self.settings.context_size(world_size)
-        num_heads = self.settings.known_heads(cp_size, model, num_heads)
-        if self._mesh is not None:
+        heads = self.settings.known_heads(cp_size, model, num_heads)
+        waits = heads is None and self.settings.needs_heads and cp_size > 1
+        if self._mesh is not None or waits:
             return None
-        heads = self.settings.num_heads or num_heads
-        needs = self.settings.needs_heads and cp_size > 1
-        if heads is None and needs:
-            if model is None:
-                return None
-            heads = num_heads_of(model)
         if cp_size == 1:
             factors = Factors(1, 1, "one rank per sample")
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -114,15 +114,15 @@ class Settings:
             declared: what the model's mixin says.
 
         Raises:
-            ConfigError: the heads do not divide.
+            ConfigError: the heads do not divide, or the split needs their number and no module tells.
         """
         heads = self.num_heads or declared
+        if cp_size == 1:
+            return heads
         if heads is None and model is not None:
-            with suppress(
-                ConfigError
-            ):  # only an error if the number is needed, which is asked later
+            with nullcontext() if self.needs_heads else suppress(ConfigError):
                 heads = num_heads_of(model)
-        if heads is not None and cp_size > 1 and not self.needs_heads:
+        if heads is not None and not self.needs_heads:
             self.factors(cp_size, heads, None)
         return heads
 

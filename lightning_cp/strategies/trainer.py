@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_cp.callback import ContextParallelCallback
+from lightning_cp.callback import ContextParallelCallback, callback_among
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.mixin import options_of
@@ -256,19 +256,7 @@ class UlyssesRingStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         callbacks: list[Any] = module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        found = [
-            callback for callback in callbacks if isinstance(callback, ContextParallelCallback)
-        ]
-        if len(found) > 1:
-            raise ConfigError(
-                f"the Trainer has {len(found)} ContextParallelCallbacks; pass at most one (the "
-                "strategy adds one "
-                "by itself)."
-            )
-        if not found:
-            found = [ContextParallelCallback()]
-            callbacks.insert(0, found[0])
-        self._callback = found[0]
+        self._callback = callback_among(callbacks)
         self._callback.connect(self._core)
 
 
