@@ -53,7 +53,7 @@ class Block(nn.Module):
         self.norm1, self.norm2 = RMSNorm(hidden), RMSNorm(hidden)
 
     def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
+        self, x: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[B, L, hidden] -> [B, L, hidden]."""
         batch, length, _ = x.shape
