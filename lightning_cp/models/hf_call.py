@@ -9,14 +9,16 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf_labels import accepted, complete_labels, label_alignment
 from lightning_cp.models.hf_packing import check_call
+from lightning_cp.models.hf_positions import check_positions
 
 
-def complete_call(handle: SwapHandle, before: str) -> Any:
+def complete_call(handle: SwapHandle, before: str, positions: str = "") -> Any:
     """A forward pre-hook: refuses what cannot be sharded, and adds positions, targets and their count.
 
     Args:
         handle: holds the active step, if there is one.
         before: the attention implementation that one process uses.
+        positions: the module that counts positions in its own way, if there is one.
     """
 
     def complete(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -26,6 +28,7 @@ def complete_call(handle: SwapHandle, before: str) -> Any:
         args, given = _by_name(model, args, kwargs)
         _refuse_cache_and_weights(model, given)
         check_call(handle, model, given, before)
+        check_positions(handle, positions)
         names = accepted(model)
         if "use_cache" in names:
             given["use_cache"] = False

@@ -43,9 +43,8 @@ def check_call(handle: SwapHandle, model: Any, given: dict[str, Any], before: st
             "use_cache=False."
         )
     if "flash" not in before and _caches(model, given):
-        state.cached_by = type(
-            model
-        ).__name__  # a model inside is called with use_cache=False by ours
+        # Kept for the models inside: they are called with use_cache=False by ours.
+        state.cached_by = type(model).__name__
 
 
 def check_mask(

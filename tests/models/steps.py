@@ -219,6 +219,14 @@ def parallel(rank: int, world_size: int, case: Case, ulysses: int, ring: int) ->
     """The same step on the ranks of one cp group; gradients are averaged as an engine does."""
     model = make_model(case)
     core = start(ulysses, ring, model)
+    try:
+        return step_of(core, case, model, world_size)
+    finally:
+        core.detach()  # after a refusal too: the ranks live on
+
+
+def step_of(core: ContextParallelCore, case: Case, model: Any, world_size: int) -> Outcome:
+    """One step of an attached core."""
     local = core.shard(make_batch(case), needs_labels=True)
     core.begin_step()
     loss, logits = step(case, model, local)
@@ -233,11 +241,8 @@ def parallel(rank: int, world_size: int, case: Case, ulysses: int, ring: int) ->
         gradients[name] = p.grad / world_size
     whole = core.unshard(logits.detach(), {})
     state = core._handle.state if core._handle else None
-    outcome = Outcome(
-        float(core.average(loss)), gradients, whole, state.calls if state is not None else 0
-    )
-    core.detach()
-    return outcome
+    calls = state.calls if state is not None else 0
+    return Outcome(float(core.average(loss)), gradients, whole, calls)
 
 
 def mesh_of(ulysses: int, ring: int) -> ContextParallelMesh:

@@ -119,6 +119,18 @@ def llama4(asked: Asked) -> Any:
     return make("Llama4ForCausalLM", asked, **chunk, **experts, **more)
 
 
+def roberta(asked: Asked) -> Any:
+    """Positions begin at 1, behind the padding index."""
+    dropout: Options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return make("RobertaForMaskedLM", asked, max_position_embeddings=64, **dropout)
+
+
+def opt(asked: Asked) -> Any:
+    """Positions count the tokens that are not padding."""
+    sizes: Options = {"ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32}
+    return make("OPTForCausalLM", asked, dropout=0.0, attention_dropout=0.0, **sizes)
+
+
 def ordinary(name: str, **extra: Any) -> Callable[[Asked], Any]:
     """A family without a window."""
     return lambda asked: make(name, asked, **extra)
@@ -133,6 +145,8 @@ ZOO: dict[str, Callable[[Asked], Any]] = {
     "phimoe": phimoe,
     "gpt_oss": gpt_oss,
     "llama4": llama4,
+    "roberta": roberta,
+    "opt": opt,
     "qwen3": ordinary("Qwen3ForCausalLM", head_dim=8),
     "phi3": ordinary("Phi3ForCausalLM"),
     "gpt_neox": ordinary("GPTNeoXForCausalLM"),
