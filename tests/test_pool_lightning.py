@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -10,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from tests.pool import expect_on_every_rank, run_ranks
+from tests.pool import RankError, expect_on_every_rank, run_ranks
 from tests.pool.environment import PoolEnvironment
 
 SAMPLES, STEPS = 24, 3
@@ -85,6 +87,17 @@ def test_trainers_of_all_sizes_agree_and_do_not_interfere() -> None:
             assert all(len(shard) == SAMPLES // world_size for shard in shards)
             for rank in ranks:
                 torch.testing.assert_close(rank[number][0], weight, rtol=1e-5, atol=1e-6)
+
+
+def train_and_sleep(rank: int, world_size: int) -> None:
+    fit(rank, world_size, 1)
+    time.sleep(600)
+
+
+def test_a_hang_after_a_trainer_still_says_where() -> None:
+    """A Trainer that ends resets the handlers of all signals, the one that asks for stacks included."""
+    with pytest.raises(RankError, match="in train_and_sleep"):
+        run_ranks(1, train_and_sleep, timeout=10.0)
 
 
 def mismatch(rank: int, world_size: int) -> None:

@@ -113,6 +113,19 @@ def _detach(log: str, stacks: str) -> None:
     # Kept open as long as the process lives: the signal handler writes to the descriptor.
     faulthandler.register(STACK_SIGNAL, os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     faulthandler.enable(2)
+    signal.signal = _unless_stacks(signal.signal)
+
+
+def _unless_stacks(set_handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave the stack signal alone: a Trainer that ends puts back all handlers that Python knows of,
+    which for this one is the default: to die of it."""
+
+    def guarded(number: int, handler: Any) -> Any:
+        if number == STACK_SIGNAL:
+            return signal.getsignal(number)
+        return set_handler(number, handler)
+
+    return guarded
 
 
 class _Worker:
