@@ -1,8 +1,9 @@
-"""Teaching Lightning the name ``ulysses_ring``.
+"""Teaching Lightning the names of the strategies.
 
-The registry belongs to Lightning, and importing Lightning takes seconds; so if it is not loaded yet, a
-hook on the import system registers the name when ``lightning.pytorch.strategies`` is loaded. This file
-imports neither torch nor lightning.
+The registries belong to Lightning, and importing Lightning takes seconds; so where one is not loaded yet, a
+hook on the import system adds the names when it is. This file imports neither torch nor lightning: torch
+itself loads it at the end of its own import, through the entry point group ``torch.backends``, so that the
+names are known to those who never import this package. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns that off.
 """
 
 from __future__ import annotations
@@ -11,45 +12,96 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
-REGISTRY_MODULE = "lightning.pytorch.strategies"
-NAME = "ulysses_ring"
+NAMES = {"ulysses_ring": "popen", "ulysses_ring_spawn": "spawn", "ulysses_ring_fork": "fork"}
+"""Registered name -> how its processes start."""
+
+DESCRIPTION = "Context parallelism: Ulysses over a ring"
+
+
+def _trainer_strategy(**arguments: Any) -> Any:
+    from lightning_cp.strategies.trainer import UlyssesRingStrategy
+
+    return UlyssesRingStrategy(**arguments)
+
+
+def _fabric_strategy(**arguments: Any) -> Any:
+    from lightning_cp.strategies.fabric import UlyssesRingStrategy
+
+    return UlyssesRingStrategy(**arguments)
+
+
+def _wrong_namespace(asked: str, works: str, **_: Any) -> Any:
+    from lightning_cp.errors import ConfigError
+
+    raise ConfigError(
+        f"strategy='ulysses_ring' was asked of {asked}, whose classes are others than those of {works}, which "
+        f"this package builds on. Import {works} instead of {asked}: it is the same code under its present name."
+    )
+
+
+REGISTRIES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "lightning.pytorch.strategies": ("StrategyRegistry", _trainer_strategy),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", _fabric_strategy),
+    "pytorch_lightning.strategies": (
+        "StrategyRegistry",
+        partial(_wrong_namespace, "pytorch_lightning", "lightning.pytorch"),
+    ),
+    "lightning_fabric.strategies": (
+        "STRATEGY_REGISTRY",
+        partial(_wrong_namespace, "lightning_fabric", "lightning.fabric"),
+    ),
+}
+"""Module -> the name of its registry, and what makes the strategy."""
+
+
+def autoload() -> None:
+    """The entry point that torch loads; whatever goes wrong here must not break ``import torch``."""
+    try:
+        register_when_loaded()
+    except Exception:  # any: torch would refuse to be imported
+        return
 
 
 def register_when_loaded() -> None:
-    """Register the strategy's name now if Lightning is loaded, else as soon as it is."""
-    module = sys.modules.get(REGISTRY_MODULE)
-    if module is not None and hasattr(module, "StrategyRegistry"):
-        _register(module)
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    """Register the names in every registry that is loaded, and in the others as soon as they are."""
+    waiting: set[str] = set()
+    for name, (registry, _) in REGISTRIES.items():
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, registry):
+            _register(module)
+        else:
+            waiting.add(name)
+    if waiting and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(waiting))
 
 
 def _register(module: ModuleType) -> None:
-    registry: Any = module.StrategyRegistry
-    if NAME not in registry:
-        description = "Context parallelism: Ulysses over a ring"
-        registry.register(NAME, _strategy, description=description)
-
-
-def _strategy(**kwargs: Any) -> Any:
-    from lightning_cp.strategies.trainer import UlyssesRingStrategy
-
-    return UlyssesRingStrategy(**kwargs)
+    attribute, strategy = REGISTRIES[module.__name__]
+    registry: Any = getattr(module, attribute)
+    for name, start_method in NAMES.items():
+        if name not in registry:
+            registry.register(name, strategy, description=DESCRIPTION, start_method=start_method)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the registry's module the usual way, and has the name registered after it has run."""
+    """Finds a registry's module the usual way, and has the names registered after it has run."""
+
+    def __init__(self, waiting: set[str]) -> None:
+        self._waiting = waiting
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != REGISTRY_MODULE:
+        if fullname not in self._waiting:
             return None
-        sys.meta_path.remove(self)  # once is enough, and the search below must not find us
+        self._waiting.remove(fullname)  # the search below must not find us
+        if not self._waiting and self in sys.meta_path:
+            sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)

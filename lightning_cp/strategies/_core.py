@@ -61,6 +61,12 @@ class ContextParallelCore:
         """Whether there is more than one context-parallel rank."""
         return self.mesh.cp_size > 1
 
+    def data_rank(self, global_rank: int, world_size: int) -> int:
+        """Which sample this rank works on; known before the mesh, as context-parallel ranks are the inner."""
+        if self._mesh is not None:
+            return self._mesh.data_rank
+        return global_rank // self.settings.context_size(world_size)
+
     def build_mesh(
         self,
         world_size: int,
@@ -128,6 +134,15 @@ class ContextParallelCore:
         self._model = model
         self._handle = swap_attention(model, self.mesh, settings.kernel, options.get("modules"))
         return self._handle.report
+
+    def require_label_kind(self) -> None:
+        """Refuse to train where nothing says how labels are read.
+
+        Raises:
+            ConfigError: saying what to declare.
+        """
+        if self.enabled and self._model is not None and self.rules.labels == "ignore":
+            label_kind(self._model, self.settings.labels, required=True)
 
     def detach(self) -> None:
         """Give the model its own attention back."""

@@ -88,8 +88,11 @@ def label_kind(model: nn.Module, declared: str, *, required: bool) -> str:
         return str(kinds.pop())
     if not required:
         return "ignore"
+    names = [
+        type(part).__name__ for part in (model if isinstance(model, nn.ModuleList) else [model])
+    ]
     raise ConfigError(
-        f"it is not known how {type(model).__name__} reads its labels. A step that shifts them itself "
+        f"it is not known how {', '.join(names)} reads its labels. A step that shifts them itself "
         "(logits[:, :-1], labels[:, 1:]) is silently wrong at every seam between ranks, so shift them in the "
         "dataset (labels[i] is the target of token i) and declare labels='aligned'."
     )

@@ -1,0 +1,157 @@
+"""What the Trainer's strategy and Fabric's share: their arguments, who a rank is, samplers and seeds.
+
+Two strategies of two Lightning classes differ in who calls them, and in nothing else: each puts this class
+in front of its own ``DDPStrategy``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.strategies._core import ContextParallelCore
+from lightning_cp.strategies.engines import engine
+from lightning_cp.strategies.engines.ddp import check_options
+from lightning_cp.strategies.settings import Settings
+
+
+class ContextParallelFront:
+    """Puts the sequence on a mesh axis: Ulysses inside, a ring outside, data parallel around both.
+
+    An unmodified ``training_step`` gives the loss, gradients and weights of one process.
+
+    Args:
+        context_parallel_size: ranks that share a sample; ``auto``: all that data parallelism leaves.
+        mode: ``auto`` (Ulysses as far as the heads allow, ring for the rest), ``ulysses``, ``ring`` or
+            ``hybrid``; ``ulysses_only`` and ``ring_only`` are aliases.
+        ulysses_size: ranks that trade sequence for heads; must divide the number of heads.
+        ring_size: ranks that K/V travel around.
+        num_heads: query heads, if the mesh is wanted before the model exists or the model does not tell.
+        exchange: how keys and values move on the ring axis: ``ring``.
+        forward_execution: ``two_kernel``.
+        backward_execution: ``two_kernel``.
+        data_parallel: the engine: ``ddp``.
+        data_parallel_size: groups of ranks with different samples.
+        data_parallel_replicate_size: 1.
+        tensor_parallel_size: 1.
+        layout: ``auto``, ``zigzag`` or ``contiguous``.
+        kernel: ``auto``, ``aten``, ``reference``, or one kernel's own name.
+        token_weighting: ``micro_batch``: the loss is the mean over each micro-batch.
+        loss_reduction: ``mean`` over targets.
+        labels: ``auto`` (Hugging Face models that are called with labels: shifted on the whole sequence),
+            ``shift`` (the same, and the step takes its targets from ``batch["shift_labels"]``) or
+            ``aligned`` (labels[i] is the target of token i), which any other module must declare.
+        label_key: dotted name of the labels in a batch; an index for tuples: ``"1"``.
+        sequence_dims: dotted name of a batch tensor -> its sequence dimension, ``None`` to replicate it.
+        padding: pad sequences that do not divide, which is exact; ``False`` refuses them.
+        parity_check: ``off`` or ``None``.
+        **kwargs: as for ``DDPStrategy`` (``process_group_backend``, ``timeout``, ``start_method``, ...).
+
+    Raises:
+        ConfigError: a setting that is unknown, not available yet, or contradicts another one.
+    """
+
+    def __init__(
+        self,
+        context_parallel_size: int | str = "auto",
+        mode: str = "auto",
+        ulysses_size: int | None = None,
+        ring_size: int | None = None,
+        num_heads: int | None = None,
+        exchange: str = "ring",
+        forward_execution: str = "two_kernel",
+        backward_execution: str = "two_kernel",
+        data_parallel: str = "ddp",
+        data_parallel_size: int = 1,
+        data_parallel_replicate_size: int = 1,
+        tensor_parallel_size: int = 1,
+        layout: str = "auto",
+        kernel: str = "auto",
+        token_weighting: str = "micro_batch",  # noqa: S107 - no password
+        loss_reduction: str = "mean",
+        labels: str = "auto",
+        label_key: str = "labels",
+        sequence_dims: Mapping[str, int | None] | None = None,
+        padding: bool = True,
+        parity_check: str | None = "off",
+        **kwargs: Any,
+    ) -> None:
+        settings = Settings.take(locals())
+        super().__init__(**kwargs)
+        check_options(self._ddp_kwargs)
+        self._core = ContextParallelCore(settings)
+        self._engine = engine(data_parallel)
+
+    _ddp_kwargs: dict[str, Any]  # a DDPStrategy's, as all else that is looked up on `self: Any`
+
+    @property
+    def mesh(self) -> ContextParallelMesh:
+        """The process groups; available from setup on, earlier if the number of heads is given."""
+        return self._core.mesh
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Groups of ranks with different samples: what samplers shard over, not the world size."""
+        return self._core.settings.data_parallel_size
+
+    @property
+    def data_rank(self: Any) -> int:
+        """Which of the ``data_parallel_size`` samples this rank works on."""
+        return self._core.data_rank(self.global_rank, self.world_size)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks that share a sample draw the same one."""
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_rank}
+
+    def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """A local tensor of the current step, whole, in original order and length, on every rank."""
+        return self._core.unshard_tensor(x, dim)
+
+    def token_positions(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """int64 [B or 1, L]: the positions of a step's tokens in the whole sequence, 0 for padding."""
+        return self._core.token_positions(x, dim)
+
+    def _wrap(self: Any, module: nn.Module) -> nn.Module:
+        return self._engine.wrap(module, self.mesh, self.root_device, self._ddp_kwargs)
+
+    def _check_world(self: Any) -> None:
+        world = dist.get_world_size()
+        if world != self.world_size:
+            raise ConfigError(
+                f"the Trainer wants {self.world_size} processes, but torch.distributed was initialised with "
+                f"{world} before. Start a fresh process for each run."
+            )
+
+    def _seed_workers(self, dataloader: object, *, overwrite: bool) -> None:
+        """Lightning seeds by the global rank; ranks that share a sample must draw the same numbers."""
+        if not isinstance(dataloader, DataLoader) or not int(
+            os.environ.get("PL_SEED_WORKERS", "0")
+        ):
+            return
+        if overwrite or dataloader.worker_init_fn is None:
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank)
+
+    def _build_mesh(
+        self: Any, model: nn.Module | None = None, num_heads: int | None = None
+    ) -> None:
+        factors = self._core.build_mesh(
+            self.world_size, self.root_device.type, self.num_processes, model, num_heads
+        )
+        if factors is not None:
+            rank_zero_info(
+                f"context parallel: ulysses {factors.ulysses_size} x ring {factors.ring_size} "
+                f"({factors.why}), "
+                f"data parallel {self.data_parallel_size}, layout {self._core.settings.layout}"
+            )

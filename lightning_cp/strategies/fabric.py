@@ -1,0 +1,159 @@
+"""Fabric's strategy: DDPStrategy with a sequence dimension, for loops that the user writes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.strategies._front import ContextParallelFront
+
+
+class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
+    """The Trainer's strategy of the same name, for Fabric; the arguments are the same, and one more.
+
+    A step begins when a batch is sharded and lasts until the next one is, or until ``end_step``::
+
+        model, optimizer = fabric.setup(model, optimizer)
+        for batch in fabric.setup_dataloaders(loader):
+            batch = fabric.strategy.shard_batch(batch)
+            loss = model(**batch).loss
+            fabric.backward(loss)
+            optimizer.step()
+
+    ``fabric.backward`` weights the loss by the rank's share of targets, so that gradients are those of one
+    process; ``average`` gives the loss that one process would show.
+
+    Args:
+        shard_dataloaders: loaders of ``fabric.setup_dataloaders`` give sharded batches by themselves; not
+            for scripts that shift or cut what a loader gives.
+        **kwargs: as for the Trainer's strategy.
+    """
+
+    def __init__(self, *args: Any, shard_dataloaders: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._shard_dataloaders = shard_dataloaders
+        self._models = nn.ModuleList()
+        weakref.finalize(self, self._core.detach)  # Fabric does not say when it ends
+
+    # -- before the first batch ------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._check_world()
+        self._build_mesh()
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
+        self._build_mesh(module)
+        self._models.append(module)
+        swapped = self._core.attach(self._models, {}, needs_labels=False)
+        if swapped:
+            rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
+        return self._wrap(module)
+
+    @override
+    def process_dataloader(self, dataloader: DataLoader[Any]) -> Any:
+        self._seed_workers(dataloader, overwrite=True)  # Fabric has set one by the global rank
+        dataloader = super().process_dataloader(dataloader)  # type: ignore[assignment]
+        return _ShardedLoader(dataloader, self) if self._shard_dataloaders else dataloader
+
+    # -- one batch -------------------------------------------------------------------------------
+
+    def shard_batch(self, batch: Any, *, training: bool | None = None) -> Any:
+        """This rank's part of a batch that every rank of its group holds whole; begins a step.
+
+        Args:
+            batch: tensors in dicts, tuples, lists, named tuples or dataclasses, nested in any way.
+            training: the step calls ``backward``, so that labels are needed; by default whether gradients
+                are enabled and a model is in training mode.
+
+        Raises:
+            ConfigError: a batch that cannot be read, or labels that nobody says how to read.
+            ShapeError: sequences that are too short, unequal, or (padding=False) do not divide.
+            BatchMismatchError: ranks of a group hold different batches.
+            RankFailure: another rank's batch was refused.
+        """
+        if training is None:
+            training = torch.is_grad_enabled() and any(model.training for model in self._models)
+        self.end_step()
+        if training:
+            self._core.require_label_kind()
+        local = self._core.shard(batch, needs_labels=training)
+        self._core.begin_step()
+        return local
+
+    def end_step(self) -> None:
+        """The models are plain models until the next batch, for what one rank does alone.
+
+        Raises:
+            ConfigError: no attention call was intercepted in the step.
+        """
+        try:
+            if self._core.in_step:
+                self._core.check_step()
+        finally:
+            self._core.end_step()
+
+    @override
+    def backward(
+        self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
+    ) -> None:
+        if self._core.enabled and not self._core.in_step:
+            raise ConfigError(
+                "fabric.backward without a sharded batch, so the loss cannot be weighted. Begin every step "
+                "with batch = fabric.strategy.shard_batch(batch), or let loaders do it: "
+                "shard_dataloaders=True."
+            )
+        try:
+            self._core.check_step()
+            self._core.require_loss(tensor)
+            super().backward(self._core.scale_loss(tensor), module, *args, **kwargs)
+            self._core.after_backward(self._models.parameters())
+        except BaseException:
+            self._core.end_step()
+            raise
+
+    def average(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over the group, weighted by targets: what one process would show of this step."""
+        return self._core.average(value)
+
+    def unshard_output(self, output: Any, dims: dict[str, int | None] | None = None) -> Any:
+        """Tensors of the current step in any container, in original order and length, on every rank.
+
+        Args:
+            output: what a model returned, or a container of it.
+            dims: dotted name -> sequence dimension, ``None`` to leave a tensor; 1 for the rest.
+
+        Raises:
+            ConfigError: a tensor that is neither along the sequence nor the same on all ranks.
+        """
+        return self._core.unshard(output, dims or {})
+
+
+class _ShardedLoader:
+    """A loader whose batches are moved to the device and sharded."""
+
+    def __init__(self, loader: DataLoader[Any], strategy: UlyssesRingStrategy) -> None:
+        self._loader = loader
+        self._strategy = strategy
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            moved = self._strategy.batch_to_device(batch)
+            yield self._strategy.shard_batch(moved)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

@@ -1,0 +1,242 @@
+"""The Fabric twin: a loop that the user writes gives what it gives in one process."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from torch.utils.data import DataLoader
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.fabric import UlyssesRingStrategy
+from tests.pool import expect_on_every_rank, run_ranks
+from tests.pool.environment import PoolEnvironment
+from tests.strategies.plain_llama import PlainLlama
+from tests.strategies.small import (
+    HYBRID,
+    RING,
+    ULYSSES,
+    VOCAB,
+    Batch,
+    Settings,
+    alone,
+    close,
+    loader,
+)
+
+
+def fabric_of(world_size: int, settings: Settings | None) -> Fabric:
+    """``settings`` are the strategy's; ``None`` is a plain Fabric in one process."""
+    if settings is None:
+        alone()
+        return Fabric(accelerator="cpu", devices=1)
+    strategy = UlyssesRingStrategy(**{"labels": "aligned", **settings})
+    plugins: Any = [PoolEnvironment()]
+    return Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugins)
+
+
+def model_of() -> PlainLlama:
+    """Four heads, one layer, float64."""
+    torch.manual_seed(11)
+    torch.set_default_dtype(torch.float64)
+    return PlainLlama(VOCAB, num_heads=4, num_kv_heads=2, layers=1)
+
+
+class Loop:
+    """A user's loop: accumulation over two batches, clipping, validation, prediction."""
+
+    def __init__(self, world_size: int, settings: Settings | None) -> None:
+        self.fabric = fabric_of(world_size, settings)
+        self.fabric.launch()
+        self.parallel = settings is not None
+        plain = model_of()
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+        setup: Any = self.fabric.setup(plain, optimizer)
+        self.model, self.optimizer = setup
+
+    def batches(self, count: int, **options: Any) -> Any:
+        found: Any = self.fabric.setup_dataloaders(loader(count), **options)
+        return found
+
+    def shard(self, batch: Batch) -> Batch:
+        strategy: Any = self.fabric.strategy
+        return strategy.shard_batch(batch) if self.parallel else batch
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        ids = batch["input_ids"]
+        return self.model(ids, batch.get("position_ids", torch.arange(ids.shape[1])[None]))
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(self.logits(batch).flatten(0, 1), batch["labels"].flatten())
+
+    def shown(self, loss: torch.Tensor) -> torch.Tensor:
+        strategy: Any = self.fabric.strategy
+        return (strategy.average(loss) if self.parallel else loss).detach()
+
+    def train(self, batches: Any) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        for index, batch in enumerate(batches):
+            waits = index % 2 == 0
+            with self.fabric.no_backward_sync(self.model, enabled=waits and self.parallel):
+                loss = self.loss(batch)
+                self.fabric.backward(loss / 2)
+            losses.append(self.shown(loss))
+            if not waits:
+                losses.append(
+                    self.fabric.clip_gradients(self.model, self.optimizer, max_norm=0.3).detach()  # type: ignore[union-attr]
+                )
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return losses
+
+    def end(self) -> None:
+        """The next case is another script."""
+        strategy: Any = self.fabric.strategy
+        if self.parallel:
+            strategy.end_step()
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()]).clone()
+
+
+def run(rank: int, world_size: int, settings: Settings | None, folder: Path) -> Any:
+    loop = Loop(world_size, settings)
+    sharded = settings is not None and settings.get("shard_dataloaders", False)
+    batches = loop.batches(8, use_distributed_sampler=False)
+    losses = loop.train(batches if sharded else (loop.shard(batch) for batch in batches))
+    loop.fabric.save(folder / "state.ckpt", {"model": loop.model, "optimizer": loop.optimizer})
+    state: Any = {"model": loop.model, "optimizer": loop.optimizer}
+    after = loop.weights()
+    with torch.no_grad():
+        for parameter in loop.model.parameters():
+            parameter.zero_()
+    loop.fabric.load(folder / "state.ckpt", state)
+    close(loop.weights(), after)
+    outputs: list[torch.Tensor] = []
+    loop.model.eval()
+    with torch.no_grad():
+        for batch in batches:
+            local = batch if sharded else loop.shard(batch)
+            logits = loop.logits(local)
+            losses.append(
+                loop.shown(F.cross_entropy(logits.flatten(0, 1), local["labels"].flatten()))
+            )
+            strategy: Any = loop.fabric.strategy
+            outputs.append(strategy.unshard(logits) if loop.parallel else logits)
+    loop.end()
+    return after, losses, outputs
+
+
+@lru_cache(maxsize=1)
+def plain(folder: Path) -> Any:
+    return run_ranks(1, run, None, folder)[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [RING, ULYSSES, HYBRID, {"shard_dataloaders": True}],
+    ids=["ring", "ulysses", "hybrid", "sharded loaders"],
+)
+def test_a_loop_equals_one_process(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "alone").mkdir()
+    want = plain(tmp_path / "alone")
+    world_size = 4 if settings is HYBRID else 2
+    for got in run_ranks(world_size, run, settings, tmp_path):
+        close(got, want)
+
+
+def run_hf(rank: int, world_size: int, settings: Settings | None) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    torch.set_default_dtype(torch.float64)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    fabric = fabric_of(world_size, None if settings is None else {"labels": "auto", **settings})
+    fabric.launch()
+    plain_model = LlamaForCausalLM(config)
+    plain_model.gradient_checkpointing_enable({"use_reentrant": False})
+    setup: Any = fabric.setup(plain_model, torch.optim.SGD(plain_model.parameters(), lr=0.1))
+    model, optimizer = setup
+    model.train()
+    strategy: Any = fabric.strategy
+    losses: list[float] = []
+    for batch in loader(6):
+        local = batch if settings is None else strategy.shard_batch(batch)
+        loss = model(**local).loss
+        fabric.backward(loss)
+        shown = loss if settings is None else strategy.average(loss)
+        losses.append(float(shown.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    if settings is not None:
+        strategy.end_step()
+        if rank == 0:  # alone: the model is the plain model again
+            (whole,) = loader(2)
+            logits = model.eval()(input_ids=whole["input_ids"]).logits
+            assert logits.shape[1] == whole["input_ids"].shape[1]
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+def test_a_hugging_face_model_and_a_plain_call_in_between() -> None:
+    (want,) = run_ranks(1, run_hf, None)
+    for got in run_ranks(4, run_hf, HYBRID):
+        assert got == pytest.approx(want, rel=1e-6)
+
+
+# -- data ranks ---------------------------------------------------------------------------------------
+
+
+def samples_of(rank: int, world_size: int) -> list[int]:
+    """The first token of each sample that a rank is given; the mesh does not exist yet."""
+    fabric = fabric_of(world_size, {"data_parallel_size": 2})
+    fabric.launch()
+    rows: Any = [torch.tensor([index]) for index in range(8)]
+    found: Any = fabric.setup_dataloaders(DataLoader(rows, batch_size=1))
+    return [int(batch) for batch in found]
+
+
+def test_samplers_shard_over_data_ranks() -> None:
+    assert run_ranks(4, samples_of) == [[0, 2, 4, 6]] * 2 + [[1, 3, 5, 7]] * 2
+
+
+# -- what is refused ----------------------------------------------------------------------------------
+
+
+def misuse(rank: int, world_size: int, how: str) -> None:
+    loop = Loop(world_size, {**RING, **({"labels": "auto"} if how == "labels" else {})})
+    (batch, *_) = loader(2)
+    strategy: Any = loop.fabric.strategy
+    if how == "not sharded":
+        loop.fabric.backward(loop.loss(batch))
+    local = strategy.shard_batch(batch)
+    if how == "own attention":
+        loop.fabric.backward(loop.model.head(loop.model.embed(local["input_ids"])).sum())
+    if how == "never called":
+        strategy.shard_batch(batch)
+    raise AssertionError("nothing was refused")
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ("labels", "it is not known how PlainLlama reads its labels"),
+        ("own attention", "no attention call was intercepted"),
+        ("never called", "no attention call was intercepted"),
+        ("not sharded", r"backward without a sharded batch.*shard_batch"),
+    ],
+)
+def test_misuse(how: str, match: str) -> None:
+    expect_on_every_rank(2, misuse, how, error=ConfigError, match=match)
