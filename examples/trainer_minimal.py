@@ -55,7 +55,7 @@ class Model(L.LightningModule):
 
     def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:
         if self.trainer.is_global_zero:
-            print(f"step {self.global_step:2d}  loss {self.trainer.callback_metrics['loss']:.4f}")
+            print(f"step {self.global_step:2d}  loss {self.trainer.callback_metrics['loss']:.8f}")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-3)

@@ -39,8 +39,9 @@ def _wrong_namespace(asked: str, works: str, **_: Any) -> Any:
     from lightning_cp.errors import ConfigError
 
     raise ConfigError(
-        f"strategy='ulysses_ring' was asked of {asked}, whose classes are others than those of {works}, which "
-        f"this package builds on. Import {works} instead of {asked}: it is the same code under its present name."
+        f"strategy='ulysses_ring' was asked of {asked}, whose classes are others than those of {works}, "
+        f"which this package builds on. Import {works} instead of {asked}: it is the same code under its "
+        "present name."
     )
 
 

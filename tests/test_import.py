@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,16 @@ PUBLIC = [
 ]
 
 
-def python(code: str) -> str:
+def python(code: str, **environment: str) -> str:
     """What a fresh interpreter prints."""
-    command = [sys.executable, "-c", code]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -46,7 +53,6 @@ assert not heavy, heavy
 assert set(lightning_cp.__all__) <= set(dir(lightning_cp))
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
-assert not any(type(finder).__module__ == "lightning_cp._autoload" for finder in sys.meta_path)
 trainer = Trainer(strategy="ulysses_ring", accelerator="cpu", devices=1, logger=False)
 assert type(trainer.strategy) is lightning_cp.UlyssesRingStrategy
 import inspect, lightning.pytorch.strategies as strategies
@@ -103,16 +109,17 @@ def test_the_name_is_registered_once_however_often() -> None:
         importlib.reload(lightning_cp)
         _autoload.register_when_loaded()
     assert StrategyRegistry["ulysses_ring"] is before
-    assert StrategyRegistry.available_strategies().count("ulysses_ring") == 1
-    assert not any(isinstance(finder, _autoload._Finder) for finder in sys.meta_path)
+    for name in _autoload.NAMES:
+        assert StrategyRegistry.available_strategies().count(name) == 1
+    assert sum(isinstance(finder, _autoload._Finder) for finder in sys.meta_path) <= 1
 
 
 class Registry(dict[str, Any]):
     """As much of Lightning's registry as is used."""
 
-    def register(self, name: str, strategy: Any, description: str = "") -> None:
+    def register(self, name: str, strategy: Any, description: str = "", **options: Any) -> None:
         assert name not in self
-        self[name] = strategy
+        self[name] = {"strategy": strategy, **options}
 
 
 @pytest.fixture
@@ -123,8 +130,10 @@ def fake_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     code = "from tests.test_import import Registry\nStrategyRegistry = Registry()\n"
     (tmp_path / "fake_lightning" / "strategies.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(_autoload, "REGISTRY_MODULE", "fake_lightning.strategies")
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    registries = {"fake_lightning.strategies": ("StrategyRegistry", dict)}
+    monkeypatch.setattr(_autoload, "REGISTRIES", registries)
+    others = [finder for finder in sys.meta_path if not isinstance(finder, _autoload._Finder)]
+    monkeypatch.setattr(sys, "meta_path", others)
     return "fake_lightning.strategies"
 
 
@@ -136,13 +145,101 @@ def test_the_finder_waits_for_the_registry_and_leaves(fake_lightning: str) -> No
     assert importlib.import_module("fake_lightning")  # others are found as ever
     try:
         module = importlib.import_module(fake_lightning)
-        assert list(module.StrategyRegistry) == ["ulysses_ring"]
+        methods = {name: made["start_method"] for name, made in module.StrategyRegistry.items()}
+        assert methods == _autoload.NAMES
         assert not set(waiting) & set(sys.meta_path)
         assert module.__spec__ is not None
         assert module.__spec__.loader.get_source(fake_lightning).startswith("from tests")  # type: ignore[union-attr]
     finally:
         for name in (fake_lightning, "fake_lightning"):
             sys.modules.pop(name, None)
+
+
+# -- without an import ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> dict[str, str]:
+    """An environment that finds this package's entry points, installed or not."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (entry,) = project["entry-points"]["torch.backends"].items()
+    metadata = tmp_path / "names_of_strategies-0.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: names-of-strategies\nVersion: 0.0\n"
+    )
+    (metadata / "entry_points.txt").write_text(f"[torch.backends]\n{entry[0]} = {entry[1]}\n")
+    return {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+
+
+BY_NAME_ALONE = """
+from lightning.pytorch import Trainer
+from lightning.fabric import Fabric
+for name in ("ulysses_ring", "ulysses_ring_spawn", "ulysses_ring_fork"):
+    quiet = dict(accelerator="cpu", devices=1, strategy=name)
+    trainer = Trainer(logger=False, enable_model_summary=False, **quiet)
+    fabric = Fabric(**quiet)
+    print(type(trainer.strategy).__module__, trainer.strategy._start_method, end=" ")
+    print(type(fabric.strategy).__module__, fabric.strategy._start_method)
+"""
+
+NAMES_ARE_KNOWN = """
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
+print("ulysses_ring" in StrategyRegistry)
+"""
+
+MIRROR = """
+import {mirror}
+from lightning_cp.errors import ConfigError
+try:
+    {call}
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_by_name_alone(installed: dict[str, str]) -> None:
+    *_, popen, spawn, fork = python(BY_NAME_ALONE, **installed).splitlines()
+    for line, method in ((popen, "popen"), (spawn, "spawn"), (fork, "fork")):
+        want = f"lightning_cp.strategies.trainer {method} lightning_cp.strategies.fabric {method}"
+        assert line == want
+
+
+def test_torch_s_own_variable_turns_it_off(installed: dict[str, str]) -> None:
+    assert python(NAMES_ARE_KNOWN, **installed) == "True"
+    assert python(NAMES_ARE_KNOWN, **installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False"
+
+
+@pytest.mark.parametrize(
+    ("mirror", "call", "works"),
+    [
+        (
+            "pytorch_lightning",
+            "pytorch_lightning.Trainer(strategy='ulysses_ring', accelerator='cpu', devices=2)",
+            "lightning.pytorch",
+        ),
+        (
+            "lightning_fabric",
+            "lightning_fabric.Fabric(strategy='ulysses_ring', accelerator='cpu', devices=2)",
+            "lightning.fabric",
+        ),
+    ],
+)
+def test_the_mirror_namespaces_say_that_they_do_not_work(
+    mirror: str, call: str, works: str, installed: dict[str, str]
+) -> None:
+    pytest.importorskip(mirror)
+    said = python(MIRROR.format(mirror=mirror, call=call), **installed)
+    assert f"Import {works} instead of {mirror}" in said
+
+
+def test_autoload_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(_autoload, "register_when_loaded", fail)
+    _autoload.autoload()
 
 
 def test_unknown_options_by_name() -> None:

@@ -184,7 +184,7 @@ def run_hf(rank: int, world_size: int, settings: Settings | None) -> Any:
         strategy.end_step()
         if rank == 0:  # alone: the model is the plain model again
             (whole,) = loader(2)
-            logits = model.eval()(input_ids=whole["input_ids"]).logits
+            logits = plain_model.eval()(input_ids=whole["input_ids"]).logits
             assert logits.shape[1] == whole["input_ids"].shape[1]
     return losses
 
