@@ -26,7 +26,7 @@ def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]
     """Every tensor with its dotted name: keys, field names and indices joined by dots."""
     if isinstance(value, torch.Tensor):
         yield name or ROOT, value
-    for key, item in _items(value):
+    for key, item in items_of(value):
         yield from tensors_of(item, f"{name}.{key}" if name else str(key))
 
 
@@ -48,12 +48,13 @@ def map_tensors(value: Any, visit: Visit, name: str = "") -> Any:
         )
     new = {
         key: map_tensors(item, visit, f"{name}.{key}" if name else str(key))
-        for key, item in _items(value)
+        for key, item in items_of(value)
     }
     return _rebuild(value, new)
 
 
-def _items(value: Any) -> list[tuple[Any, Any]]:
+def items_of(value: Any) -> list[tuple[Any, Any]]:
+    """What a container holds, by key, field name or index; nothing for anything else."""
     if isinstance(value, Mapping):
         return list(value.items())
     if _is_named_tuple(value):

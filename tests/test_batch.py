@@ -421,6 +421,16 @@ def test_a_target_on_the_last_left_padding_is_no_error() -> None:
 # -- outputs ----------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def _ranks_return_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without other ranks: a tensor is the same on all of them if it is all 3."""
+
+    def equal(output: Any, tensors: dict[str, torch.Tensor], mesh: Any) -> set[str]:
+        return {name for name, x in tensors.items() if bool((x.flatten()[-1:] == 3.0).all())}
+
+    monkeypatch.setattr("lightning_cp.batch.output._equal_on_all_ranks", equal)
+
+
 class FakeMesh:
     """Puts every rank's part of a known whole together; no process group."""
 
@@ -437,17 +447,23 @@ def test_outputs_are_unsharded_by_rule_and_by_declaration() -> None:
     layout = SequenceLayout(LENGTH, 2, 2)
     local = layout.local_len
     logits, flipped = torch.ones(ROWS, local, 5), torch.ones(5, local)
-    scores, left, loss = torch.ones(ROWS, 3, local), torch.ones(ROWS, local), torch.tensor(1.0)
-    small = torch.ones(ROWS, 3)
-    wholes = {id(x): torch.full_like(x, 2.0) for x in (logits, flipped, scores)}
+    scores, left, loss = torch.ones(ROWS, 3, local), torch.ones(ROWS, local), torch.tensor(3.0)
+    small, constant = torch.full((ROWS, 3), 3.0), torch.full((ROWS, local), 3.0)
+    alike = (
+        torch.arange(local).expand(ROWS, -1) + 4.0 - local
+    )  # ends with a 3: the same on all ranks
+    wholes = {id(x): torch.full_like(x, 2.0) for x in (logits, flipped, scores, constant)}
     mesh: Any = FakeMesh(wholes)
-    output = {"logits": logits, "inner": (flipped, scores), "left": left, "loss": loss, "s": small}
+    output = {"logits": logits, "inner": (flipped, scores), "left": left, "loss": loss}
+    output |= {"small": small, "constant": constant, "alike": alike}
     dims = {"inner.1": 2, "left": None}
     got = unshard_output(output, mesh, layout, dims)
-    assert mesh.dims == [1, 1, 2]
+    assert mesh.dims == [1, 1, 2, 1]
     assert got["logits"] is wholes[id(logits)]
     assert got["inner"] == (wholes[id(flipped)], wholes[id(scores)])
-    assert (got["left"] is left, got["loss"] is loss, got["s"] is small) == (True, True, True)
+    assert got["constant"] is wholes[id(constant)]
+    for name in ("left", "loss", "small", "alike"):
+        assert got[name] is output[name]
     assert output["logits"] is logits
 
 

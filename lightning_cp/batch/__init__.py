@@ -1,7 +1,7 @@
 """Sharding a batch along the sequence, and putting outputs together again."""
 
 from lightning_cp.batch.documents import documents_of
-from lightning_cp.batch.output import require_replicated, unshard_output
+from lightning_cp.batch.output import unshard_output
 from lightning_cp.batch.read import WholeBatch, read_batch
 from lightning_cp.batch.rules import KNOWN_DIMS, BatchRules
 from lightning_cp.batch.shard import ShardedBatch, shard_batch, valid_counts
@@ -13,7 +13,6 @@ __all__ = [
     "WholeBatch",
     "documents_of",
     "read_batch",
-    "require_replicated",
     "shard_batch",
     "unshard_output",
     "valid_counts",

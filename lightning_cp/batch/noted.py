@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch.utils import _pytree as pytree
+
 POSITIONS = "position_ids"
 
 
@@ -36,3 +38,15 @@ class NotedBatch(dict[Any, Any]):
     def items(self) -> Any:
         self.positions_read = True
         return super().items()
+
+
+def _flatten(batch: NotedBatch) -> tuple[list[Any], list[Any]]:
+    return list(batch.values()), [key for key, _ in batch.items()]
+
+
+def _unflatten(values: Any, keys: list[Any]) -> dict[Any, Any]:
+    return dict(zip(keys, values, strict=True))
+
+
+# To torch's pytree a subclass of dict is a leaf, and a step that maps over its batch would break.
+pytree.register_pytree_node(NotedBatch, _flatten, _unflatten)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 
 from lightning_cp.batch.rules import KNOWN_DIMS
 from lightning_cp.comm.agreement import agree, checksum, fingerprint
-from lightning_cp.containers import is_container, map_tensors, tensors_of
+from lightning_cp.comm.all_gather import all_gather
+from lightning_cp.containers import is_container, items_of, map_tensors, tensors_of
 from lightning_cp.errors import BatchMismatchError, ConfigError
 from lightning_cp.layout import SequenceLayout
-from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.mesh import ContextParallelMesh, Flat
 
 
 def unshard_output(
@@ -22,53 +23,75 @@ def unshard_output(
     """What a predict step returned, in original order and length, on every rank.
 
     A tensor is unsharded along its declared dimension, along a known one, or along dimension 1 if that
-    is as long as the local sequence; everything else is left as it is.
-
-    Raises:
-        ConfigError: another dimension is as long as the local sequence, and nothing was declared.
-    """
-
-    def visit(name: str, x: torch.Tensor) -> torch.Tensor:
-        dim = _output_dim(name, x, layout, dims)
-        return x if dim is None else mesh.unshard(x, layout, dim=dim)
-
-    return map_tensors(output, visit) if _holds_tensors(output) else output
-
-
-def require_replicated(
-    output: Any, layout: SequenceLayout, dims: Mapping[str, int | None], group: dist.ProcessGroup
-) -> None:
-    """Refuse what is neither unsharded nor the same on all ranks: each would return its own.
+    is as long as the local sequence. What has no such dimension, or was not declared and is the same on
+    all ranks, is left as it is.
 
     Args:
-        output: what a predict step returned.
+        output: tensors in any container; other things stay.
+        mesh: the process groups.
         layout: of the step.
-        dims: what was declared; ``None`` leaves a tensor as it is, the same or not.
-        group: the context-parallel ranks; its backend moves CPU tensors.
+        dims: what was declared; ``None`` leaves a tensor as it is, the same on all ranks or not.
 
     Raises:
-        ConfigError: on every rank, naming a tensor that differs between them.
+        ConfigError: on every rank: tensors that are neither along the sequence nor the same on all ranks,
+            a dimension as long as the local sequence that nothing was declared of, or ranks that
+            returned different things.
     """
-    if not _holds_tensors(output):
-        return
-    left = {
-        name: checksum(x)
-        for name, x in tensors_of(output)
-        if name not in dims and _output_dim(name, x, layout, dims) is None
+    found = dict(tensors_of(output)) if _holds_tensors(output) else {}
+    equal = _equal_on_all_ranks(output, found, mesh)
+    along = {name: _output_dim(name, x, layout, dims, name in equal) for name, x in found.items()}
+    own = [name for name in found if along[name] is None and name not in equal and name not in dims]
+    if own:
+        raise ConfigError(
+            f"predict_step returned {', '.join(map(repr, own))} without a sequence dimension and not the "
+            "same on all ranks of a group, so computed from a rank's own tokens. What works: "
+            "return one value per "
+            "token and reduce it afterwards, compute it from self.unshard(...), or declare it with the mixin "
+            "to keep each rank's own: context_parallel_output_dims = {'<name>': None}."
+        )
+
+    def visit(name: str, x: torch.Tensor) -> torch.Tensor:
+        dim = along[name]
+        return x if dim is None else mesh.unshard(x, layout, dim=dim)
+
+    return map_tensors(output, visit) if found else output
+
+
+def _equal_on_all_ranks(
+    output: Any, tensors: Mapping[str, torch.Tensor], mesh: ContextParallelMesh
+) -> set[str]:
+    """Names of the tensors whose values are the same in the cp group; all ranks take part, always."""
+    group = mesh.control_group(Flat.CP)
+    shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in tensors.items()]
+    facts = {
+        "kind": fingerprint((type(output).__name__, shapes)),
+        "values": fingerprint(list(_other_values(output))),
     }
-    names = list(left)
-    facts = {f"{name!r}": left[name] for name in names[:20]}
-    facts["further tensors"] = fingerprint([left[name] for name in names[20:]])
     try:
         agree(facts, group, what="predict_step")
-    except BatchMismatchError as differs:
+    except BatchMismatchError:
         raise ConfigError(
-            f"predict_step returned something without a sequence dimension that is not the same on all "
-            f"ranks of a group ({differs}), so it was computed from a rank's own tokens. What works: "
-            "return one value per token and reduce it afterwards, compute it from self.unshard(...), or "
-            "declare it with the mixin to keep each rank's own: "
-            "context_parallel_output_dims = {'<name>': None}."
+            "predict_step returned different things on the ranks of a group: other types, names "
+            "or shapes, or "
+            "values that are no tensors (numbers, text, arrays), which cannot be put together. "
+            "Return tensors "
+            "with one value per token, on every rank; or what was computed from self.unshard(...), which is "
+            "the same on all ranks."
         ) from None
+    sums = torch.tensor([checksum(x) for x in tensors.values()], dtype=torch.int64)
+    every = torch.stack(all_gather(sums, group))
+    same = (every == every[0]).all(0).tolist()
+    return {name for name, equal in zip(tensors, same, strict=True) if equal}
+
+
+def _other_values(output: Any) -> Iterator[Any]:
+    """Numbers, text and arrays in an output; what objects of other types hold is not known."""
+    if isinstance(output, np.ndarray):
+        yield output.shape, fingerprint(np.ascontiguousarray(output).tobytes())
+    elif isinstance(output, (str, bytes, int, float, complex)):
+        yield output
+    for _, item in items_of(output):
+        yield from _other_values(item)
 
 
 def _holds_tensors(output: Any) -> bool:
@@ -76,7 +99,7 @@ def _holds_tensors(output: Any) -> bool:
 
 
 def _output_dim(
-    name: str, x: torch.Tensor, layout: SequenceLayout, dims: Mapping[str, int | None]
+    name: str, x: torch.Tensor, layout: SequenceLayout, dims: Mapping[str, int | None], equal: bool
 ) -> int | None:
     if name in dims:
         return dims[name]
@@ -84,6 +107,8 @@ def _output_dim(
     known = KNOWN_DIMS.get(name)
     if known is not None and known % max(x.dim(), 1) in places:
         return known
+    if equal and not (1 in places and bool((x == x[:, :1]).all())):
+        return None  # ranks have other tokens; only the same value for every token could be so
     if 1 in places:
         return 1
     if places:

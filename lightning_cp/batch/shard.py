@@ -23,6 +23,8 @@ class ShardedBatch:
     batch: Any
     layout: SequenceLayout
     position_ids: torch.Tensor
+    positions_given: bool
+    """The dataset made the positions."""
     labels: torch.Tensor | None
     aligned_labels: torch.Tensor | None
     valid: tuple[int, ...]
@@ -30,8 +32,10 @@ class ShardedBatch:
 
     @property
     def positions_ignored(self) -> bool:
-        """The step was given positions, and whether it read them is known: it did not."""
-        return isinstance(self.batch, NotedBatch) and not self.batch.positions_read
+        """The step did not read positions, as far as can be seen: from a dict, or from what has none."""
+        if isinstance(self.batch, NotedBatch):
+            return not self.batch.positions_read
+        return not self.positions_given and not isinstance(self.batch, MutableMapping)
 
 
 def shard_batch(
@@ -57,6 +61,7 @@ def shard_batch(
     if aligned is not None:
         aligned_local = layout.shard(aligned, cp_rank, dim=whole.label_dim, pad_value=IGNORED_LABEL)
     positions = tensors.get(POSITIONS)
+    given = positions is not None
     if positions is None:
         device = tensors[next(iter(whole.dims))].device
         global_positions = layout.positions(cp_rank).to(device)
@@ -72,6 +77,7 @@ def shard_batch(
         local,
         layout,
         positions,
+        given,
         tensors.get(rules.label_key),
         aligned_local,
         valid_counts(whole, layout),

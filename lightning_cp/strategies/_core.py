@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_cp.batch import BatchRules, ShardedBatch, require_replicated, unshard_output
+from lightning_cp.batch import BatchRules, ShardedBatch, unshard_output
 from lightning_cp.errors import ConfigError
-from lightning_cp.mesh import ContextParallelMesh, Factors, Flat
+from lightning_cp.mesh import ContextParallelMesh, Factors
 from lightning_cp.models.swap import StepState, SwapHandle, hf_models, swap_attention
 from lightning_cp.strategies._sharding import label_kind, shard_agreed
 from lightning_cp.strategies._weighting import StepLoss
@@ -45,10 +45,10 @@ class ContextParallelCore:
         """The mesh.
 
         Raises:
-            RuntimeError: it does not exist yet.
+            ConfigError: it does not exist yet.
         """
         if self._mesh is None:
-            raise RuntimeError(
+            raise ConfigError(
                 "the mesh does not exist yet: processes start first, and the split of the "
                 "context-parallel ranks "
                 "may need the model. It is available from setup on, or in configure_model if num_heads, or "
@@ -237,9 +237,7 @@ class ContextParallelCore:
         """
         if self._part is None:
             return output
-        layout = self._part.layout
-        require_replicated(output, layout, dims, self.mesh.control_group(Flat.CP))
-        return unshard_output(output, self.mesh, layout, dims)
+        return unshard_output(output, self.mesh, self._part.layout, dims)
 
     def unshard_tensor(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """A local tensor of the current step, whole, in original order and length; differentiable."""
@@ -254,9 +252,10 @@ class ContextParallelCore:
 
 
 _NO_POSITIONS = (
-    "the step did not read batch['position_ids'], so a model that counts its tokens from 0 would give every "
-    "rank's part of the sequence the same positions, which is silently wrong. Take positions from "
-    "batch['position_ids'] or from ContextParallelMixin.token_positions; a model without positions is fine."
+    "the step took no positions from the batch, so a model that counts its tokens from 0 would give every "
+    "rank's part of the sequence the same positions, which is silently wrong. Take them from "
+    "batch['position_ids'], or from ContextParallelMixin.token_positions, which works for batches that are "
+    "no dict too; a model without positions is fine."
 )
 
 

@@ -252,7 +252,7 @@ def test_the_callback_refuses_a_foreign_strategy() -> None:
 
 
 def test_the_mesh_before_launch() -> None:
-    with pytest.raises(RuntimeError, match="available from setup on"):
+    with pytest.raises(ConfigError, match="available from setup on"):
         _ = UlyssesRingStrategy().mesh
 
 

@@ -50,19 +50,34 @@ def compare(results: list[Result], want: Result, tolerance: float) -> None:
 
 
 def worst_error(results: list[Result], want: Result) -> float:
-    """The worst relative error of anything on any rank."""
-    worst = 0.0
+    """The worst relative error of anything on any rank; NaN if anything is."""
+    errors: list[float] = []
     for result in results:
         for name in ("losses", "grad_norms"):
             got, wanted = (torch.tensor(getattr(x, name)).double() for x in (result, want))
-            worst = max(worst, float(((got - wanted).abs() / wanted.abs()).max()))
-        worst = max(worst, abs(result.val_loss - want.val_loss) / abs(want.val_loss))
+            errors.append(float(((got - wanted).abs() / wanted.abs()).max()))
+        errors.append(abs(result.val_loss - want.val_loss) / abs(want.val_loss))
         assert len(result.predictions) == len(want.predictions)
         for got, wanted in zip(result.predictions, want.predictions, strict=True):
-            worst = max(worst, relative(got, wanted))
+            errors.append(relative(got, wanted))
         for name, weight in want.weights.items():
-            worst = max(worst, relative(result.weights[name], weight))
-    return worst
+            errors.append(relative(result.weights[name], weight))
+    return float(torch.tensor(errors).max())  # Python's max would pass NaN over
+
+
+def test_nan_anywhere_would_fail() -> None:
+    one, nan = torch.ones(3), torch.tensor([1.0, float("nan"), 1.0])
+    want = Result([1.0, 2.0], [1.0, 2.0], {"w": one}, 1.0, [one])
+    assert worst_error([want], want) == 0.0
+    for change in (
+        {"losses": [1.0, float("nan")]},
+        {"grad_norms": [float("nan"), 2.0]},
+        {"weights": {"w": nan}},
+        {"val_loss": float("nan")},
+        {"predictions": [nan]},
+    ):
+        with pytest.raises(AssertionError):
+            compare([want, replace(want, **change)], want, 1e-2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("heads", "ulysses", "ring"), LAYOUTS)

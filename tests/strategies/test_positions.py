@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from lightning_cp import ContextParallelMixin
@@ -77,6 +78,24 @@ class Takes(Small):
         return self.model(batch["input_ids"], batch.pop("position_ids"))
 
 
+class Maps(Small):
+    """Maps over the tensors of its batch, as any dict allows."""
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        mapped: Any = tree_map(lambda x: x + 0, batch)
+        assert type(mapped) is dict
+        return super().logits(mapped)
+
+
+class TupleWithoutPositions(Small):
+    """A batch that carries no positions, and a module that counts."""
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        ids, labels = batch
+        logits = self.model(ids, torch.arange(ids.shape[1])[None])
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 def messages(rank: int, world_size: int, kind: type[Small]) -> list[str]:
     import logging
 
@@ -85,21 +104,27 @@ def messages(rank: int, world_size: int, kind: type[Small]) -> list[str]:
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("lightning_cp")
     logger.addHandler(handler)
+    settings, data = HYBRID, loader(6)
+    if kind is TupleWithoutPositions:
+        settings = {**settings, "sequence_dims": {"0": 1, "1": 1}, "label_key": "1"}
+        pairs = [(sample["input_ids"], sample["labels"]) for sample in samples(6)]
+        data = DataLoader(pairs, batch_size=2)  # type: ignore[arg-type]
     try:
-        trainer_of(world_size, HYBRID).fit(kind(), loader(6))
+        trainer_of(world_size, settings).fit(kind(), data)
     finally:
         logger.removeHandler(handler)
     return found
 
 
-def test_a_step_that_does_not_read_positions_is_told_once() -> None:
-    first, *others = run_ranks(4, messages, CountsItself)
+@pytest.mark.parametrize("kind", [CountsItself, TupleWithoutPositions])
+def test_a_step_that_does_not_read_positions_is_told_once(kind: type[Small]) -> None:
+    first, *others = run_ranks(4, messages, kind)
     assert len(first) == 1
-    assert "did not read batch['position_ids']" in first[0]
+    assert "took no positions from the batch" in first[0]
     assert others == [[], [], []]
 
 
-@pytest.mark.parametrize("kind", [Small, PassesOn, Takes])
+@pytest.mark.parametrize("kind", [Small, PassesOn, Takes, Maps])
 def test_a_step_that_reads_positions_is_not(kind: type[Small]) -> None:
     assert run_ranks(4, messages, kind) == [[]] * 4
 

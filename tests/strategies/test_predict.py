@@ -45,7 +45,14 @@ class Predicting(ContextParallelMixin, Small):
         if self.what == "own":
             return self.unshard(logits).mean(1)
         if self.what == "replicated":
-            return {"logits": logits, "temperature": torch.tensor(0.5), "row": batch["row"]}
+            # As long as a rank's part of the sequence, which ranks have the same of.
+            wide = torch.arange(32.0 // 4).expand(len(logits), -1)
+            return {
+                "logits": logits,
+                "temperature": torch.tensor(0.5),
+                "row": batch["row"],
+                "w": wide,
+            }
         return {"integer": 7, "nothing": None, "logits": logits}[self.what]
 
 
@@ -76,10 +83,41 @@ class Pooled(Small):
         return {"logits": self.logits(batch), "pooled": self.logits(batch).mean(1)}
 
 
+class Unalike(Small):
+    """Returns different things on different ranks."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
+        logits = self.logits(batch)
+        best = logits.argmax(-1)
+        if self.what == "one rank only":
+            return logits if self.global_rank == 0 else None
+        if self.what == "list":
+            return [row.tolist() for row in best]
+        if self.what == "array":
+            return best.numpy()
+        if self.what == "text":
+            return {"logits": logits, "text": ["".join(map(chr, row)) for row in best.tolist()]}
+        return float(logits.mean())
+
+
+def predict_unalike(rank: int, world_size: int, what: str) -> None:
+    trainer_of(world_size, RING).predict(Unalike(what), loader(2))
+
+
+@pytest.mark.parametrize("what", ["one rank only", "list", "array", "text", "number"])
+def test_other_things_on_other_ranks_are_refused_and_nobody_hangs(what: str) -> None:
+    match = "predict_step returned different things on the ranks of a group"
+    expect_on_every_rank(2, predict_unalike, what, error=ConfigError, match=match, timeout=20)
+
+
 def predict_pooled(rank: int, world_size: int) -> None:
     trainer_of(world_size, RING).predict(Pooled(), loader(2))
 
 
 def test_a_prediction_from_a_ranks_own_tokens_is_refused() -> None:
-    match = r"without a sequence dimension.*disagree on 'pooled'.*context_parallel_output_dims"
+    match = r"returned 'pooled' without a sequence dimension.*context_parallel_output_dims"
     expect_on_every_rank(2, predict_pooled, error=ConfigError, match=match)
