@@ -69,7 +69,6 @@ if __name__ == "__main__":
         accelerator="cpu",
         devices=4,
         max_epochs=1,
-        use_distributed_sampler=False,  # in the file's own order, however many processes there are
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

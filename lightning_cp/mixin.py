@@ -54,6 +54,15 @@ class ContextParallelMixin:
             return strategy.token_positions(x, dim=dim)
         return torch.arange(x.size(dim), device=x.device)[None]
 
+    def average(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over ranks that share a sample, weighted by their targets: one process's mean.
+
+        For what a step computes from its own tokens and does not pass to ``self.log`` directly: values kept
+        for the end of the epoch, metrics that average losses, functions of the loss. Every rank calls it.
+        """
+        strategy: Any = self.trainer.strategy  # type: ignore[attr-defined]
+        return strategy.average(value) if hasattr(strategy, "average") else value
+
 
 def options_of(module: object) -> dict[str, Any]:
     """What a module declares; empty without the mixin."""

@@ -39,12 +39,17 @@ class ShardedBatch:
 
 
 def shard_batch(
-    whole: WholeBatch, layout: SequenceLayout, cp_rank: int, rules: BatchRules
+    whole: WholeBatch,
+    layout: SequenceLayout,
+    cp_rank: int,
+    rules: BatchRules,
+    valid: tuple[int, ...] | None = None,
 ) -> ShardedBatch:
     """This rank's part of a batch: pure indexing, no communication.
 
     Global ``position_ids`` go along (0 where padded), and aligned labels as ``shift_labels`` where the
-    model shifts; both are added to a dict that lacks them.
+    model shifts; both are added to a dict that lacks them. ``valid`` is what ``valid_counts`` says, if
+    that is known already.
     """
 
     def visit(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -80,7 +85,7 @@ def shard_batch(
         given,
         tensors.get(rules.label_key),
         aligned_local,
-        valid_counts(whole, layout),
+        valid_counts(whole, layout) if valid is None else valid,
     )
 
 

@@ -119,6 +119,10 @@ class ContextParallelFront:
         """A local tensor of the current step, whole, in original order and length, on every rank."""
         return self._core.unshard_tensor(x, dim)
 
+    def average(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over the group, weighted by targets: what one process would show of this step."""
+        return self._core.average(value)
+
     def token_positions(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """int64 [B or 1, L]: the positions of a step's tokens in the whole sequence, 0 for padding."""
         return self._core.token_positions(x, dim)

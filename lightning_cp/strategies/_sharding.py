@@ -60,10 +60,12 @@ def shard_agreed(
     facts: dict[str, int] = {}
     whole: WholeBatch | None = None
     layout: SequenceLayout | None = None
+    valid: tuple[int, ...] = ()
     try:
         whole = read_batch(batch, rules, needs_labels=training)
         layout = _layout_of(whole, rules, kind, mesh)
-        facts = _facts(whole, layout)
+        valid = valid_counts(whole, layout)
+        facts = _facts(whole, layout, valid)
     except Exception as refused:  # any: a rank that raised alone would leave the others waiting
         error = refused
     table = _agree_on_batch(facts, error, mesh, training=training)
@@ -71,7 +73,7 @@ def shard_agreed(
     assert layout is not None
     if not facts["targets"]:
         warnings.warn("a batch has no valid label at all: it adds nothing.", stacklevel=2)
-    part = shard_batch(whole, layout, mesh.cp_rank, rules)
+    part = shard_batch(whole, layout, mesh.cp_rank, rules, valid)
     return Sharding(part, any(row["ranks without targets"] for row in table))
 
 
@@ -126,13 +128,12 @@ def _agree_on_batch(
     return agree(facts, mesh.control_group(Flat.LOSS), what="batch", within=groups, error=error)
 
 
-def _facts(whole: WholeBatch, layout: SequenceLayout) -> dict[str, int]:
+def _facts(whole: WholeBatch, layout: SequenceLayout, valid: tuple[int, ...]) -> dict[str, int]:
     """What ranks that share a sample must agree on."""
-    counts = valid_counts(whole, layout)
     facts = {
-        "ranks without targets": sum(1 for count in counts if not count),
-        "targets": sum(counts),
         "sequence length": whole.seq_len,
+        "ranks without targets": sum(1 for count in valid if not count),
+        "targets": sum(valid),
         "documents": layout.documents.checksum if layout.documents else 0,
     }
     tensors = list(tensors_of(whole.batch))

@@ -123,10 +123,6 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
             self._core.end_step()
             raise
 
-    def average(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over the group, weighted by targets: what one process would show of this step."""
-        return self._core.average(value)
-
     def unshard_output(self, output: Any, dims: dict[str, int | None] | None = None) -> Any:
         """Tensors of the current step in any container, in original order and length, on every rank.
 

@@ -59,6 +59,8 @@ class Settings:
             check_size(name, getattr(self, name))
         if self.context_parallel_size != "auto":
             check_size("context_parallel_size", self.context_parallel_size)
+        if type(self.padding) is not bool:
+            raise ConfigError(f"padding must be True or False, got {self.padding!r}.")
         _check_mode(self)
         _explicit_size(self)
 

@@ -14,12 +14,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_cp.callback import ContextParallelCallback, callback_among
 from lightning_cp.errors import ConfigError
 from lightning_cp.mixin import options_of
 from lightning_cp.strategies._front import ContextParallelFront
+from lightning_cp.strategies._order import agree_on_order
 
 
 class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
@@ -36,6 +38,8 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         super().setup_environment()
         self._check_world()
         self._build_mesh()
+        if self.data_parallel_size == 1:
+            self._leave_samplers_alone()
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -57,6 +61,8 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         self._seed_workers(dataloader, overwrite=False)  # the Trainer has not set one yet
+        if self.data_parallel_size == 1 and isinstance(dataloader, DataLoader):
+            agree_on_order(dataloader, self.mesh)
         return super().process_dataloader(dataloader)
 
     # -- one batch -------------------------------------------------------------------------------
@@ -76,10 +82,12 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._core.begin_step()  # ends in on_train_batch_end: backward may recompute
         output = super().training_step(*args, **kwargs)
-        self._core.check_step()
         assert self.lightning_module is not None
-        if self.lightning_module.automatic_optimization:
+        if self.lightning_module.automatic_optimization and self._core.enabled:
             self._core.require_loss(output.get("loss") if isinstance(output, Mapping) else output)
+            if output is None:
+                raise ConfigError(_SKIPPED)
+        self._core.check_step()
         return output
 
     @override
@@ -123,6 +131,12 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         finally:
             self._core.end_step()
 
+    def _leave_samplers_alone(self) -> None:
+        """All ranks read the same samples, as one process does; Lightning's sampler would shuffle them."""
+        assert self.lightning_module is not None
+        connector: Any = self.lightning_module.trainer._accelerator_connector
+        connector.use_distributed_sampler = False
+
     def _announce(self, module: LightningModule, swapped: list[str]) -> None:
         """Say once of each model, not at every stage, where its attention was swapped."""
         if swapped and (self._announced is None or self._announced() is not module):
@@ -135,6 +149,13 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         callbacks: list[Any] = module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         self._callback = callback_among(callbacks)
         self._callback.connect(self._core)
+
+
+_SKIPPED = (
+    "training_step returned None, which skips a batch in one process only: ranks that share a sample have to "
+    "go through backward together. Leave such batches out in the dataset, or return a loss of which all "
+    "labels are -100: it adds nothing."
+)
 
 
 def _refuse_dataloader_iter(module: LightningModule, step: str) -> None:

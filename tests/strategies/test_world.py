@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_cp.errors import ConfigError
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.pool.environment import PoolEnvironment
-from tests.strategies.small import Small, loader, trainer_of
+from tests.strategies.small import RING, Settings, Small, loader, trainer_of
 
 
 class Nodes(PoolEnvironment):
@@ -57,3 +59,32 @@ def test_auto_keeps_ulysses_within_a_node() -> None:
 def test_a_group_of_another_size_than_the_trainers() -> None:
     match = "the Trainer wants 3 processes, but torch.distributed was initialised with 2"
     expect_on_every_rank(2, fit, 3, Claims, error=ConfigError, match=match)
+
+
+# -- the order of samples -----------------------------------------------------------------------------
+
+
+def order(rank: int, world_size: int, settings: Settings | None, shuffle: bool) -> list[list[int]]:
+    """First tokens of the samples of two epochs, with a Trainer that is left to choose samplers."""
+    seen: list[int] = []
+
+    class Watching(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            strategy: Any = self.trainer.strategy
+            ids = batch["input_ids"]
+            whole = ids if settings is None else strategy.unshard(ids)
+            seen.extend(whole[:, 0].tolist())
+            return super().training_step(batch, batch_idx)
+
+    module = Watching()
+    torch.manual_seed(3 + rank)  # ranks draw different numbers; the first one's count
+    trainer = trainer_of(world_size, settings, use_distributed_sampler=True, max_epochs=2)
+    trainer.fit(module, loader(12, shuffle=shuffle))
+    return [seen[: len(seen) // 2], seen[len(seen) // 2 :]]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_samples_come_in_the_order_of_one_process(shuffle: bool) -> None:
+    (want,) = run_ranks(1, order, None, shuffle)
+    assert (want[0] != want[1]) == shuffle
+    assert run_ranks(2, order, RING, shuffle) == [want] * 2
