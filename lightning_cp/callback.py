@@ -6,7 +6,8 @@ become shards; the hooks below are called by the strategy at the right moment.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh, Flat
+from lightning_cp.step_log import StepLog
 
 
 class Core(Protocol):
@@ -25,6 +27,8 @@ class Core(Protocol):
     def shard(self, batch: Any, *, needs_labels: bool) -> Any: ...
     def unshard(self, output: Any, dims: Mapping[str, int | None]) -> Any: ...
     def average(self, value: torch.Tensor) -> torch.Tensor: ...
+    def average_all(self, values: list[torch.Tensor]) -> list[torch.Tensor]: ...
+    def names_on_every_rank(self, names: list[str]) -> set[str]: ...
     def end_step(self) -> None: ...
     @property
     def mesh(self) -> ContextParallelMesh: ...
@@ -36,6 +40,7 @@ class ContextParallelCallback(Callback):
     def __init__(self) -> None:
         self._core: Core | None = None
         self._logging_module: LightningModule | None = None
+        self._step_log = StepLog()
 
     def connect(self, core: Core) -> None:
         """Called by the strategy before anything else."""
@@ -72,14 +77,35 @@ class ContextParallelCallback(Callback):
         own_log = pl_module.log
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            if core.in_step and not kwargs.get("rank_zero_only") and _is_mean(value):
-                value = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-                value = core.average(value)
-                kwargs = {**_sync_options(core.mesh), **kwargs}
-            own_log(name, value, *args, **kwargs)
+            if not core.in_step or kwargs.get("rank_zero_only") or not _is_mean(value):
+                own_log(name, value, *args, **kwargs)
+                return
+
+            def emit(value: torch.Tensor, shared: bool) -> None:
+                options = {**_sync_options(core.mesh), **kwargs} if shared else kwargs
+                own_log(name, value, *args, **options)
+
+            value = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+            if self._step_log.open:
+                self._step_log.add(name, value, emit)
+            else:  # a hook between the step and its end
+                emit(core.average(value), True)
 
         object.__setattr__(pl_module, "log", log)
         self._logging_module = pl_module
+
+    @contextmanager
+    def logging_together(self) -> Iterator[None]:
+        """While a step function runs: what it logs is averaged when it ends."""
+        if not self.core.in_step:
+            yield
+            return
+        self._step_log.begin()
+        try:
+            yield
+            self._step_log.end(self.core)
+        finally:
+            self._step_log.drop()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the module as it was."""

@@ -73,6 +73,18 @@ def agree(
     return table
 
 
+def common_names(names: Sequence[str], group: dist.ProcessGroup) -> set[str]:
+    """Those of ``names`` that every rank has; one small exchange where all have the same."""
+    own = torch.tensor([fingerprint(sorted(names))], dtype=torch.int64)
+    every = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(every, own, group=group)
+    if all(torch.equal(own, other) for other in every):
+        return set(names)
+    lists: list[list[str]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(lists, list(names), group=group)
+    return set.intersection(*map(set, lists))
+
+
 def checksum(x: torch.Tensor) -> int:
     """A checksum of a tensor's values that depends on their order; computed where the tensor lives.
 

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from lightning_cp.batch import BatchRules, ShardedBatch, unshard_output
+from lightning_cp.comm.agreement import common_names
 from lightning_cp.errors import ConfigError
-from lightning_cp.mesh import ContextParallelMesh, Factors
+from lightning_cp.mesh import ContextParallelMesh, Factors, Flat
 from lightning_cp.models.swap import StepState, SwapHandle, hf_models, swap_attention
 from lightning_cp.strategies._sharding import label_kind, shard_agreed
 from lightning_cp.strategies._weighting import StepLoss
@@ -227,7 +228,15 @@ class ContextParallelCore:
 
     def average(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over the cp group, weighted by targets: what one process would have computed."""
-        return value if self._loss is None else self._loss.average(value)
+        return self.average_all([value])[0]
+
+    def average_all(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same for several at once."""
+        return values if self._loss is None else self._loss.average_all(values)
+
+    def names_on_every_rank(self, names: list[str]) -> set[str]:
+        """Those of ``names`` that every rank of the cp group has."""
+        return common_names(names, self.mesh.control_group(Flat.CP))
 
     def unshard(self, output: Any, dims: Mapping[str, int | None]) -> Any:
         """An output of the current step in original order and length, on every rank.

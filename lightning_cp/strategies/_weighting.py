@@ -67,14 +67,33 @@ class StepLoss:
                 error = refused
         agree({}, self._mesh.control_group(Flat.LOSS), what="loss", error=error)
 
-    def average(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over the cp group, weighted by targets: what one process would have computed."""
+    def average_all(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The means over the cp group, weighted by targets: what one process would have computed.
+
+        One exchange for those on the host and one for those on the device; the same number on all ranks.
+        """
+        means: dict[int, torch.Tensor] = {}
+        for on_host in (True, False):
+            places = [at for at, x in enumerate(values) if (x.device.type == "cpu") == on_host]
+            if places:
+                shapes = [values[at].shape for at in places]
+                mean = self._weighted_sum(
+                    torch.cat([values[at].reshape(-1) for at in places]), on_host
+                )
+                parts = mean.split([shape.numel() for shape in shapes])
+                means |= {
+                    at: part.reshape(shape).to(values[at].dtype)
+                    for at, part, shape in zip(places, parts, shapes, strict=True)
+                }
+        return [means[at] for at in range(len(values))]
+
+    def _weighted_sum(self, values: torch.Tensor, on_host: bool) -> torch.Tensor:
         weight = average_weight(self._valid, self._mesh.cp_rank)
-        part = value.detach().to(torch.float64)
+        part = values.detach().to(torch.float64)
         part = part * weight if weight else torch.zeros_like(part)  # 0 * NaN would be NaN
-        on_host = value.device.type == "cpu"
-        group = self._mesh.control_group(Flat.CP) if on_host else self._mesh.group(Flat.CP)
-        return all_sum(part, group).to(value.dtype)
+        return all_sum(
+            part, self._mesh.control_group(Flat.CP) if on_host else self._mesh.group(Flat.CP)
+        )
 
 
 def _first_gradients(state: StepState, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -81,7 +81,8 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._core.begin_step()  # ends in on_train_batch_end: backward may recompute
-        output = super().training_step(*args, **kwargs)
+        with self._logging_together():
+            output = super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         if self.lightning_module.automatic_optimization and self._core.enabled:
             self._core.require_loss(output.get("loss") if isinstance(output, Mapping) else output)
@@ -92,17 +93,17 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
+        with self._step(), self._logging_together():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
+        with self._step(), self._logging_together():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():
+        with self._step():  # predict_step may not log
             output = super().predict_step(*args, **kwargs)
         assert self._callback is not None
         dims = options_of(self.lightning_module).get("output_dims") or {}
@@ -121,6 +122,10 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         super().teardown()
 
     # -- helpers ---------------------------------------------------------------------------------
+
+    def _logging_together(self) -> AbstractContextManager[None]:
+        assert self._callback is not None
+        return self._callback.logging_together()
 
     @contextmanager
     def _step(self) -> Iterator[None]:

@@ -189,3 +189,34 @@ def test_data_parallel_ranks_log_what_plain_ddp_logs() -> None:
     compare(got[1], without_file(want[0]))
     compare(got[2], want[1])
     compare(got[3], want[1])
+
+
+class OneRankLogs(Small):
+    """What only some ranks log, inside a step: Lightning lets them."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        if self.global_rank == 0:
+            self.log("rate", 0.125)
+        self.log("loss", loss)
+        if self.global_rank == 1:
+            self.log("other", 9.0)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        if self.trainer.is_global_zero:
+            self.log("val_rate", 0.25, batch_size=1)
+        self.log("val_loss", self.loss(batch), batch_size=1)
+
+
+def one_rank_logs(rank: int, world_size: int, settings: Settings | None) -> dict[str, float]:
+    trainer = trainer_of(world_size, settings)
+    trainer.fit(OneRankLogs(), loader(4), loader(2))
+    return {name: float(x) for name, x in trainer.callback_metrics.items()}
+
+
+def test_a_rank_may_log_alone() -> None:
+    (want,) = run_ranks(1, one_rank_logs, None)
+    first, second = run_ranks(2, one_rank_logs, SETTINGS["ring"], timeout=30)
+    assert first == pytest.approx(want, rel=1e-10)
+    assert second == pytest.approx({"loss": want["loss"], "other": 9.0, "val_loss": want["val_loss"]}, rel=1e-10)
