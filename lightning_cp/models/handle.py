@@ -8,7 +8,8 @@ thread-local: recomputation runs inside backward, on CUDA in autograd's own thre
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -16,9 +17,13 @@ from torch import nn
 from lightning_cp.attention.api import attend
 from lightning_cp.attention.plan import make_plan
 from lightning_cp.attention.spec import AttentionSpec
+from lightning_cp.comm.agreement import agree
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
-from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.mesh import ContextParallelMesh, Flat
+from lightning_cp.models.facts import PositionFacts
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -28,6 +33,8 @@ class StepState:
     layout: SequenceLayout
     position_ids: torch.Tensor
     """int64 [B or 1, L]: global positions of the local tokens, 0 where padded."""
+    positions: PositionFacts = field(default_factory=PositionFacts)
+    """Of the whole batch."""
     aligned_labels: torch.Tensor | None = None
     """[B, L]: the target of each local token, -100 where there is none."""
     labels: torch.Tensor | None = None
@@ -36,14 +43,16 @@ class StepState:
     """Targets on this rank that are not -100."""
     loss_outside: bool = False
     """It was declared how the step reads labels, so it may compute the loss itself."""
+    labels_read: str = ""
+    """How labels are read: ``shift`` or ``aligned``; anything else: that does not matter here."""
+    needs_loss: bool = True
+    """The step trains or evaluates: what it makes of labels counts. Not so when it predicts."""
     calls: int = 0
     first_gradient: torch.Tensor | None = None
     """Largest entry of the gradient that backward brought first to an attention call, if there are no
     targets here: it comes from this rank's own loss alone, and should be 0."""
     tokens: torch.Tensor | None = None
     """bool [2, rows, L], once asked for: local tokens within the sequence, and within a document."""
-    restarts: bool | None = None
-    """Whether local positions count within documents, once asked for."""
     cached_by: str = ""
     """The model that would make a key/value cache in one process, which hides packing from its masks."""
 
@@ -96,7 +105,31 @@ class SwapHandle:
         if not state.valid_local and out.requires_grad:
             out.register_hook(state.note_gradient)
         state.calls += 1
-        return out
+        return out.contiguous()  # models take views of it, as they may of what attention returns
+
+    def agreed(self, what: str, check: Callable[[], T]) -> T:
+        """Run a check that this rank's own tokens decide; every rank of the cp group must come here.
+
+        Args:
+            what: what is checked, the same on every rank.
+            check: raises if something is wrong.
+
+        Raises:
+            Exception: its own, if the check raised here.
+            RankFailure: it raised on another rank.
+            BatchMismatchError: another rank is at another check.
+        """
+        result: T | None = None
+        error: Exception | None = None
+        try:
+            result = check()
+        except Exception as refused:  # any: a rank that raised alone would leave the others waiting
+            error = refused
+        if self.mesh.cp_size > 1:
+            agree({what: 0}, self.mesh.control_group(Flat.CP), what="step", error=error)
+        if error is not None:
+            raise error
+        return cast(T, result)
 
     def require_intercepted(self, model: nn.Module) -> None:
         """Refuse a step in which no attention call came through here.

@@ -17,10 +17,9 @@ from typing import Any
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf_attention import attention_function
-from lightning_cp.models.hf_call import complete_call
+from lightning_cp.models.hf_call import CallCheck
 from lightning_cp.models.hf_labels import label_alignment as label_alignment
 from lightning_cp.models.hf_mask import mask_function
-from lightning_cp.models.hf_positions import own_positions
 
 _names = (f"lightning_cp_{number}" for number in itertools.count())
 
@@ -54,9 +53,7 @@ def swap_hf(model: Any, handle: SwapHandle) -> None:
     handle.on_undo(lambda: AttentionMaskInterface._global_mapping.pop(name, None))
     configs = _configs_that_change(model, name)
     handle.on_activate(lambda: _choose(configs, name))
-    complete = complete_call(handle, before, own_positions(model))
-    for inner in _hf_modules(model):
-        handle.on_undo(inner.register_forward_pre_hook(complete, with_kwargs=True).remove)
+    CallCheck(handle, _hf_modules(model), before)
     handle.report.append(f"{type(model).__name__} (attention interface, was {before})")
 
 

@@ -2,45 +2,80 @@
 
 from __future__ import annotations
 
-import inspect
+from functools import partial
 from typing import Any
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.models.handle import SwapHandle
-from lightning_cp.models.hf_labels import accepted, complete_labels, label_alignment
+from lightning_cp.models.handle import StepState, SwapHandle
+from lightning_cp.models.hf_labels import complete_labels, label_alignment
+from lightning_cp.models.hf_loss import LossWatch
 from lightning_cp.models.hf_packing import check_call
-from lightning_cp.models.hf_positions import check_positions
+from lightning_cp.models.hf_positions import (
+    check_positions,
+    counts_alone,
+    own_positions,
+    refuse_counting,
+)
+from lightning_cp.models.hf_signature import parameters_of
 
 
-def complete_call(handle: SwapHandle, before: str, positions: str = "") -> Any:
-    """A forward pre-hook: refuses what cannot be sharded, and adds positions, targets and their count.
+class CallCheck:
+    """Refuses calls that cannot be sharded, and adds positions, targets and their count to the others.
 
     Args:
         handle: holds the active step, if there is one.
+        models: one Hugging Face model, and all models inside it.
         before: the attention implementation that one process uses.
-        positions: the module that counts positions in its own way, if there is one.
     """
 
-    def complete(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        state = handle.state
+    def __init__(self, handle: SwapHandle, models: list[Any], before: str) -> None:
+        self._handle = handle
+        self._before = before
+        self._own_positions = own_positions(models[0])
+        self._counts_alone = counts_alone(models)
+        with_loss = [model for model in models if "labels" in parameters_of(model)]
+        self._watches = {model: LossWatch(handle, model) for model in with_loss}
+        # Functions, not methods: a copy of the model would copy what a method belongs to.
+        complete: Any = lambda *call: self._complete(*call)  # noqa: E731
+        for model in models:
+            handle.on_undo(model.register_forward_pre_hook(complete, with_kwargs=True).remove)
+        for watch in self._watches.values():
+            watch.attach()
+
+    def _complete(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward pre-hook. Some checks compare this rank's tokens, so that ranks agree on each call."""
+        state = self._handle.state
         if state is None:
             return None
         args, given = _by_name(model, args, kwargs)
+        check = partial(self._check_and_fill, model, given, state)
+        self._handle.agreed(f"call of {type(model).__name__}", check)
+        if model in self._watches:  # a copy of a swapped model is not
+            self._watches[model].expect(given)
+        return args, given
+
+    def _check_and_fill(self, model: Any, given: dict[str, Any], state: StepState) -> None:
         _refuse_cache_and_weights(model, given)
-        check_call(handle, model, given, before)
-        check_positions(handle, positions)
-        names = accepted(model)
+        if self._counts_alone:
+            refuse_counting(model, given)
+        check_call(state, model, given, self._before)
+        check_positions(state, self._own_positions)
+        names = parameters_of(model)
         if "use_cache" in names:
             given["use_cache"] = False
         if given.get("position_ids") is None and "position_ids" in names:
             given["position_ids"] = state.position_ids
         if given.get("labels") is not None:
             complete_labels(model, given, state)
-        elif model.training and not state.loss_outside and label_alignment(model) == "shift":
+        elif _loss_is_outside(model, state):
             raise ConfigError(_OUTSIDE)
-        return args, given
 
-    return complete
+
+def _loss_is_outside(model: Any, state: StepState) -> bool:
+    """Whether the step is about to compute a loss of shifted labels, and nobody said how."""
+    if state.loss_outside or not state.needs_loss or state.aligned_labels is None:
+        return False
+    return label_alignment(model) == "shift"
 
 
 def _refuse_cache_and_weights(model: Any, given: dict[str, Any]) -> None:
@@ -60,7 +95,7 @@ def _by_name(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, all by name where the signature allows it."""
-    parameters = inspect.signature(model.forward).parameters
+    parameters = parameters_of(model)
     named = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) > len(named):
         return args, dict(kwargs)
@@ -68,7 +103,7 @@ def _by_name(
 
 
 _OUTSIDE = (
-    "the model was called without labels in training, so the loss is computed outside of it, where shifting "
+    "the model was called without labels, so the loss is computed outside of it, where shifting "
     "labels (logits[:, :-1], labels[:, 1:]) would be silently wrong at every seam between ranks. Pass "
     "labels=batch['labels'] to the model; or take the targets from batch['shift_labels'] without shifting, "
     "and declare labels='shift'; or shift in the dataset and declare labels='aligned'."

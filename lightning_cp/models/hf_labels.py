@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -10,45 +9,67 @@ import torch
 from lightning_cp.errors import ConfigError
 from lightning_cp.labels import IGNORED_LABEL
 from lightning_cp.models.handle import StepState
+from lightning_cp.models.hf_signature import parameters_of, takes_extra
 
 
 def label_alignment(model: Any) -> str | None:
     """How the model's own loss reads ``labels``: "shift" (next token), "aligned", or ``None``: unknown.
 
-    A model without a head takes no labels: the loss is the user's own.
+    A model without a head takes no labels: the loss is the user's own. "shift" is also what transformers
+    says of classes that it does not know; whether it is so is seen when they are called (``LossWatch``).
     """
-    if "labels" not in accepted(model):
+    if "labels" not in parameters_of(model):
         return None
     loss = getattr(model, "loss_function", None)
     kinds = {"ForCausalLMLoss": "shift", "ForMaskedLMLoss": "aligned"}
     return kinds.get(getattr(loss, "__name__", ""))
 
 
-def accepted(model: Any) -> set[str]:
-    """The names that a model can be called with."""
-    return set(inspect.signature(model.forward).parameters)
-
-
-def _takes_extra(model: Any) -> bool:
-    parameters = inspect.signature(model.forward).parameters.values()
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-
-
 def complete_labels(model: Any, given: dict[str, Any], state: StepState) -> None:
-    """Shifted labels and the count of targets, so that the model's own loss is a mean over targets."""
-    if not _takes_extra(model):
+    """Shifted labels and the count of targets, so that the model's own loss is a mean over targets.
+
+    Raises:
+        ConfigError: labels that are not the batch's, are read otherwise than was declared, or a count
+            that is not that of this rank's targets.
+    """
+    name, kind = type(model).__name__, label_alignment(model)
+    if not takes_extra(model):
         raise ConfigError(
-            f"{type(model).__name__}.forward takes no extra arguments, so its loss cannot be told which "
-            "targets its tokens have. Call it without labels, and compute the loss in the step from "
-            "batch['shift_labels']."
+            f"{name}.forward takes no extra arguments, so its loss cannot be told which targets its tokens "
+            "have. Call it without labels, and compute the loss in the step from batch['shift_labels']."
         )
-    targets = _shifted(given, state) if label_alignment(model) == "shift" else given["labels"]
+    _refuse_other_kind(name, kind, given, state)
+    targets = _shifted(given, state) if kind == "shift" else given["labels"]
     counted = state.aligned_labels
     if counted is not None and not same(targets, counted) and _count(targets) != state.valid_local:
         raise ConfigError(_CHANGED)
-    if given.get("num_items_in_batch") is None:
-        # A mean over no targets is 0/0; a sum divided by 1 is the 0 that it should be.
-        given["num_items_in_batch"] = max(state.valid_local, 1)
+    # A mean over no targets is 0/0; a sum divided by 1 is the 0 that it should be.
+    items = max(state.valid_local, 1)
+    asked = given.get("num_items_in_batch")
+    if asked is not None and float(asked) != items:
+        raise ConfigError(
+            f"{name} is called with num_items_in_batch={float(asked):g}, but this rank has {items} targets: "
+            "its loss would be no mean over them, and the mean is what ranks weight. Leave "
+            "num_items_in_batch away: the count is filled in."
+        )
+    given["num_items_in_batch"] = items if asked is None else asked
+
+
+def _refuse_other_kind(
+    name: str, kind: str | None, given: dict[str, Any], state: StepState
+) -> None:
+    if state.labels_read == "aligned" and kind == "shift" and given.get("shift_labels") is None:
+        raise ConfigError(
+            f"labels='aligned' is declared, but {name} shifts its labels by itself: they would be shifted "
+            "twice. Call it without labels and compute the loss in the step, or leave the dataset's labels "
+            "unshifted and the declaration away."
+        )
+    if state.labels_read == "shift" and kind != "shift":
+        raise ConfigError(
+            f"labels='shift' is declared, but {name} does not shift its labels: the loss is weighted by "
+            "other targets than it reads. Declare labels='aligned', or call it without labels and compute "
+            "the loss in the step from batch['shift_labels']."
+        )
 
 
 _CHANGED = (

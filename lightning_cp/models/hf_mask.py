@@ -16,7 +16,7 @@ import torch
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
-from lightning_cp.models.hf_packing import check_mask
+from lightning_cp.models.hf_packing import check_mask, warn_isolated
 from lightning_cp.models.hf_padding import check_padding
 
 EXPRESSIBLE = (
@@ -51,11 +51,7 @@ def read_mask(function: Callable[..., Any], seq_len: int) -> Visible:
     Raises:
         ConfigError: a part of it is not causality, a window or packing.
     """
-    names = function.__code__.co_freevars if hasattr(function, "__code__") else ()
-    cells = getattr(function, "__closure__", None) or ()
-    inside: dict[str, Any] = {
-        name: cell.cell_contents for name, cell in zip(names, cells, strict=True)
-    }
+    inside = _inside(function)
     match _maker(function):
         case "causal_mask_function":
             return Visible(causal=True)
@@ -148,7 +144,7 @@ def mask_function(handle: SwapHandle, before: str) -> Any:
         **kwargs: Any,
     ) -> MaskNote:
         state = handle.state
-        assert state is not None
+        assert state is not None  # the configs name this function only while a step is active
         q_length = kv_length if q_length is None else q_length
         if q_length != kv_length or q_length != state.layout.local_len:
             raise ConfigError(
@@ -157,15 +153,25 @@ def mask_function(handle: SwapHandle, before: str) -> Any:
                 "(cross-attention, prefixes, memories, an image tower) is not sharded."
             )
         visible = read_mask(mask_function, state.layout.seq_len)
-        check_padding(handle, attention_mask, causal=visible.causal)
-        check_mask(
-            handle,
-            getattr(kwargs.get("config"), "model_type", "the model"),
-            causal=visible.causal,
-            given=attention_mask is not None,
-            folded="packed_sequence_mask_function" in _makers(mask_function),
-            before=before,
-        )
+        model = getattr(kwargs.get("config"), "model_type", "the model")
+
+        def check() -> None:
+            check_padding(state, handle.mesh.cp_rank, attention_mask, causal=visible.causal)
+            check_mask(
+                state,
+                model,
+                causal=visible.causal,
+                given=attention_mask is not None,
+                folded="packed_sequence_mask_function" in _makers(mask_function),
+                before=before,
+            )
+
+        if attention_mask is None and not state.positions.count_anew:
+            check()  # nothing of this rank's own is looked at
+        else:
+            handle.agreed(f"attention mask of {model}", check)
+        if state.positions.restart and not visible.causal:
+            warn_isolated(handle.warned, model)
         return make_note(visible, (batch_size, 1, q_length, kv_length), device)
 
     return mask

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.layout import Documents
-from lightning_cp.models.handle import SwapHandle
+from lightning_cp.layout import Documents, SequenceLayout
+from lightning_cp.models.handle import StepState
 
 
-def check_call(handle: SwapHandle, model: Any, given: dict[str, Any], before: str) -> None:
+def check_call(state: StepState, model: Any, given: dict[str, Any], before: str) -> None:
     """When a model is called: its positions are the batch's, and whether one process would make a cache.
 
     Args:
-        handle: holds the active step.
+        state: of the active step.
         model: the model that is called.
         given: its arguments by name, as the step gave them.
         before: the attention implementation that one process uses.
@@ -31,10 +31,9 @@ def check_call(handle: SwapHandle, model: Any, given: dict[str, Any], before: st
     Raises:
         ConfigError: positions that are not the batch's, or documents that one process would not isolate.
     """
-    _refuse_other_positions(handle, given.get("position_ids"))
-    _check_flash_boundaries(handle, given.get("cu_seq_lens_q"))
-    state = handle.state
-    if state is None or not _restarts(handle):
+    _refuse_other_positions(state.position_ids, given.get("position_ids"))
+    _check_flash_boundaries(state.layout, given.get("cu_seq_lens_q"))
+    if not state.positions.restart:
         return
     if "flash" in before and _rows(given) > 1:
         raise ConfigError(
@@ -48,12 +47,12 @@ def check_call(handle: SwapHandle, model: Any, given: dict[str, Any], before: st
 
 
 def check_mask(
-    handle: SwapHandle, model: str, *, causal: bool, given: bool, folded: bool, before: str
+    state: StepState, model: str, *, causal: bool, given: bool, folded: bool, before: str
 ) -> None:
     """When a model makes its mask: one process would isolate the same documents.
 
     Args:
-        handle: holds the active step.
+        state: of the active step.
         model: its type, for messages.
         causal: what the mask is.
         given: the model was given an ``attention_mask``.
@@ -61,22 +60,14 @@ def check_mask(
         before: the attention implementation that one process uses.
 
     Raises:
-        ConfigError: one process would isolate other documents.
+        ConfigError: one process would isolate other documents. With ``folded`` it depends on this
+            rank's tokens whether it does.
     """
-    state = handle.state
-    assert state is not None
-    if not _restarts(handle):
-        if causal and folded and not state.cached_by and _counts_anew(handle):
+    if not state.positions.restart:
+        if causal and folded and not state.cached_by and state.positions.count_anew:
             raise ConfigError(_UNDECLARED)
     elif not causal:
-        if model in handle.warned:
-            return
-        handle.warned.add(model)
-        warnings.warn(
-            "position_ids restart, so the documents of a row attend only to themselves; in one process "
-            f"transformers takes a row of a bidirectional model ({model}) for one document.",
-            stacklevel=3,
-        )
+        return
     elif state.cached_by:
         raise ConfigError(
             f"position_ids restart (packed documents), but {state.cached_by} is called with "
@@ -98,32 +89,23 @@ def check_mask(
         )
 
 
+def warn_isolated(warned: set[str], model: str) -> None:
+    """Say once of a bidirectional model that its documents are isolated here."""
+    if model in warned:
+        return
+    warned.add(model)
+    warnings.warn(
+        "position_ids restart, so the documents of a row attend only to themselves; in one process "
+        f"transformers takes a row of a bidirectional model ({model}) for one document.",
+        stacklevel=3,
+    )
+
+
 _UNDECLARED = (
     "the position_ids of the batch restart and the model is called without attention_mask, so one process "
     "would isolate packed documents; but the batch has an attention_mask, and so its rows are single "
     "documents here. Take attention_mask out of the batch, or pass it to the model."
 )
-
-
-def _restarts(handle: SwapHandle) -> bool:
-    """Whether the batch is packed and local positions count within documents."""
-    state = handle.state
-    assert state is not None
-    return _packed(state.layout.documents) and _counts_anew(handle)
-
-
-def _counts_anew(handle: SwapHandle) -> bool:
-    """Whether local positions are anything else than global ones, or these and a constant."""
-    state = handle.state
-    assert state is not None
-    if state.restarts is None:
-        ids = state.position_ids
-        here = state.layout.positions(handle.mesh.cp_rank)
-        real = (here < state.layout.seq_len).to(ids.device)
-        ahead = (ids - here.to(ids.device))[..., real]
-        first = 0 if _packed(state.layout.documents) else ahead[..., :1]
-        state.restarts = ids.dim() == 2 and bool((ahead != first).any())
-    return state.restarts
 
 
 def _jumps(position_ids: torch.Tensor) -> bool:
@@ -139,19 +121,12 @@ def _caches(model: Any, given: dict[str, Any]) -> bool:
     return bool(asked) and not (model.training and recomputing)
 
 
-def _packed(documents: Documents | None) -> bool:
-    return documents is not None and any(row.shape[0] > 1 for row in documents.rows)
-
-
 def _rows(given: dict[str, Any]) -> int:
     found = [given.get("input_ids"), given.get("inputs_embeds")]
     return next((x.shape[0] for x in found if x is not None), 1)
 
 
-def _refuse_other_positions(handle: SwapHandle, given: torch.Tensor | None) -> None:
-    state = handle.state
-    assert state is not None
-    ours = state.position_ids
+def _refuse_other_positions(ours: torch.Tensor, given: torch.Tensor | None) -> None:
     if (
         given is None
         or given is ours
@@ -167,12 +142,10 @@ def _refuse_other_positions(handle: SwapHandle, given: torch.Tensor | None) -> N
         )
 
 
-def _check_flash_boundaries(handle: SwapHandle, given: torch.Tensor | None) -> None:
-    state = handle.state
-    assert state is not None
+def _check_flash_boundaries(layout: SequenceLayout, given: torch.Tensor | None) -> None:
     if given is None:
         return
-    documents = state.layout.documents or Documents.single(state.layout.seq_len)
+    documents = layout.documents or Documents.single(layout.seq_len)
     said = [[a, b] for a, b in pairwise(given.flatten().tolist()) if b > a]
     if documents.shared and documents.rows[0].tolist() == said:
         return

@@ -6,22 +6,23 @@ import torch
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
-from lightning_cp.models.handle import SwapHandle
+from lightning_cp.models.handle import StepState
 
 
-def check_padding(handle: SwapHandle, mask: torch.Tensor | None, *, causal: bool) -> None:
+def check_padding(
+    state: StepState, cp_rank: int, mask: torch.Tensor | None, *, causal: bool
+) -> None:
     """Refuse a padding mask that is not the batch's, or one that the batch has and the model was not given.
 
     Args:
-        handle: holds the active step.
+        state: of the active step.
+        cp_rank: whose tokens the model was given.
         mask: bool [B, L], what the model was given of the local tokens.
         causal: padding behind a row is seen by no token of it, so that it may be left out.
 
     Raises:
         ConfigError: the layout treats other tokens as padding than the model would.
     """
-    state = handle.state
-    assert state is not None
     layout = state.layout
     if mask is None:
         if _matters(layout, causal):
@@ -32,7 +33,7 @@ def check_padding(handle: SwapHandle, mask: torch.Tensor | None, *, causal: bool
             )
         return
     if state.tokens is None:
-        state.tokens = _tokens(layout, handle.mesh.cp_rank).to(mask.device)
+        state.tokens = _tokens(layout, cp_rank).to(mask.device)
     real, kept = state.tokens
     if bool(((mask.bool() != kept) & real).any()):
         raise ConfigError(

@@ -1,44 +1,81 @@
-"""Models that do not count positions 0, 1, 2, ... when they are given none."""
+"""Models that do not count positions 0, 1, 2, ..., or that cannot be told any."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+from torch import nn
+
 from lightning_cp.errors import ConfigError
-from lightning_cp.models.handle import SwapHandle
+from lightning_cp.models.handle import StepState
+from lightning_cp.models.hf_signature import parameters_of
 
 
 def own_positions(model: Any) -> str:
     """The module that counts positions in its own way, as "RobertaEmbeddings"; empty if there is none."""
     for module in model.modules():
         name = type(module).__name__
-        if hasattr(module, "create_position_ids_from_input_ids") or name in _FROM_MASK:
+        if hasattr(module, _MAKER) or name in _FROM_MASK or _asks_its_file(module):
             return name
     return ""
 
+
+_MAKER = "create_position_ids_from_input_ids"
+"""The name under which transformers' models count from behind the padding index."""
 
 _FROM_MASK = {"OPTLearnedPositionalEmbedding"}
 """Classes that count the tokens that are not padding, so that positions begin at 0 behind left padding."""
 
 
-def check_positions(handle: SwapHandle, name: str) -> None:
+def _asks_its_file(module: nn.Module) -> bool:
+    """Embeddings with learned positions, in a file where the maker is a function of its own (ESM)."""
+    file = sys.modules.get(type(module).__module__)
+    return hasattr(file, _MAKER) and isinstance(
+        getattr(module, "position_embeddings", None), nn.Module
+    )
+
+
+def check_positions(state: StepState, name: str) -> None:
     """Refuse global positions 0, 1, 2, ... where one process would have counted otherwise.
 
     Raises:
         ConfigError: the batch brings no positions of its own, and they would be others than here.
     """
-    state = handle.state
-    if state is None or not name:
+    if not name or not state.positions.from_zero:
         return
     layout = state.layout
     rows = layout.documents.rows if layout.documents is not None else ()
     if name in _FROM_MASK and all(not row.size or row[0, 0] == 0 for row in rows):
         return
-    here = layout.positions(handle.mesh.cp_rank)
-    real = here < layout.seq_len
-    if bool((state.position_ids.cpu() == here)[..., real].all()):
-        raise ConfigError(
-            f"{name} does not count positions from 0 on (it looks at padding, or begins behind the padding "
-            "index), which a rank cannot do from its own tokens. Put the position_ids that it would make "
-            "into the batch (in the dataset or on_after_batch_transfer), for the whole sequence."
-        )
+    raise ConfigError(
+        f"{name} does not count positions from 0 on (it looks at padding, or begins behind the padding "
+        "index), which a rank cannot do from its own tokens. Put the position_ids that it would make "
+        "into the batch (in the dataset or on_after_batch_transfer), for the whole sequence."
+    )
+
+
+def counts_alone(models: list[Any]) -> bool:
+    """Whether no model of these, one inside the other, can be told positions, and none is relative.
+
+    A bias by distance (T5) needs no positions; whether it can be sharded is seen at its attention.
+    """
+    if any("position_ids" in parameters_of(model) for model in models):
+        return False
+    return not any(hasattr(part, "relative_attention_bias") for part in models[0].modules())
+
+
+def refuse_counting(model: Any, given: dict[str, Any]) -> None:
+    """Refuse a call with tokens of a model that numbers them from 0 on every rank.
+
+    Raises:
+        ConfigError: naming the model.
+    """
+    if given.get("input_ids") is None and given.get("inputs_embeds") is None:
+        return  # a tower for images or audio: its attention says what is wrong
+    raise ConfigError(
+        f"{type(model).__name__} takes no position_ids, and neither does any model inside: every rank would "
+        "count its own tokens from 0, which is silently wrong. Use a model whose forward takes position_ids "
+        "(in one of your own: add the argument, and number tokens by it), or a strategy without context "
+        "parallelism."
+    )

@@ -19,6 +19,7 @@ from lightning_cp.batch import BatchRules, ShardedBatch, unshard_output
 from lightning_cp.comm.agreement import common_names
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh, Factors, Flat
+from lightning_cp.models.facts import PositionFacts
 from lightning_cp.models.swap import StepState, SwapHandle, hf_models, swap_attention
 from lightning_cp.strategies._sharding import label_kind, shard_agreed
 from lightning_cp.strategies._weighting import StepLoss
@@ -39,6 +40,8 @@ class ContextParallelCore:
         self._part: ShardedBatch | None = None
         self._loss: StepLoss | None = None
         self._loss_outside = False
+        self._needs_loss = True
+        self._positions = PositionFacts()
         self._positions_taken = False
 
     @property
@@ -132,6 +135,7 @@ class ContextParallelCore:
             reads_masks=bool(hf_models(model)),
         )
         self._loss_outside = declared != "auto"
+        self._needs_loss = needs_labels
         self._model = model
         self._handle = swap_attention(model, self.mesh, settings.kernel, options.get("modules"))
         return self._handle.report
@@ -166,6 +170,7 @@ class ContextParallelCore:
         kind = self.settings.layout
         sharding = shard_agreed(batch, self.rules, kind, self.mesh, training=needs_labels)
         self._part, self._loss = sharding.part, StepLoss(sharding, self.mesh)
+        self._positions = sharding.positions
         return self._part.batch
 
     def begin_step(self) -> None:
@@ -187,6 +192,9 @@ class ContextParallelCore:
                 labels=_copy(part.labels),
                 valid_local=part.valid[self.mesh.cp_rank],
                 loss_outside=self._loss_outside,
+                positions=self._positions,
+                labels_read=self.rules.labels,
+                needs_loss=self._needs_loss,
             )
         )
 

@@ -22,6 +22,7 @@ from lightning_cp.containers import tensors_of
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh, Flat
+from lightning_cp.models.facts import PositionFacts, position_facts
 from lightning_cp.models.hf import label_alignment
 from lightning_cp.models.swap import hf_models
 
@@ -31,6 +32,8 @@ class Sharding:
     """A batch that the ranks have agreed on."""
 
     part: ShardedBatch
+    positions: PositionFacts
+    """Of the whole batch: what ranks must not find out from their own tokens."""
     some_rank_empty: bool
     """Some rank of the ``loss`` group has no targets (in training; of the cp group elsewhere)."""
 
@@ -74,7 +77,15 @@ def shard_agreed(
     if not facts["targets"]:
         warnings.warn("a batch has no valid label at all: it adds nothing.", stacklevel=2)
     part = shard_batch(whole, layout, mesh.cp_rank, rules, valid)
-    return Sharding(part, any(row["ranks without targets"] for row in table))
+    some_rank_empty = any(row["ranks without targets"] for row in table)
+    return Sharding(part, _position_facts(whole, layout), some_rank_empty)
+
+
+def _position_facts(whole: WholeBatch, layout: SequenceLayout) -> PositionFacts:
+    if "position_ids" not in whole.dims:
+        return position_facts(None, layout)
+    positions = dict(tensors_of(whole.batch))["position_ids"]
+    return position_facts(positions.movedim(whole.dims["position_ids"], -1), layout)
 
 
 def label_kind(model: nn.Module, declared: str, *, required: bool) -> str:

@@ -1,0 +1,50 @@
+"""What is known of a batch's positions before it is sharded: the same on every rank.
+
+A rank sees its own tokens only. What it found out from these alone another rank might not find, and would
+wait in a collective for one that has raised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lightning_cp.layout import Documents, SequenceLayout
+
+
+@dataclass(frozen=True)
+class PositionFacts:
+    """How the positions of the whole batch run."""
+
+    from_zero: bool = True
+    """They are 0, 1, 2, ... in every row, as where the batch brings none."""
+    count_anew: bool = False
+    """They are anything else than 0, 1, 2, ... and a constant; in packed rows, than 0, 1, 2, ..."""
+    packed: bool = False
+    """A row has several documents, whoever declared them."""
+
+    @property
+    def restart(self) -> bool:
+        """The batch is packed, and positions count within documents."""
+        return self.packed and self.count_anew
+
+
+def position_facts(position_ids: torch.Tensor | None, layout: SequenceLayout) -> PositionFacts:
+    """Read the positions of a batch.
+
+    Args:
+        position_ids: integers [..., S], of the whole sequence, if the batch brings any.
+        layout: of the batch, with its documents.
+    """
+    packed = _packed(layout.documents)
+    if position_ids is None:
+        return PositionFacts(packed=packed)
+    ahead = position_ids - torch.arange(layout.seq_len, device=position_ids.device)
+    first = 0 if packed else ahead[..., :1]
+    anew = position_ids.dim() == 2 and bool((ahead != first).any())
+    return PositionFacts(not bool(ahead.any()), anew, packed)
+
+
+def _packed(documents: Documents | None) -> bool:
+    return documents is not None and any(row.shape[0] > 1 for row in documents.rows)
