@@ -16,6 +16,7 @@ from lightning_cp.models.handle import StepState as StepState
 from lightning_cp.models.handle import SwapHandle as SwapHandle
 from lightning_cp.models.hf import swap_hf
 from lightning_cp.models.mixing import refuse_mixing
+from lightning_cp.models.pooling import watch_pooling
 from lightning_cp.models.sdpa import swap_sdpa
 from lightning_cp.models.watch import watch_attention
 
@@ -51,6 +52,7 @@ def swap_attention(
             swap_hf(root, handle)
         swap_sdpa(handle)
         watch_attention(model, handle, others)
+        watch_pooling(model, handle, others)
     except BaseException:
         handle.undo()
         raise

@@ -27,7 +27,8 @@ def double_heads() -> Any:
 
     sizes: dict[str, Any] = {"vocab_size": 43, "n_embd": 32, "n_layer": 2, "n_head": 4}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2DoubleHeadsModel(GPT2Config(**sizes, **dropout, num_labels=2))
+    options: dict[str, Any] = {"num_labels": 2}
+    return GPT2DoubleHeadsModel(GPT2Config(**sizes, **dropout, **options))
 
 
 def mixtral(coefficient: float, routers: bool = True) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_cp.layout import SequenceLayout
 from lightning_cp.models import StepState, SwapHandle, swap_attention
 from lightning_cp.models.hf import swap_hf
 from lightning_cp.models.mixing import refuse_mixing
+from lightning_cp.models.pooling import watch_pooling
 from lightning_cp.models.sdpa import swap_sdpa
 from lightning_cp.models.watch import watch_attention
 from tests.models.steps import Case, make_model
@@ -107,6 +109,75 @@ def test_models_that_are_not_swapped_are_not_looked_at() -> None:
     with pytest.raises(ConfigError, match="layers of type conv"):
         swap_attention(both, MESH)
     assert not any(module._forward_pre_hooks for module in both.modules())
+
+
+# -- norms and pools --------------------------------------------------------------------------------
+
+
+class Around(nn.Module):
+    """Attention, and a layer over [batch, features, tokens] in front of it."""
+
+    def __init__(self, layer: nn.Module, shape: tuple[int, ...] = (2, 16, 8)) -> None:
+        super().__init__()
+        self.layer, self.shape = layer, shape
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer(torch.ones(self.shape))
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+POOLS: dict[str, Callable[[], nn.Module]] = {
+    "BatchNorm1d": lambda: nn.BatchNorm1d(16),
+    "InstanceNorm1d": lambda: nn.InstanceNorm1d(16),
+    "GroupNorm": lambda: nn.GroupNorm(2, 16),
+    "AvgPool1d": lambda: nn.AvgPool1d(3, 1, 1),
+    "MaxPool1d": lambda: nn.MaxPool1d(2),
+    "LPPool1d": lambda: nn.LPPool1d(2, 2),
+    "AdaptiveAvgPool1d": lambda: nn.AdaptiveAvgPool1d(4),
+    "AdaptiveMaxPool1d": lambda: nn.AdaptiveMaxPool1d(4),
+}
+
+
+def call_around(model: Around) -> None:
+    model(X)  # outside of a step nothing is refused
+    handle = Calls(MESH)
+    try:
+        swap_sdpa(handle)
+        watch_pooling(model, handle)
+        handle.activate(state())
+        model(X)
+    finally:
+        handle.undo()
+    assert not model.layer._forward_pre_hooks
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_norms_and_pools_over_tokens_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"layer \({name}, called with \(2, 16, 8\)\) goes over"):
+        call_around(Around(POOLS[name]()))
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_norms_and_pools_may_be_declared_local(name: str) -> None:
+    layer = POOLS[name]()
+    layer.context_parallel_local = True  # type: ignore[assignment]
+    call_around(Around(layer))
+
+
+def test_norms_and_pools_that_treat_tokens_alone_are_accepted() -> None:
+    call_around(Around(nn.BatchNorm1d(16).eval()))
+    call_around(Around(nn.GroupNorm(2, 16), (8, 16)))
+    call_around(Around(nn.GroupNorm(2, 16), (2, 16, 3, 3)))  # an image
+    call_around(Around(nn.AvgPool1d(1)))
+
+
+def test_swapping_attention_watches_norms_and_pools() -> None:
+    model = Around(nn.BatchNorm1d(16))
+    handle = swap_attention(model, MESH)
+    handle.activate(state())
+    with pytest.raises(ConfigError, match="BatchNorm1d"):
+        model(X)
+    handle.undo()
 
 
 # -- attention that computes by itself --------------------------------------------------------------

@@ -71,7 +71,10 @@ def call_model(rank: int, world_size: int, case: Case, what: str) -> None:
     core = start(1, 2, model)
     try:
         both = case.batch == "both marks"  # packed, and an attention_mask that says nothing
-        batch = make_batch(replace(case, batch="packed") if both else case)
+        late = case.batch == "late document"  # rank 1 holds a part of the first document alone
+        batch = make_batch(replace(case, batch="packed") if both or late else case)
+        if late:
+            batch["position_ids"] = restarting([0, 30, 37]).repeat(3, 1)
         if both:
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         local = core.shard(batch, needs_labels=True)
@@ -137,6 +140,7 @@ CALLS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
 
 CACHED = Case(batch="packed")
 PLAIN = Case(batch="packed", use_cache=False)
+LATE = Case(batch="late document")
 CACHE = r"position_ids restart \(packed documents\), but Llama\w+ is called with use_cache=True"
 
 REFUSED = [
@@ -144,6 +148,7 @@ REFUSED = [
     (CACHED, "without positions", CACHE),
     (CACHED, "inner", CACHE),
     (PLAIN, "asking for a cache", CACHE),
+    (LATE, "plainly", CACHE),
     (
         replace(PLAIN, attention="flash_attention_2"),
         "plainly",
@@ -164,7 +169,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("case", "what", "match"), REFUSED)
 def test_disagreement_is_refused(case: Case, what: str, match: str) -> None:
-    """Rank 0 may hold the first document alone, and then sees nothing wrong; here no rank does."""
+    """Also where one rank's tokens are of the first document alone, so that it sees nothing wrong."""
     expect_on_every_rank(2, call_model, case, what, error=ConfigError, match=match, timeout=20)
 
 

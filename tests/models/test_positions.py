@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.models.hf_positions import counts_alone
 from tests.models.steps import Case, Outcome, make_batch, make_model, one_process, parallel, start
 from tests.models.test_windows import compare
+from tests.models.zoo import ZOO
 from tests.pool import expect_on_every_rank, run_ranks
 
 
@@ -20,6 +24,7 @@ def parallel_opt(rank: int, world_size: int, batch: str) -> Outcome:
     [
         (Case(model="roberta"), "RobertaEmbeddings does not count positions from 0 on"),
         (Case(model="roberta", batch="right"), "Put the position_ids that it would make into the batch"),
+        (Case(model="esm"), "EsmEmbeddings does not count positions from 0 on"),
         (Case(model="opt", batch="left"), "OPTLearnedPositionalEmbedding does not count positions"),
     ],
 )  # fmt: skip
@@ -57,3 +62,55 @@ def test_positions_of_the_batch_are_taken() -> None:
     want = make_model(case)(input_ids=ids).logits.detach()
     for got in run_ranks(2, with_positions, timeout=20):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
+# -- models that cannot be told positions -----------------------------------------------------------
+
+DECODERS = ["Bart", "MBart", "Pegasus", "Marian", "Blenderbot", "BlenderbotSmall", "PLBart"]
+
+
+def decoder(name: str) -> Any:
+    import transformers
+
+    sizes = {"vocab_size": 43, "d_model": 32, "max_position_embeddings": 64}
+    layers = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    return kind(kind.config_class(**sizes, **layers, **tokens, is_encoder_decoder=False))
+
+
+def call_decoder(rank: int, world_size: int, name: str) -> None:
+    model = decoder(name)
+    core = start(1, 2, model)
+    try:
+        local = core.shard(make_batch(Case()), needs_labels=True)
+        core.begin_step()
+        model(input_ids=local["input_ids"], use_cache=False)
+    finally:
+        core.detach()
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_models_without_position_ids_are_refused(name: str) -> None:
+    expect_on_every_rank(
+        2, call_decoder, name, error=ConfigError, timeout=20,
+        match=f"{name}ForCausalLM takes no position_ids, and neither does any model inside",
+    )  # fmt: skip
+
+
+def test_rotary_esm_is_told_positions() -> None:
+    compare(Case(model="esm_rotary"), 1, 2)
+
+
+def test_models_that_can_be_told_or_are_relative() -> None:
+    from transformers import T5Config, T5EncoderModel
+
+    assert counts_alone([decoder("Bart")])
+    assert not counts_alone([make_model(Case())])
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4}
+    assert not counts_alone([T5EncoderModel(T5Config(vocab_size=40, **sizes))])
+
+
+@pytest.mark.parametrize("name", sorted({*ZOO, "llama", "gpt2", "bert"}))
+def test_every_model_of_the_zoo_can_be_told(name: str) -> None:
+    assert not counts_alone([make_model(Case(model=name))])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from lightning_cp.errors import ConfigError
 from tests.models.steps import LENGTH, Case, Outcome, one_process, parallel
@@ -28,7 +29,21 @@ def difference(got: Outcome, want: Outcome) -> float:
     for name, gradient in want.gradients.items():
         scale = max(float(gradient.abs().max()), 1e-3)
         parts.append(float((got.gradients[name] - gradient).abs().max()) / scale)
-    return max(parts)
+    return float(
+        torch.tensor(parts, dtype=torch.float64).max()
+    )  # NaN if any is; Python's max may drop it
+
+
+def test_the_difference_to_something_that_is_not_a_number_is_not_small() -> None:
+    one, nan = torch.ones(2), torch.full((2,), torch.nan)
+    want = Outcome(1.0, {"a": one, "b": one}, one)
+    assert difference(want, want) == 0.0
+    for got in (
+        Outcome(1.0, {"a": nan, "b": one}, one),
+        Outcome(1.0, {"a": one, "b": nan}, one),
+        Outcome(1.0, {"a": one, "b": one}, nan),
+    ):
+        assert not difference(got, want) <= 1e-3
 
 
 def compare(case: Case, ulysses: int, ring: int, *, calls: int = 2) -> None:
@@ -68,7 +83,8 @@ def test_windows_are_known_when_blocks_are_run_again(checkpoint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", ["qwen3", "phi3", "gpt_neox", "olmo2", "granite", "smollm3", "mixtral", "qwen3_moe"]
+    "model",
+    ["qwen3", "phi3", "gpt_neox", "olmo2", "granite", "smollm3", "mixtral", "qwen3_moe", "afmoe"],
 )
 def test_ordinary_models_equal_one_process(model: str) -> None:
     compare(Case(model=model), 1, 2)

@@ -131,6 +131,13 @@ def opt(asked: Asked) -> Any:
     return make("OPTForCausalLM", asked, dropout=0.0, attention_dropout=0.0, **sizes)
 
 
+def esm(asked: Asked, kind: str = "absolute") -> Any:
+    """Learned positions begin behind the padding index, in a function of the file; rotary ones at 0."""
+    dropout: Options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes: Options = {"max_position_embeddings": 64, "token_dropout": False}
+    return make("EsmForMaskedLM", asked, position_embedding_type=kind, **dropout, **sizes)
+
+
 def ordinary(name: str, **extra: Any) -> Callable[[Asked], Any]:
     """A family without a window."""
     return lambda asked: make(name, asked, **extra)
@@ -147,6 +154,9 @@ ZOO: dict[str, Callable[[Asked], Any]] = {
     "llama4": llama4,
     "roberta": roberta,
     "opt": opt,
+    "esm": esm,
+    "esm_rotary": lambda asked: esm(asked, "rotary"),
+    "afmoe": ordinary("AfmoeForCausalLM", head_dim=8, num_experts=2, num_experts_per_tok=1),
     "qwen3": ordinary("Qwen3ForCausalLM", head_dim=8),
     "phi3": ordinary("Phi3ForCausalLM"),
     "gpt_neox": ordinary("GPTNeoXForCausalLM"),

@@ -1,0 +1,50 @@
+"""Models take views of what attention returns, as they may of what PyTorch's own returns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_cp.strategies._core import ContextParallelCore
+from lightning_cp.strategies.settings import Settings
+from tests.pool import run_ranks
+
+
+class Viewing(nn.Module):
+    """Joins heads by ``view``, which tensors of other strides do not have."""
+
+    num_heads = 4
+
+    def forward(self, x_BLE: torch.Tensor) -> torch.Tensor:
+        q_BHLD = x_BLE.unflatten(-1, (4, 8)).transpose(1, 2)
+        out_BHLD = nn.functional.scaled_dot_product_attention(
+            q_BHLD, q_BHLD, q_BHLD, is_causal=True
+        )
+        return out_BHLD.transpose(1, 2).view(x_BLE.shape)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    x = torch.randn(3, 37, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return {"inputs_embeds": x, "labels": torch.ones(3, 37, dtype=torch.long)}
+
+
+def viewed(rank: int, world_size: int, ulysses: int, ring: int) -> torch.Tensor:
+    model = Viewing()
+    settings = Settings(ulysses_size=ulysses, ring_size=ring, labels="aligned")
+    core = ContextParallelCore(settings)
+    core.build_mesh(2, "cpu", None, model)
+    try:
+        core.attach(model, {}, needs_labels=True)
+        local = core.shard(batch(), needs_labels=True)
+        core.begin_step()
+        return core.unshard(model(local["inputs_embeds"]), {})
+    finally:
+        core.detach()
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(1, 2), (2, 1)])
+def test_views_of_what_attention_returns(ulysses: int, ring: int) -> None:
+    want = Viewing()(batch()["inputs_embeds"])
+    for got in run_ranks(2, viewed, ulysses, ring, timeout=20):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
