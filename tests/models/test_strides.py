@@ -16,10 +16,15 @@ class Viewing(nn.Module):
 
     num_heads = 4
 
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__()
+        self.kv_heads = kv_heads
+
     def forward(self, x_BLE: torch.Tensor) -> torch.Tensor:
-        q_BHLD = x_BLE.unflatten(-1, (4, 8)).transpose(1, 2)
+        q_BHLD = x_BLE.unflatten(-1, (4, 8)).transpose(1, 2).contiguous()  # as rotary leaves it
+        k_BKLD = q_BHLD[:, : self.kv_heads]
         out_BHLD = nn.functional.scaled_dot_product_attention(
-            q_BHLD, q_BHLD, q_BHLD, is_causal=True
+            q_BHLD, k_BKLD, k_BKLD, is_causal=True, enable_gqa=True
         )
         return out_BHLD.transpose(1, 2).view(x_BLE.shape)
 
@@ -29,8 +34,8 @@ def batch() -> dict[str, torch.Tensor]:
     return {"inputs_embeds": x, "labels": torch.ones(3, 37, dtype=torch.long)}
 
 
-def viewed(rank: int, world_size: int, ulysses: int, ring: int) -> torch.Tensor:
-    model = Viewing()
+def viewed(rank: int, world_size: int, ulysses: int, ring: int, kv_heads: int) -> torch.Tensor:
+    model = Viewing(kv_heads)
     settings = Settings(ulysses_size=ulysses, ring_size=ring, labels="aligned")
     core = ContextParallelCore(settings)
     core.build_mesh(2, "cpu", None, model)
@@ -43,8 +48,9 @@ def viewed(rank: int, world_size: int, ulysses: int, ring: int) -> torch.Tensor:
         core.detach()
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 2), (2, 1)])
-def test_views_of_what_attention_returns(ulysses: int, ring: int) -> None:
-    want = Viewing()(batch()["inputs_embeds"])
-    for got in run_ranks(2, viewed, ulysses, ring, timeout=20):
+def test_views_of_what_attention_returns(ulysses: int, ring: int, kv_heads: int) -> None:
+    want = Viewing(kv_heads)(batch()["inputs_embeds"])
+    for got in run_ranks(2, viewed, ulysses, ring, kv_heads, timeout=20):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
