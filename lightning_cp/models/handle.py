@@ -105,7 +105,7 @@ class SwapHandle:
         if not state.valid_local and out.requires_grad:
             out.register_hook(state.note_gradient)
         state.calls += 1
-        return out.contiguous()  # models take views of it, as they may of what attention returns
+        return out
 
     def agreed(self, what: str, check: Callable[[], T]) -> T:
         """Run a check that this rank's own tokens decide; every rank of the cp group must come here.

@@ -71,7 +71,8 @@ def attention_function(handle: SwapHandle, before: str) -> Any:
             dropout_p=dropout,
         )
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return handle.attention(q, k, v, spec), None
+        # Models take views of it, as they may of what transformers' own functions return.
+        return handle.attention(q, k, v, spec).contiguous(), None
 
     return attention
 

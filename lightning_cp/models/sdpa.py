@@ -41,7 +41,7 @@ def swap_sdpa(handle: SwapHandle) -> None:
         _check(query, key, attn_mask, enable_gqa)
         spec = AttentionSpec(causal=is_causal, softmax_scale=scale, dropout_p=dropout_p)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return handle.attention(q, k, v, spec).transpose(1, 2)
+        return _in_memory_as_theirs(handle.attention(q, k, v, spec), query)
 
     setattr(scaled_dot_product_attention, _LINK, link)
     _replace(original, scaled_dot_product_attention)
@@ -69,6 +69,16 @@ def _check(
             f"query has {query.shape[1]} heads and key {key.shape[1]}: pass enable_gqa=True for "
             "grouped heads."
         )
+
+
+def _in_memory_as_theirs(out_BLHD: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """[B, H, L, D] of the strides that PyTorch's own result has, so that the same views of it exist.
+
+    On CPU it is laid out as the query; the operators of CUDA put heads next to each other.
+    """
+    if query.device.type == "cpu" and query.is_contiguous():
+        return out_BLHD.transpose(1, 2).contiguous()
+    return out_BLHD.contiguous().transpose(1, 2)
 
 
 _LINK = "_lightning_cp_link"
