@@ -65,6 +65,8 @@ def _why(module: nn.Module) -> str | None:
         return f", kernel {module.kernel_size[0]}" if module.kernel_size[0] > 1 else None
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
         return ""
+    if getattr(module, "trigram_input", False):  # MobileBERT
+        return ", which joins neighbouring tokens (trigram_input)"
     types: Any = getattr(getattr(module, "config", None), "layer_types", None)
     if isinstance(types, (list, tuple)) and hasattr(module, "_can_set_attn_implementation"):
         other = sorted({str(kind) for kind in types} - _ATTENTION)

@@ -76,6 +76,13 @@ def test_mixers_are_refused_by_name(which: str) -> None:
     assert "context_parallel_local = True" in str(refused.value)
 
 
+def test_embeddings_of_neighbouring_tokens_are_refused() -> None:
+    sizes = {"embedding_size": 16, "num_attention_heads": 4, "intra_bottleneck_size": 32}
+    model = hf("MobileBertForMaskedLM", **sizes)
+    with pytest.raises(ConfigError, match="MobileBertEmbeddings, which joins neighbouring tokens"):
+        refuse_mixing(model)
+
+
 def test_what_treats_every_token_alone_is_accepted() -> None:
     alone = [
         nn.Conv1d(4, 4, 1),
