@@ -40,7 +40,7 @@ class ContextParallelCore:
         self._part: ShardedBatch | None = None
         self._loss: StepLoss | None = None
         self._loss_outside = False
-        self._needs_loss = True
+        self._needs_loss = self._trains = True
         self._positions = PositionFacts()
         self._positions_taken = False
 
@@ -170,7 +170,7 @@ class ContextParallelCore:
         kind = self.settings.layout
         sharding = shard_agreed(batch, self.rules, kind, self.mesh, training=needs_labels)
         self._part, self._loss = sharding.part, StepLoss(sharding, self.mesh)
-        self._positions = sharding.positions
+        self._positions, self._trains = sharding.positions, needs_labels
         return self._part.batch
 
     def begin_step(self) -> None:
@@ -194,7 +194,7 @@ class ContextParallelCore:
                 loss_outside=self._loss_outside,
                 positions=self._positions,
                 labels_read=self.rules.labels,
-                needs_loss=self._needs_loss,
+                needs_loss=self._needs_loss or self._trains,
             )
         )
 
