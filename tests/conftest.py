@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
@@ -18,6 +19,14 @@ settings.register_profile(
     "suite", max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def _own_dtype() -> Iterator[None]:
+    """A test that makes a float64 module here leaves the default to the next one."""
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -56,9 +56,22 @@ class StepState:
     cached_by: str = ""
     """The model that would make a key/value cache in one process, which hides packing from its masks."""
 
+    weighted: bool = False
+    """A loss of this step was given its weight, as the strategy's ``backward`` does."""
+
     def note_gradient(self, gradient: torch.Tensor) -> None:
-        """A hook for the outputs of attention calls."""
-        if self.first_gradient is None:
+        """A hook for the outputs of attention calls.
+
+        Raises:
+            ConfigError: somebody called ``backward`` on a loss without its weight.
+        """
+        if not self.weighted:
+            raise ConfigError(
+                "backward was called on a loss that was not weighted by this rank's share of the targets, so "
+                "gradients would not be those of one process. Use self.manual_backward(loss) in a "
+                "LightningModule, fabric.backward(loss) with Fabric, and not loss.backward()."
+            )
+        if not self.valid_local and self.first_gradient is None:
             self.first_gradient = gradient.detach().abs().amax()
 
 
@@ -102,7 +115,7 @@ class SwapHandle:
         q, k, v = _autocast(q_BLHD, k_BLKD, v_BLKD)
         out = attend(q, k, v, make_plan(q, k, v, self.mesh, state.layout, spec, self.kernel))
         assert isinstance(out, torch.Tensor)
-        if not state.valid_local and out.requires_grad:
+        if out.requires_grad:
             out.register_hook(state.note_gradient)
         state.calls += 1
         return out

@@ -221,6 +221,8 @@ class ContextParallelCore:
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call backward on."""
+        if self._handle is not None and self._handle.state is not None:
+            self._handle.state.weighted = True
         return loss if self._loss is None else self._loss.scale(loss)
 
     def require_loss(self, loss: torch.Tensor | None) -> None:

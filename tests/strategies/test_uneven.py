@@ -70,7 +70,7 @@ def test_labels_changed_in_place_are_noticed() -> None:
 
 
 def test_a_loss_outside_of_the_model_must_be_declared() -> None:
-    match = "called without labels in training.*declare labels='shift'"
+    match = "called without labels.*declare labels='shift'"
     expect_on_every_rank(2, fit_one, ShiftsItself, error=ConfigError, match=match)
     expect_on_every_rank(2, fit_one, TakesShifted, error=ConfigError, match=match)
     run_ranks(2, fit_one, TakesShifted, "shift")
@@ -119,3 +119,22 @@ def test_a_rank_without_targets_is_not_blamed_for_the_overflow_of_another() -> N
 def test_a_rank_without_targets_is_blamed_for_its_own_nan() -> None:
     match = "the loss is nan on a rank whose part of the sequence has no valid label"
     expect_on_every_rank(2, fit_uneven, HasNaN, error=LightningCPError, match=match)
+
+
+# -- a loss without its weight -------------------------------------------------------------------------
+
+
+class Unweighted(PlainModule):
+    """Optimizes by hand, and calls backward itself."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.automatic_optimization = False  # type: ignore[assignment]
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        self.loss(batch).backward()
+
+
+def test_a_backward_of_ones_own_is_refused() -> None:
+    match = "was not weighted by this rank's share.*self.manual_backward"
+    expect_on_every_rank(2, fit_uneven, Unweighted, error=ConfigError, match=match)
