@@ -12,12 +12,13 @@ from hydra.errors import InstantiationException, MissingConfigException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from lightning_cp import UlyssesRingStrategy
+from lightning_cp.config_files import config_dir
 from lightning_cp.data import ByteDataModule
 from lightning_cp.errors import ConfigError
-from lightning_cp.train.__main__ import config_dir
 from lightning_cp.train.module import LanguageModel
 
-CONFIGS = Path(config_dir())
+CONFIGS = config_dir()
 GROUPS = ("model", "data", "trainer", "strategy", "experiment")
 CHOICES = [
     (group, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))
@@ -26,13 +27,28 @@ CHOICES = [
 
 def composed(*overrides: str) -> DictConfig:
     """The config of a command line, as the entry point sees it."""
-    with initialize_config_dir(config_dir(), version_base="1.3"):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return compose("train", overrides=list(overrides))
+
+
+OTHERS = {
+    "train.yaml",
+    "for_any_app/strategy/ulysses_ring.yaml",
+    "hydra/launcher/slurm.yaml",
+}
+"""Files with a test of their own below."""
+
+
+def hydra_config(*overrides: str) -> DictConfig:
+    """Hydra's own part of a sweep's config."""
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        every = ["hydra.sweep.dir=tree", "hydra.job.name=train", *overrides]
+        return compose("train", overrides=every, return_hydra_config=True).hydra
 
 
 def test_every_file_is_covered() -> None:
     covered = {CONFIGS / group / f"{choice}.yaml" for group, choice in CHOICES}
-    assert set(CONFIGS.rglob("*.yaml")) == covered | {CONFIGS / "train.yaml"}
+    assert set(CONFIGS.rglob("*.yaml")) == covered | {CONFIGS / other for other in OTHERS}
     assert {group for group, _ in CHOICES} == set(GROUPS)
 
 
@@ -49,6 +65,31 @@ def test_every_choice_composes_and_instantiates(group: str, choice: str, tmp_pat
     assert isinstance(trainer, L.Trainer)
     assert trainer.max_steps == config.trainer.max_steps
     assert trainer.num_devices == config.trainer.devices
+
+
+def test_the_strategy_of_any_app_composes_and_instantiates() -> None:
+    strategy = instantiate(composed("strategy=ulysses_ring").strategy)
+    assert isinstance(strategy, UlyssesRingStrategy)
+
+
+def test_sweeps_use_our_launcher_unless_told_otherwise() -> None:
+    ours = instantiate(hydra_config().launcher)
+    assert type(ours).__name__ == "FreshProcessLauncher"
+    assert hydra_config("hydra/launcher=basic").launcher._target_.endswith("BasicLauncher")
+
+
+def test_slurm_starts_as_many_ranks_as_are_configured() -> None:
+    launcher = hydra_config(
+        "hydra/launcher=slurm", "trainer.devices=8", "+trainer.num_nodes=2"
+    ).launcher
+    assert (launcher.nodes, launcher.tasks_per_node, launcher.gpus_per_node) == (2, 8, 8)
+    assert launcher.submitit_folder.endswith("/.submitit/%j")
+    alone = hydra_config("hydra/launcher=slurm").launcher
+    assert (alone.nodes, alone.tasks_per_node) == (1, 4)
+    package = alone._target_.split(".")[1]
+    assert package == "hydra_submitit_launcher"
+    with pytest.raises(InstantiationException, match=package):  # it is not a dependency
+        instantiate(alone)
 
 
 def test_strategies_that_run_one_process_or_several() -> None:

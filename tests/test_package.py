@@ -39,7 +39,17 @@ def test_the_wheel_has_every_module_and_config(built: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     configs = {f"lightning_cp/{name}" for name in files_in("configs")}
     assert "lightning_cp/configs/train.yaml" in configs
-    assert names == files_in("lightning_cp") | configs
+    assert names == files_in("lightning_cp") | files_in("hydra_plugins") | configs
+
+
+def test_hydra_finds_the_plugins_of_a_wheel(built: Path, tmp_path: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    command = [sys.executable, "-m", "lightning_cp.train", "--info", "all"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "FreshProcessLauncher" in done.stdout
+    assert f"file://{tmp_path}/lightning_cp/configs/for_any_app" in done.stdout
 
 
 def test_the_main_job_of_a_wheel_finds_its_configs(built: Path, tmp_path: Path) -> None:
@@ -63,7 +73,7 @@ def test_the_sdist_is_a_checkout(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    for folder in ("lightning_cp", "configs", "tests", "examples", "docs", ".ci"):
+    for folder in ("lightning_cp", "hydra_plugins", "configs", "tests", "examples", "docs", ".ci"):
         assert files_in(folder) <= names
     at_root = (
         "README.md LICENSE CHANGELOG.md CONTRIBUTING.md Makefile constraints.txt pyproject.toml"
@@ -75,10 +85,10 @@ def imported() -> set[str]:
     """Top-level names of everything that the package imports, and that does not belong to Python."""
     pattern = re.compile(r"^\s*(?:from|import) ([a-zA-Z_]\w*)", re.MULTILINE)
     found: set[str] = set()
-    for path in (ROOT / "lightning_cp").rglob("*.py"):
+    for path in [*(ROOT / "lightning_cp").rglob("*.py"), *(ROOT / "hydra_plugins").rglob("*.py")]:
         code = re.sub(r'""".*?"""', "", path.read_text(), flags=re.DOTALL)
         found |= set(pattern.findall(code))
-    return found - set(sys.stdlib_module_names) - {"lightning_cp"}
+    return found - set(sys.stdlib_module_names) - {"lightning_cp", "hydra_plugins"}
 
 
 def test_what_is_imported_is_declared() -> None:

@@ -21,6 +21,7 @@ SMALL = (
 )
 COLUMNS = {
     "epoch",
+    "peak_memory_mib",
     "step",
     "tokens",
     "train/bits_per_byte",
@@ -108,6 +109,10 @@ def test_every_step_and_every_validation_is_in_the_csv(
     validations = [row for row in rows if row["val/bits_per_byte"]]
     assert [float(row["tokens"]) for row in validations] == [0, 1024, 2048]
     assert float(validations[0]["val/bits_per_byte"]) == pytest.approx(8, abs=0.3)
+    assert [bool(row["peak_memory_mib"]) for row in rows] == [not row["train/loss"] for row in rows]
+    assert (
+        100 < float(validations[-1]["peak_memory_mib"]) < 10_000
+    )  # a process that has loaded torch
     for row in steps:
         filled = [name for name in COLUMNS if row[name] and not name.startswith("val/")]
         assert len(filled) == 9
@@ -127,10 +132,10 @@ def test_a_run_ends_with_a_table_and_no_warnings(run: str, request: pytest.Fixtu
 def test_four_processes_train_as_one_does(
     alone: tuple[Path, str], hybrid: tuple[Path, str]
 ) -> None:
-    clock = {"train/tokens_per_second"}
+    costs = {"train/tokens_per_second", "peak_memory_mib"}
     for one, four in zip(table(alone[0]), table(hybrid[0]), strict=True):
         assert {k for k in COLUMNS if one[k]} == {k for k in COLUMNS if four[k]}
-        for name in {k for k in COLUMNS if one[k]} - clock:
+        for name in {k for k in COLUMNS if one[k]} - costs:
             assert float(four[name]) == pytest.approx(float(one[name]), rel=1e-5), name
 
 

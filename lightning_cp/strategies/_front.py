@@ -24,6 +24,7 @@ from lightning_cp.strategies._core import ContextParallelCore
 from lightning_cp.strategies.engines import engine
 from lightning_cp.strategies.engines.ddp import check_options
 from lightning_cp.strategies.settings import Settings
+from lightning_cp.strategies.sweeps import refuse_foreign_launcher
 
 
 class ContextParallelFront:
@@ -129,6 +130,10 @@ class ContextParallelFront:
 
     def _wrap(self: Any, module: nn.Module) -> nn.Module:
         return self._engine.wrap(module, self.mesh, self.root_device, self._ddp_kwargs)
+
+    def _check_launcher(self: Any) -> None:
+        processes = self.num_nodes * self.num_processes
+        refuse_foreign_launcher(self.cluster_environment, self._start_method, processes)
 
     def _check_world(self: Any) -> None:
         world = dist.get_world_size()

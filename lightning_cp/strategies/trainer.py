@@ -35,6 +35,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     @override
     def setup_environment(self) -> None:
         self._attach_callback()
+        self._check_launcher()
         super().setup_environment()
         self._check_world()
         self._build_mesh()

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_cp.data import data_parallel
 from lightning_cp.metrics import bits_per_byte
+from lightning_cp.train.memory import peak_memory_mib
 from lightning_cp.train.picture import draw_losses
 
 
@@ -71,8 +72,10 @@ class StepMetrics(Callback):
         )
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Say after how many tokens this validation was."""
+        """Say after how many tokens this validation was, and what the largest rank has needed."""
         pl_module.log("tokens", float(self.tokens), sync_dist=True)
+        peak = peak_memory_mib(pl_module.device)
+        pl_module.log("peak_memory_mib", peak, sync_dist=True, reduce_fx="max")
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run continues from."""
