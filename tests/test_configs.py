@@ -35,6 +35,8 @@ OTHERS = {
     "train.yaml",
     "for_any_app/strategy/ulysses_ring.yaml",
     "hydra/launcher/slurm.yaml",
+    "compare/compare.yaml",
+    "compare/experiment/mode_matrix.yaml",
 }
 """Files with a test of their own below."""
 
@@ -90,6 +92,26 @@ def test_slurm_starts_as_many_ranks_as_are_configured() -> None:
     assert package == "hydra_submitit_launcher"
     with pytest.raises(InstantiationException, match=package):  # it is not a dependency
         instantiate(alone)
+
+
+def test_the_mode_matrix_is_made_of_runs_that_compose_and_instantiate() -> None:
+    with initialize_config_dir(str(CONFIGS / "compare"), version_base="1.3"):
+        assert compose("compare").train is None
+        matrix = compose("compare", overrides=["experiment=mode_matrix"]).train
+    sizes = {}
+    for name, own in matrix.runs.items():
+        config = composed(*matrix.overrides, *own)
+        instantiate(config.model)
+        instantiate(config.trainer, logger=False, enable_checkpointing=False)
+        heads = config.model.network.config.num_attention_heads
+        sizes[name] = (config.trainer.devices, heads)
+        if not name.startswith("baseline"):
+            ulysses, ring = config.strategy.ulysses_size, config.strategy.ring_size
+            assert (name, ulysses * ring) == (f"{ulysses}x{ring}", config.trainer.devices)
+            assert heads % ulysses == 0
+    assert sizes.pop("baseline") == (1, 8)
+    assert sizes.pop("baseline_9_heads") == (1, 9)
+    assert set(sizes) == {"3x1", "1x4", "3x2", "4x2", "2x4", "8x1", "1x8"}
 
 
 def test_strategies_that_run_one_process_or_several() -> None:

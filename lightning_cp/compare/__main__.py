@@ -1,0 +1,97 @@
+"""Hydra entry point: read or make the runs, compare them, print and write what was found."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_cp.compare.baseline import pair
+from lightning_cp.compare.deviation import deviations
+from lightning_cp.compare.matrix import make_runs
+from lightning_cp.compare.picture import draw
+from lightning_cp.compare.report import rows, table, verdict, write_losses, write_table
+from lightning_cp.compare.runs import find_runs, read_runs
+from lightning_cp.config_files import config_dir
+from lightning_cp.errors import ConfigError, LightningCPError
+
+
+def compare(config: DictConfig, folder: Path) -> bool:
+    """Compare the configured runs.
+
+    Args:
+        config: see ``configs/compare/compare.yaml``.
+        folder: gets ``comparison.csv``, ``losses.csv`` and ``comparison.png``.
+
+    Returns:
+        Whether every run was made and is within the tolerance.
+
+    Raises:
+        ConfigError: runs that are missing or cannot be compared.
+    """
+    folders, failed = _folders(config, folder)
+    runs = read_runs(folders)
+    found = deviations(pair(runs, _baselines(config.baseline)), config.tolerance)
+
+    lines = rows(runs, found)
+    write_table(lines, folder / "comparison.csv")
+    write_losses(runs, folder / "losses.csv")
+    draw(runs, found, folder / "comparison.png")
+    print(f"\n{table(lines)}\n\n{verdict(found)}")
+    if failed:
+        print(f"FAIL: {len(failed)} runs did not come to their end: {', '.join(failed)}.")
+    for name in ("comparison.csv", "losses.csv", "comparison.png"):
+        print(f"  {folder / name}")
+    return not failed and all(deviation.passed for deviation in found)
+
+
+def _folders(config: DictConfig, folder: Path) -> tuple[list[Path], list[str]]:
+    """The folders of the runs to compare, and the names of those that could not be made."""
+    given = [name for name in ("runs", "sweep", "train") if config[name]]
+    if len(given) != 1:
+        raise ConfigError(
+            f"one of runs=[folder,folder], sweep=folder and experiment=mode_matrix (train=...) says what to "
+            f"compare; got {' and '.join(given) or 'none'}."
+        )
+    if config.sweep:
+        return find_runs(config.sweep), []
+    if config.runs:
+        return [Path(run) for run in config.runs], []
+    overrides = list(config.train.get("overrides") or [])
+    runs = OmegaConf.to_container(config.train.runs)
+    assert isinstance(runs, dict)
+    made, failed = make_runs(overrides, {str(k): v for k, v in runs.items()}, folder / "runs")
+    if len(made) < 2:
+        raise ConfigError(
+            f"there is nothing to compare: {', '.join(failed)} failed, as shown above."
+        )
+    return made, failed
+
+
+def _baselines(asked: object) -> list[str]:
+    if asked is None:
+        return []
+    return [str(asked)] if isinstance(asked, str | int) else [str(one) for one in asked]  # type: ignore[attr-defined]
+
+
+@hydra.main(version_base="1.3", config_path=str(config_dir() / "compare"), config_name="compare")
+def main(config: DictConfig) -> None:
+    """Compare, and exit with status 1 unless everything agrees."""
+    try:
+        agreed = compare(config, Path(HydraConfig.get().runtime.output_dir))
+    except LightningCPError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        hint = "(HYDRA_FULL_ERROR=1 shows where it was raised.)"
+        print(f"{type(error).__name__}: {error}\n{hint}", file=sys.stderr)
+        raise SystemExit(1) from None
+    if not agreed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

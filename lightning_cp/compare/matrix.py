@@ -1,0 +1,63 @@
+"""Runs that are made before they are compared, each of them a fresh program."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hydra_plugins.lightning_cp.command import quoted
+from lightning_cp.errors import ConfigError
+from lightning_cp.jobs import describe_status, run_job
+
+OUTPUT = "output.txt"
+LAST_LINES = 15
+
+
+def make_runs(
+    overrides: Sequence[str], runs: Mapping[str, Sequence[str]], folder: Path
+) -> tuple[list[Path], list[str]]:
+    """Run the main job once for each name, one after the other; one that fails does not stop the next.
+
+    Args:
+        overrides: of all runs.
+        runs: name -> its own overrides, which go over those.
+        folder: each run gets a folder in it, named like it, with what it printed in ``output.txt``.
+
+    Returns:
+        The folders of the runs that came to their end, and the names of those that did not.
+
+    Raises:
+        ConfigError: names that are no names of folders, or no runs.
+    """
+    if not runs or any(name != Path(name).name for name in runs):
+        raise ConfigError(
+            f"train.runs must map names to lists of overrides, and a run's folder is named like it; got "
+            f"{list(runs)}."
+        )
+    made, failed = [], []
+    width = max(map(len, runs))
+    for number, (name, own) in enumerate(runs.items(), 1):
+        print(f"[{number}/{len(runs)}] {name:<{width}}  {' '.join(own)} ... ", end="", flush=True)
+        began = time.monotonic()
+        status = _train([*overrides, *own], folder / name)
+        print(f"{describe_status(status)}, " if status else "", end="")
+        print(f"{time.monotonic() - began:.0f} s", flush=True)
+        if status:
+            failed.append(name)
+            print(_last_lines(folder / name / OUTPUT), flush=True)
+        else:
+            made.append(folder / name)
+    return made, failed
+
+
+def _train(overrides: Sequence[str], folder: Path) -> int:
+    place = f"hydra.run.dir={quoted(str(folder.absolute()))}"
+    command = [sys.executable, "-m", "lightning_cp.train", *overrides, "hydra.mode=RUN", place]
+    return run_job(command, output=folder / OUTPUT)
+
+
+def _last_lines(file: Path) -> str:
+    lines = file.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    return "\n".join(["", *(f"    {line}" for line in lines), f"    (all of it: {file})", ""])

@@ -1,0 +1,66 @@
+"""Runs that the comparison makes itself. The whole matrix: ``pytest -m slow tests/compare`` (minutes)."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from tests.compare.test_compare import command
+from tests.test_train import SMALL
+
+
+def runs_of(**runs: str) -> str:
+    """The override that makes small runs: name -> overrides, joined by commas."""
+    named = ",".join(f"{name}:[{quoted(*own.split(','))}]" for name, own in runs.items())
+    return f"train={{overrides:[{quoted(*SMALL)}],runs:{{{named}}}}}"
+
+
+def quoted(*overrides: str) -> str:
+    return ",".join(f"'{override}'" for override in overrides)
+
+
+def test_runs_are_made_and_compared(tmp_path: Path) -> None:
+    train = runs_of(alone="strategy=single", ring="strategy=ring,trainer.devices=2")
+    done = command(tmp_path, train, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[1/2] alone" in done.stdout
+    assert "Epoch" not in done.stdout  # the runs' own output goes to files
+    assert "speed " in (tmp_path / "out" / "runs" / "ring" / "output.txt").read_text()
+    alone, ring = table(tmp_path)
+    assert (alone["result"], ring["result"]) == ("baseline", "pass")
+    assert float(ring["train deviation"]) < 1e-5
+    assert all(float(row["MiB/process"]) > 100 for row in (alone, ring))
+
+
+def test_a_run_that_fails_stops_no_other_and_fails_the_comparison(tmp_path: Path) -> None:
+    alone = "strategy=single"
+    train = runs_of(broken="resume=nope.ckpt", alone="strategy=single", again="strategy=single")
+    done = command(tmp_path, train, "baseline=alone", timeout=250)
+    assert done.returncode == 1
+    assert "exit status 1" in done.stdout
+    assert "CheckpointError: resume=nope.ckpt is no checkpoint" in done.stdout
+    assert "(all of it: " in done.stdout
+    assert "pass: no loss is further" in done.stdout
+    assert "FAIL: 1 runs did not come to their end: broken." in done.stdout
+    assert [row["run"] for row in table(tmp_path)] == ["alone", "again"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_mode_matrix_agrees(tmp_path: Path) -> None:
+    done = command(tmp_path, "experiment=mode_matrix", timeout=1100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = {row["run"]: row for row in table(tmp_path)}
+    assert [results.pop(name)["result"] for name in ("baseline", "baseline_9_heads")] == [
+        "baseline"
+    ] * 2
+    assert set(results) == {"3x1", "1x4", "3x2", "4x2", "2x4", "8x1", "1x8"}
+    assert {row["result"] for row in results.values()} == {"pass"}
+    assert results["3x2"]["baseline"] == "baseline_9_heads"
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "out" / "comparison.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
