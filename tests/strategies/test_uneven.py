@@ -131,8 +131,10 @@ class Unweighted(PlainModule):
         super().__init__(run)
         self.automatic_optimization = False  # type: ignore[assignment]
 
-    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
-        self.loss(batch).backward()
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        loss.backward()
+        return loss.detach()
 
 
 def test_a_backward_of_ones_own_is_refused() -> None:
