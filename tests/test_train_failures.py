@@ -6,9 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from lightning_cp.errors import ConfigError, RankFailure
+from lightning_cp.errors import CheckpointError, ConfigError, RankFailure
 from lightning_cp.train.failure import FOLDER, one_report
+from lightning_cp.train.run import _check_resume
 from tests.test_train import command
 
 TWO = ("trainer.devices=2", "strategy=ring", "data.validation_sequences=4")
@@ -78,6 +80,14 @@ def test_no_checkpoint_is_noticed_before_processes_start(tmp_path: Path) -> None
     assert match in printed
     assert "Initializing distributed" not in printed
     assert "Traceback" not in printed
+
+
+def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "text.ckpt").write_text("no weights in here")
+    with pytest.raises(CheckpointError, match=r"text\.ckpt is not what torch\.save writes"):
+        _check_resume(str(tmp_path / "text.ckpt"))
+    torch.save({}, tmp_path / "real.ckpt")
+    _check_resume(str(tmp_path / "real.ckpt"))
 
 
 def test_missing_paths_are_asked_for(tmp_path: Path) -> None:

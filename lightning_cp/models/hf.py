@@ -20,6 +20,7 @@ from lightning_cp.models.hf_attention import attention_function
 from lightning_cp.models.hf_call import CallCheck
 from lightning_cp.models.hf_labels import label_alignment as label_alignment
 from lightning_cp.models.hf_mask import mask_function
+from lightning_cp.models.hf_positions import refuse_frequencies_by_length
 
 _names = (f"lightning_cp_{number}" for number in itertools.count())
 
@@ -46,6 +47,7 @@ def swap_hf(model: Any, handle: SwapHandle) -> None:
             "is not sharded. Use a decoder-only or encoder-only model, or a strategy without context "
             "parallelism."
         )
+    refuse_frequencies_by_length(model, _all_configs(model))
     name = next(_names)
     AttentionInterface.register(name, attention_function(handle, before))
     handle.on_undo(lambda: AttentionInterface._global_mapping.pop(name, None))

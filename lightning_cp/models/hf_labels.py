@@ -21,7 +21,11 @@ def label_alignment(model: Any) -> str | None:
     if "labels" not in parameters_of(model):
         return None
     loss = getattr(model, "loss_function", None)
-    kinds = {"ForCausalLMLoss": "shift", "ForMaskedLMLoss": "aligned"}
+    kinds = {
+        "ForCausalLMLoss": "shift",
+        "ForMaskedLMLoss": "aligned",
+        "ForTokenClassification": "aligned",
+    }
     return kinds.get(getattr(loss, "__name__", ""))
 
 

@@ -39,13 +39,14 @@ def swap_attention(
         The handle; ``report`` says what was replaced, ``undo()`` restores it.
 
     Raises:
-        ConfigError: a Hugging Face model that does not use transformers' attention interface, or a
-            layer that mixes tokens outside of attention.
+        ConfigError: a Hugging Face model that does not use transformers' attention interface or is
+            compiled, or a layer that mixes tokens outside of attention.
     """
     found = hf_models(model)
     chosen = found if roots is None else list(roots)
     others = _apart(found, chosen)
     refuse_mixing(model, others)
+    _refuse_compiled(model, chosen)
     handle = SwapHandle(mesh, kernel)
     try:
         for root in chosen:
@@ -77,6 +78,22 @@ def _apart(found: list[Any], chosen: Iterable[nn.Module]) -> list[nn.Module]:
     """Hugging Face models that are not swapped, and hold none that is."""
     inside = {part for root in chosen for part in root.modules()}
     return [model for model in found if inside.isdisjoint(model.modules())]
+
+
+def _refuse_compiled(model: nn.Module, chosen: Iterable[nn.Module]) -> None:
+    """A compiled Hugging Face model cannot be watched: what it asks of each call is decided in Python."""
+    inside = {part for root in chosen for part in root.modules()}
+    for module in model.modules():
+        whole = type(module).__name__ == "OptimizedModule"
+        if (whole or module._compiled_call_impl is not None) and not inside.isdisjoint(
+            module.modules()
+        ):
+            raise ConfigError(
+                "torch.compile of a Hugging Face model, or of parts of it, is not available yet under "
+                "context parallelism: its masks and labels are read in Python at every call. Leave "
+                "torch.compile away, or use a strategy without context parallelism. Plain modules may "
+                "be compiled."
+            )
 
 
 _HEAD_NAMES = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num_q_heads")

@@ -7,6 +7,7 @@ import time
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
+from zipfile import is_zipfile
 
 import lightning as L
 import torch
@@ -111,10 +112,14 @@ def _check_extras(config: DictConfig) -> None:
 
 
 def _check_resume(checkpoint: str | None) -> None:
-    if checkpoint is None or "://" in checkpoint or Path(checkpoint).is_file():
+    if checkpoint is None or "://" in checkpoint:
         return
+    path = Path(checkpoint).absolute()
+    if is_zipfile(path):  # as torch.save writes them
+        return
+    what = f"{path} is not what torch.save writes" if path.is_file() else f"there is no file {path}"
     raise CheckpointError(
-        f"resume={checkpoint} is no checkpoint: there is no file {Path(checkpoint).absolute()}. A run leaves "
+        f"resume={checkpoint} is no checkpoint: {what}. A run leaves "
         "checkpoints/last.ckpt and checkpoints/best.ckpt in its folder; resume=null starts anew."
     )
 
