@@ -122,7 +122,13 @@ class ContextParallelMesh:
         return self._meshes[_member(axis)]
 
     def group(self, axis: Axis | Flat | str) -> dist.ProcessGroup:
-        """The process group of an axis or a flattened group."""
+        """The process group of an axis or a flattened group.
+
+        Raises:
+            ConfigError: the mesh was destroyed.
+        """
+        if self._destroyed:
+            raise ConfigError("this mesh was destroyed, and its groups with it. Make a new one.")
         return self._groups[_member(axis)]
 
     def control_group(self, flat: Flat) -> dist.ProcessGroup:
@@ -164,12 +170,16 @@ class ContextParallelMesh:
 
     def destroy(self) -> None:
         """Destroy the groups made here, once; the world group stays."""
-        if self._destroyed or not dist.is_initialized():
+        if self._destroyed:
             return
         self._destroyed = True
         groups = {*self._groups.values(), *self._control.values()}
+        known = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
         for group in groups - {dist.group.WORLD}:
-            dist.destroy_process_group(group)
+            if group in known:  # the world's end takes all groups along
+                dist.destroy_process_group(group)
+        # Threads and sockets of a group live as long as somebody refers to it.
+        self._groups, self._control, self._meshes = {}, {}, {}
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())

@@ -7,8 +7,8 @@ Nothing here knows of a Trainer. A strategy calls, in this order: ``build_mesh``
 
 from __future__ import annotations
 
-import atexit
 import logging
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -106,7 +106,7 @@ class ContextParallelCore:
             device_type=device_type,
             data_parallel_replicate_size=self.settings.data_parallel_size,
         )
-        atexit.register(self._mesh.destroy)
+        weakref.finalize(self, self._mesh.destroy)  # with the strategy, or when the process ends
         return factors
 
     def attach(

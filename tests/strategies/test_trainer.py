@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -97,6 +99,20 @@ def test_groups_are_made_once_and_destroyed_once(settings: Settings) -> None:
         assert first > before
         assert later == [first] * len(later)
         assert last == before
+
+
+def fit_and_count(rank: int, world_size: int) -> int:
+    """Native threads after a run; gloo has three for every group."""
+    trainer_of(world_size, RING).fit(Small(), loader(2))
+    gc.collect()
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_groups_end_with_their_strategy() -> None:
+    """One Trainer after another in one process: their groups' threads and sockets do not pile up."""
+    first, *others = [run_ranks(2, fit_and_count) for _ in range(4)]
+    assert others[1:] == [others[0]] * 2, (first, others)
 
 
 def staged(rank: int, world_size: int, settings: Settings | None) -> list[float]:
