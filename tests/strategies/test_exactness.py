@@ -176,11 +176,11 @@ def test_a_mean_of_local_means_would_fail() -> None:
 
 def unscaled(rank: int, world_size: int, run: Run) -> Result:
     """A run whose loss is not weighted by targets."""
-    from lightning_cp.strategies._core import ContextParallelCore
+    from lightning_cp.strategies._weighting import StepLoss
 
-    original = ContextParallelCore.scale_loss
-    ContextParallelCore.scale_loss = lambda self, loss: torch.nan_to_num(loss)  # type: ignore[method-assign]
+    original = StepLoss.scale
+    StepLoss.scale = lambda self, loss: torch.nan_to_num(loss)  # type: ignore[method-assign]
     try:
         return execute(rank, world_size, run)
     finally:
-        ContextParallelCore.scale_loss = original  # type: ignore[method-assign]
+        StepLoss.scale = original  # type: ignore[method-assign]
