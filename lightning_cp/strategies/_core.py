@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_cp.batch import BatchRules, ShardedBatch, unshard_output
 from lightning_cp.comm.agreement import common_names
@@ -23,6 +24,7 @@ from lightning_cp.models.facts import PositionFacts
 from lightning_cp.models.swap import StepState, SwapHandle, hf_models, swap_attention
 from lightning_cp.strategies._sharding import label_kind, shard_agreed
 from lightning_cp.strategies._weighting import StepLoss
+from lightning_cp.strategies._windows import TokenWindows
 from lightning_cp.strategies.settings import Settings
 
 _log = logging.getLogger("lightning_cp")
@@ -43,6 +45,7 @@ class ContextParallelCore:
         self._needs_loss = self._trains = True
         self._positions = PositionFacts()
         self._positions_taken = False
+        self._windows = TokenWindows() if settings.weights_globally else None
 
     @property
     def mesh(self) -> ContextParallelMesh:
@@ -62,8 +65,8 @@ class ContextParallelCore:
 
     @property
     def enabled(self) -> bool:
-        """Whether there is more than one context-parallel rank."""
-        return self.mesh.cp_size > 1
+        """Whether there is anything to do: ranks that share a sample, or targets to be counted."""
+        return self.mesh.cp_size > 1 or self._windows is not None
 
     def data_rank(self, global_rank: int, world_size: int) -> int:
         """Which sample this rank works on; known before the mesh, as context-parallel ranks are the inner."""
@@ -169,7 +172,7 @@ class ContextParallelCore:
         self._part = self._loss = None
         kind = self.settings.layout
         sharding = shard_agreed(batch, self.rules, kind, self.mesh, training=needs_labels)
-        self._part, self._loss = sharding.part, StepLoss(sharding, self.mesh)
+        self._part, self._loss = sharding.part, StepLoss(sharding, self.mesh, self._windows)
         self._positions, self._trains = sharding.positions, needs_labels
         return self._part.batch
 
@@ -219,11 +222,16 @@ class ContextParallelCore:
         """Whether a context-parallel step is under way."""
         return self._handle is not None and self._handle.active
 
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward on."""
+    def scale_loss(self, loss: torch.Tensor, optimizers: Iterable[Optimizer]) -> torch.Tensor:
+        """The loss to call backward on; ``optimizers`` are all that the run has."""
         if self._handle is not None and self._handle.state is not None:
             self._handle.state.weighted = True
-        return loss if self._loss is None else self._loss.scale(loss)
+        return loss if self._loss is None else self._loss.scale(loss, optimizers)
+
+    def end_window(self, optimizer: Optimizer, batches: int | None = None) -> None:
+        """Gradients are complete: weight the targets of the whole window alike, if that was asked for."""
+        if self._windows is not None:
+            self._windows.end(optimizer, batches)
 
     def require_loss(self, loss: torch.Tensor | None) -> None:
         """Refuse a rank without targets whose backward would leave the others waiting."""

@@ -48,7 +48,8 @@ class ContextParallelFront:
         tensor_parallel_size: 1.
         layout: ``auto``, ``zigzag`` or ``contiguous``.
         kernel: ``auto``, ``aten``, ``reference``, or one kernel's own name.
-        token_weighting: ``micro_batch``: the loss is the mean over each micro-batch.
+        token_weighting: ``micro_batch``: the loss is the mean over each micro-batch, and data ranks and the
+            micro-batches of an accumulation window weigh the same. ``global``: every target does.
         loss_reduction: ``mean`` over targets.
         labels: ``auto`` (Hugging Face models that are called with labels: shifted on the whole sequence),
             ``shift`` (the same, and the step takes its targets from ``batch["shift_labels"]``) or

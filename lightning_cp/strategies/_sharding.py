@@ -36,6 +36,8 @@ class Sharding:
     """Of the whole batch: what ranks must not find out from their own tokens."""
     some_rank_empty: bool
     """Some rank of the ``loss`` group has no targets (in training; of the cp group elsewhere)."""
+    targets: int
+    """Of all data ranks in training; of this one elsewhere."""
 
 
 def shard_agreed(
@@ -78,7 +80,8 @@ def shard_agreed(
         warnings.warn("a batch has no valid label at all: it adds nothing.", stacklevel=2)
     part = shard_batch(whole, layout, mesh.cp_rank, rules, valid)
     some_rank_empty = any(row["ranks without targets"] for row in table)
-    return Sharding(part, _position_facts(whole, layout), some_rank_empty)
+    targets = sum(row["targets"] for row in table) // mesh.cp_size
+    return Sharding(part, _position_facts(whole, layout), some_rank_empty, targets)
 
 
 def _position_facts(whole: WholeBatch, layout: SequenceLayout) -> PositionFacts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch.optim import Optimizer
 
 from lightning_cp.comm.agreement import agree
 from lightning_cp.comm.reduce import all_sum
@@ -13,24 +14,42 @@ from lightning_cp.loss import average_weight, loss_scale, mute, require_connecte
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.models.swap import StepState
 from lightning_cp.strategies._sharding import Sharding
+from lightning_cp.strategies._windows import TokenWindows
 
 
 class StepLoss:
-    """Weights the losses of one batch; see ``lightning_cp.loss`` for the formula."""
+    """Weights the losses of one batch; see ``lightning_cp.loss`` for the formula.
 
-    def __init__(self, sharding: Sharding, mesh: ContextParallelMesh) -> None:
+    With ``windows`` targets weigh the same in all data ranks and in a whole accumulation window.
+    """
+
+    def __init__(
+        self, sharding: Sharding, mesh: ContextParallelMesh, windows: TokenWindows | None
+    ) -> None:
         self._mesh = mesh
+        self._windows = windows
+        self._targets = sharding.targets
         self._valid = sharding.part.valid
         self._some_rank_empty = sharding.some_rank_empty
         self._muted: torch.Tensor | None = None
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale(self, loss: torch.Tensor, optimizers: Iterable[Optimizer]) -> torch.Tensor:
         """The loss to call backward on."""
         rank = self._mesh.cp_rank
+        weight = self._weight(optimizers)
         if self._valid[rank]:
-            return loss * loss_scale(self._valid, rank)
+            return loss * (loss_scale(self._valid, rank) * weight)
         self._muted = loss.detach()
         return mute(loss)
+
+    def _weight(self, optimizers: Iterable[Optimizer]) -> float:
+        """Of this data rank's mean loss in the gradient."""
+        if self._windows is None:
+            return 1.0
+        group = self._mesh.control_group(Flat.LOSS)
+        of_window = self._windows.weight(self, self._targets, optimizers, group)
+        share = sum(self._valid) / self._targets if self._targets else 0.0
+        return share * self._mesh.data_size * of_window
 
     def require(self, loss: torch.Tensor | None) -> None:
         """Where a rank has no targets, all ranks ask whether backward will run through its model.

@@ -45,11 +45,7 @@ CHOICES: dict[str, Choice] = {
         "layout='zigzag', which balances a single document exactly",
     ),
     "kernel": Choice(("auto", *ALIASES, *kernels())),
-    "token_weighting": Choice(
-        ("micro_batch",),
-        ("global",),
-        "token_weighting='micro_batch', the mean over each micro-batch, as without context parallelism",
-    ),
+    "token_weighting": Choice(("micro_batch", "global")),
     "loss_reduction": Choice(
         ("mean",), instead="a loss that is the mean over its targets; others are not available yet"
     ),

@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -42,6 +43,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         super().__init__(*args, **kwargs)
         self._shard_dataloaders = shard_dataloaders
         self._models = nn.ModuleList()
+        self._optimizers: list[Optimizer] = []
         weakref.finalize(self, self._core.detach)  # Fabric does not say when it ends
 
     # -- before the first batch ------------------------------------------------------------------
@@ -61,6 +63,11 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         if swapped:
             rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
         return self._wrap(module)
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        self._optimizers.append(optimizer)
+        return super().setup_optimizer(optimizer)
 
     @override
     def process_dataloader(self, dataloader: DataLoader[Any]) -> Any:
@@ -118,11 +125,40 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         try:
             self._core.check_step()
             self._core.require_loss(tensor)
-            super().backward(self._core.scale_loss(tensor), module, *args, **kwargs)
+            scaled = self._core.scale_loss(tensor, self._optimizers)
+            super().backward(scaled, module, *args, **kwargs)
             self._core.after_backward(self._models.parameters())
         except BaseException:
             self._core.end_step()
             raise
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        closure = kwargs.pop("closure", None)
+        if closure is None:
+            self._core.end_window(optimizer)
+            return super().optimizer_step(optimizer, **kwargs)
+
+        def to_the_end() -> Any:
+            result = closure()
+            self._core.end_window(optimizer)
+            return result
+
+        return super().optimizer_step(optimizer, closure=to_the_end, **kwargs)
+
+    @override
+    def clip_gradients_norm(
+        self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        self._core.end_window(optimizer)
+        return super().clip_gradients_norm(module, optimizer, *args, **kwargs)
+
+    @override
+    def clip_gradients_value(
+        self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> None:
+        self._core.end_window(optimizer)
+        return super().clip_gradients_value(module, optimizer, *args, **kwargs)
 
     def unshard_output(self, output: Any, dims: dict[str, int | None] | None = None) -> Any:
         """Tensors of the current step in any container, in original order and length, on every rank.

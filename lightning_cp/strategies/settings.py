@@ -129,6 +129,11 @@ class Settings:
         return heads
 
     @property
+    def weights_globally(self) -> bool:
+        """Whether targets weigh the same over data ranks and accumulation windows."""
+        return self.token_weighting == "global"  # noqa: S105 - no password
+
+    @property
     def needs_heads(self) -> bool:
         """Whether the split depends on the number of heads."""
         return (

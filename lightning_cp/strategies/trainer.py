@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -53,6 +55,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         needs_labels = trainer.state.fn != TrainerFn.PREDICTING
         swapped = self._core.attach(module, options, needs_labels=needs_labels)
         self._announce(module, swapped)
+        self._watch_clipping()
         super().setup(trainer)
 
     @override
@@ -113,16 +116,40 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     @override
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self.model is not None
-        loss = super().backward(self._core.scale_loss(closure_loss), *args, **kwargs)
+        scaled = self._core.scale_loss(closure_loss, self.optimizers)
+        loss = super().backward(scaled, *args, **kwargs)
         self._core.after_backward(self.model.parameters())
         return loss
 
     @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        def to_the_end() -> Any:  # what reads gradients comes after it: hooks, clipping
+            result = closure()
+            self._end_window(optimizer)
+            return result
+
+        return super().optimizer_step(optimizer, to_the_end, model, **kwargs)
+
+    @override
     def teardown(self) -> None:
         self._core.detach()
+        self.precision_plugin.__dict__.pop("clip_gradients", None)
         super().teardown()
 
     # -- helpers ---------------------------------------------------------------------------------
+
+    def _end_window(self, optimizer: Optimizer) -> None:
+        """Lightning divides each loss by the same number, also where an epoch ends within a window."""
+        module = self.lightning_module
+        assert module is not None
+        divided = module.trainer.accumulate_grad_batches if module.automatic_optimization else None
+        self._core.end_window(optimizer, divided)
 
     def _logging_together(self) -> AbstractContextManager[None]:
         assert self._callback is not None
@@ -136,6 +163,20 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
             self._core.check_step()
         finally:
             self._core.end_step()
+
+    def _watch_clipping(self) -> None:
+        """In manual optimization gradients are clipped before ``optimizer_step`` is called."""
+        plugin = self.precision_plugin
+        if not self._core.settings.weights_globally or "clip_gradients" in plugin.__dict__:
+            return
+        own_clip = plugin.clip_gradients
+
+        def clip(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            wrapped = isinstance(optimizer, LightningOptimizer)
+            self._end_window(optimizer.optimizer if wrapped else optimizer)
+            own_clip(optimizer, *args, **kwargs)
+
+        object.__setattr__(plugin, "clip_gradients", clip)
 
     def _leave_samplers_alone(self) -> None:
         """All ranks read the same samples, as one process does; Lightning's sampler would shuffle them."""

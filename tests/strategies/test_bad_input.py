@@ -115,7 +115,7 @@ def fit(
         ({"data_parallel": "hsdp"}, "data_parallel='hsdp' is not available yet.*'ddp'"),
         ({"data_parallel": "zero1"}, "data_parallel='zero1' is not available yet.*'ddp'"),
         ({"layout": "balanced"}, "layout='balanced' is not available yet.*layout='zigzag'"),
-        ({"token_weighting": "global"}, "not available yet.*token_weighting='micro_batch'"),
+        ({"token_weighting": "step"}, "token_weighting must be one of micro_batch, global"),
         ({"loss_reduction": "sum"}, "must be one of mean, got 'sum'.*others are not available yet"),
         ({"parity_check": "first_batch"}, "not available yet.*parity_check='off'"),
         (

@@ -1,0 +1,105 @@
+"""Every target of an accumulation window weighs the same: ``token_weighting="global"``.
+
+A batch m has n_m targets over all data ranks and the mean loss_m. A window of M batches should step along
+
+    M / sum(n) * sum_m n_m grad loss_m        (divided by M, as Lightning does: the mean over its targets),
+
+but n of the later batches is not known when the first runs backward. So each batch is weighted by n_m / u,
+where the unit u is the count of the window's first batch, and gradients are multiplied by u M / sum(n) once,
+when the window ends. A window of one batch needs nothing at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from lightning_cp.comm.reduce import all_sum
+
+
+@dataclass
+class _Window:
+    """The batches in the gradients of one optimizer."""
+
+    batches: int = 0
+    targets: int = 0
+    last: object | None = None
+
+    def include(self, batch: object, targets: int) -> None:
+        """Count a batch once, however many backward passes it has."""
+        if self.last is not batch:
+            self.batches, self.targets, self.last = self.batches + 1, self.targets + targets, batch
+
+
+class TokenWindows:
+    """Follows what each optimizer has accumulated: several may step at different times."""
+
+    def __init__(self) -> None:
+        self._unit = 1
+        self._windows: WeakKeyDictionary[Optimizer, _Window] = WeakKeyDictionary()
+
+    def weight(
+        self,
+        batch: object,
+        targets: int,
+        optimizers: Iterable[Optimizer],
+        group: dist.ProcessGroup,
+    ) -> float:
+        """The factor on the mean loss of a batch, before its backward.
+
+        Args:
+            batch: tells one batch from another.
+            targets: of the whole batch, on all data ranks.
+            optimizers: those of the run.
+            group: all ranks whose gradients are averaged; its backend moves CPU tensors.
+        """
+        training = [each for each in optimizers if any(p.requires_grad for p in _parameters(each))]
+        self._forget_zeroed(training, group)
+        for optimizer in training:
+            self._windows.setdefault(optimizer, _Window()).include(batch, targets)
+        if not any(self._windows[each].targets > targets for each in training):
+            self._unit = max(targets, 1)  # nothing is in any gradient yet
+        return targets / self._unit
+
+    def _forget_zeroed(self, optimizers: list[Optimizer], group: dist.ProcessGroup) -> None:
+        """Begin anew where gradients were zeroed instead of stepped along; all ranks', not one by chance."""
+        if not any(each in self._windows for each in optimizers):
+            return
+        filled = torch.tensor([_has_gradient(each) for each in optimizers], dtype=torch.int64)
+        for optimizer, count in zip(optimizers, all_sum(filled, group).tolist(), strict=True):
+            if not count:
+                self._windows.pop(optimizer, None)
+
+    def end(self, optimizer: Optimizer, batches: int | None) -> None:
+        """Give gradients their final size; those of a window that has ended already are left alone.
+
+        Args:
+            optimizer: steps next, or has its gradients clipped.
+            batches: what each loss was divided by already; ``None``: the batches of the window, which is
+                what a loop that divides, divides by.
+        """
+        window = self._windows.pop(optimizer, None)
+        if window is None or not window.targets:
+            return
+        factor = self._unit * (batches or window.batches) / window.targets
+        if factor == 1.0:
+            return
+        with torch.no_grad():
+            for parameter in _parameters(optimizer):
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+
+def _has_gradient(optimizer: Optimizer) -> bool:
+    """Whether any gradient on this rank is neither None nor zero."""
+    return any(p.grad is not None and bool(p.grad.any()) for p in _parameters(optimizer))
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

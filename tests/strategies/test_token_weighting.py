@@ -1,0 +1,254 @@
+"""token_weighting="global": every target of a window weighs the same, over data ranks and micro-batches.
+
+The oracle is a loop written by hand for one process: it runs through all batches of a window, adds up
+the losses of all their targets and divides once by their number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
+from tests.pool import run_ranks
+from tests.pool.environment import PoolEnvironment
+from tests.strategies.small import (
+    Batch,
+    Settings,
+    Small,
+    alone,
+    close,
+    samples,
+    trainer_of,
+    weights,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:a batch has no valid label at all:UserWarning")
+ROWS = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a run goes through its data; the last window may be short."""
+
+    data_ranks: int
+    window: int
+    batches: int = 7
+    clip: float | None = 0.05
+
+    def data(self) -> list[dict[str, torch.Tensor]]:
+        """Targets differ a lot from batch to batch; the fifth has none on the first data rank."""
+        rows = samples(self.batches * ROWS * self.data_ranks)
+        for index, row in enumerate(rows):
+            batch = index // self.data_ranks // ROWS
+            row["labels"][3 * batch + 4 :] = -100
+            if batch == 4 and index % self.data_ranks == 0:
+                row["labels"][:] = -100
+        return rows
+
+    def loader(self, data_rank: int) -> DataLoader[Any]:
+        """What one data rank reads."""
+        data: Any = self.data()
+        sampler = DistributedSampler(data, self.data_ranks, data_rank, shuffle=False)
+        return DataLoader(data, batch_size=ROWS, sampler=sampler)
+
+
+def by_hand(rank: int, world_size: int, plan: Plan) -> torch.Tensor:
+    """One process, plain PyTorch."""
+    alone()
+    module = Small()
+    optimizer = module.configure_optimizers()
+    steps: list[Any] = list(
+        zip(*(plan.loader(rank) for rank in range(plan.data_ranks)), strict=True)
+    )
+    for first in range(0, len(steps), plan.window):
+        window = [batch for step in steps[first : first + plan.window] for batch in step]
+        targets = sum(int((batch["labels"] != -100).sum()) for batch in window)
+        for batch in window:
+            logits, labels = module.logits(batch).flatten(0, 1), batch["labels"].flatten()
+            (F.cross_entropy(logits, labels, reduction="sum") / targets).backward()
+        if plan.clip is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), plan.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(module)
+
+
+@lru_cache(maxsize=16)
+def want(plan: Plan) -> torch.Tensor:
+    return run_ranks(1, by_hand, plan)[0]
+
+
+class Reported(Small):
+    """Sees the gradients that will be stepped along, as a user's hooks do."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grads = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+        self.norms = [*getattr(self, "norms", []), float(torch.stack(grads).norm())]
+
+
+def settings_of(data_ranks: int, **more: Any) -> Settings:
+    return {"data_parallel_size": data_ranks, "token_weighting": "global", **more}
+
+
+def trained(rank: int, world_size: int, plan: Plan, more: Settings) -> torch.Tensor:
+    module = Reported()
+    trainer = trainer_of(
+        world_size,
+        settings_of(plan.data_ranks, **more),
+        accumulate_grad_batches=plan.window,
+        gradient_clip_val=plan.clip,
+    )
+    trainer.fit(module, plan.loader(rank // (world_size // plan.data_ranks)))
+    return weights(module)
+
+
+RING2: Settings = {"ring_size": 2, "ulysses_size": 1}
+CASES: list[Any] = [
+    pytest.param(2, Plan(1, 3), RING2, id="ring 2, windows of 3"),
+    pytest.param(4, Plan(2, 1), RING2, id="2 data ranks, ring 2"),
+    pytest.param(4, Plan(2, 3), {"ulysses_size": 2, "ring_size": 1}, id="both, ulysses 2"),
+    pytest.param(4, Plan(2, 3, clip=None), RING2, id="both, not clipped"),
+    pytest.param(2, Plan(2, 3), {}, id="data ranks alone"),
+    pytest.param(1, Plan(1, 3), {}, id="one rank"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "plan", "more"), CASES)
+def test_trainer_equals_a_loop_by_hand(world_size: int, plan: Plan, more: Settings) -> None:
+    for got in run_ranks(world_size, trained, plan, more):
+        close(got, want(plan))
+
+
+def test_it_differs_from_the_mean_of_micro_batches() -> None:
+    plan = Plan(2, 3, clip=None)
+    other = run_ranks(4, trained, plan, {**RING2, "token_weighting": "micro_batch"})[0]
+    assert (other - want(plan)).abs().max() > 1e-3
+
+
+# -- manual optimization, and Fabric ------------------------------------------------------------------
+
+
+class ByHandInTheModule(Small):
+    """Accumulates, clips and steps itself; divides by the batches of a window as Lightning does."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+        self.automatic_optimization = False  # type: ignore[assignment]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        first = batch_idx - batch_idx % self.plan.window
+        size = min(self.plan.window, self.plan.batches - first)
+        loss = self.loss(batch) / size
+        self.manual_backward(0.25 * loss, retain_graph=True)
+        self.manual_backward(0.75 * loss)
+        if batch_idx - first == size - 1:
+            if self.plan.clip is not None:
+                self.clip_gradients(optimizer, self.plan.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def stepped_by_module(rank: int, world_size: int, plan: Plan) -> torch.Tensor:
+    module = ByHandInTheModule(plan)
+    data_rank = rank // (world_size // plan.data_ranks)
+    trainer_of(world_size, settings_of(plan.data_ranks)).fit(module, plan.loader(data_rank))
+    return weights(module)
+
+
+def stepped_by_fabric(rank: int, world_size: int, plan: Plan) -> torch.Tensor:
+    strategy = FabricStrategy(labels="aligned", **settings_of(plan.data_ranks))
+    plugins: Any = [PoolEnvironment()]
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugins)
+    fabric.launch()
+    plain = Small()
+    setup: Any = fabric.setup(plain.model, plain.configure_optimizers())
+    model, optimizer = setup
+    loader: Any = fabric.setup_dataloaders(
+        plan.loader(strategy.data_rank), use_distributed_sampler=False
+    )
+    for index, batch in enumerate(loader):
+        first = index - index % plan.window
+        size = min(plan.window, plan.batches - first)
+        last = index - first == size - 1
+        local = strategy.shard_batch(batch)
+        with fabric.no_backward_sync(model, enabled=not last):
+            logits = model(local["input_ids"], local["position_ids"])
+            loss = F.cross_entropy(logits.flatten(0, 1), local["labels"].flatten())
+            fabric.backward(loss / size)
+        if last:
+            if plan.clip is not None:
+                fabric.clip_gradients(model, optimizer, max_norm=plan.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    strategy.end_step()
+    return weights(plain)
+
+
+@pytest.mark.parametrize("clip", [0.05, None])
+@pytest.mark.parametrize("stepped", [stepped_by_module, stepped_by_fabric])
+def test_loops_of_ones_own_equal_a_loop_by_hand(stepped: Any, clip: float | None) -> None:
+    plan = Plan(2, 3, clip=clip)
+    for got in run_ranks(4, stepped, plan):
+        close(got, want(plan))
+
+
+# -- several optimizers, which step at different times ------------------------------------------------
+
+
+class Alternating(Small):
+    """Like a GAN: one optimizer steps at every batch, the other after every second, on its own loss."""
+
+    def __init__(self, emptied: bool) -> None:
+        super().__init__()
+        self.emptied = emptied
+        self.automatic_optimization = False  # type: ignore[assignment]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        often, seldom = optimizers
+        often.zero_grad(set_to_none=self.emptied)
+        self.manual_backward(self.loss(batch))
+        often.step()
+        if batch_idx % 2:
+            seldom.zero_grad(set_to_none=self.emptied)
+            self.manual_backward(2 * self.loss(batch))
+            seldom.step()
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        half = len(parameters) // 2
+        return [torch.optim.SGD(p, lr=0.05) for p in (parameters[:half], parameters[half:])]
+
+
+def alternating(rank: int, world_size: int, data_ranks: int | None, emptied: bool) -> torch.Tensor:
+    plan = Plan(data_ranks or 2, 1)
+    module: pl.LightningModule = Alternating(emptied)
+    if data_ranks is None:
+        joined = [
+            {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+            for parts in zip(plan.loader(0), plan.loader(1), strict=True)
+        ]
+        loader: Any = DataLoader(joined, batch_size=None)  # type: ignore[arg-type]
+        trainer_of(1, None).fit(module, loader)
+    else:
+        data_rank = rank // (world_size // data_ranks)
+        trainer_of(world_size, settings_of(data_ranks)).fit(module, plan.loader(data_rank))
+    return weights(module)
+
+
+@pytest.mark.parametrize("emptied", [True, False], ids=["to None", "to zero"])
+def test_optimizers_with_windows_of_their_own(emptied: bool) -> None:
+    (alone_,) = run_ranks(1, alternating, None, emptied)
+    for got in run_ranks(4, alternating, 2, emptied):
+        close(got, alone_)
