@@ -16,9 +16,9 @@ from lightning_cp.mesh import ContextParallelMesh, Flat
 def agree_on_order(dataloader: DataLoader[Any], mesh: ContextParallelMesh) -> None:
     """Have a shuffling loader draw the same order on all ranks; others are left as they are.
 
-    Each rank draws a seed as one process would, and the first rank's is taken: from the same random state
-    it is the order of one process (Lightning resets the state to ``seed_everything``'s seed whenever it
-    starts several processes), and ranks agree whatever their states are.
+    Each rank draws a seed as one process would, and the first rank's is taken: from the same random state,
+    which they have as a rule (``_random.going_on``), it is the order of one process, and ranks agree whatever
+    their states are.
     """
     batches, sampler = dataloader.batch_sampler, dataloader.sampler
     if (

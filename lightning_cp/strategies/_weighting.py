@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -32,6 +33,7 @@ class StepLoss:
         self._valid = sharding.part.valid
         self._some_rank_empty = sharding.some_rank_empty
         self._muted: torch.Tensor | None = None
+        self._own: torch.Tensor | None = None
 
     def scale(self, loss: torch.Tensor, optimizers: Iterable[Optimizer]) -> torch.Tensor:
         """The loss to call backward on."""
@@ -39,8 +41,13 @@ class StepLoss:
         weight = self._weight(optimizers)
         if self._valid[rank]:
             return loss * (loss_scale(self._valid, rank) * weight)
-        self._muted = loss.detach()
+        self._muted = loss.detach() if self._own is None else self._own
         return mute(loss)
+
+    def shown(self, loss: torch.Tensor) -> torch.Tensor:
+        """A loss with the value of one process's, and the gradient of this rank's own."""
+        self._own = loss.detach()
+        return _Shown.apply(loss, self.average_all([loss])[0])  # type: ignore[return-value]
 
     def _weight(self, optimizers: Iterable[Optimizer]) -> float:
         """Of this data rank's mean loss in the gradient."""
@@ -113,6 +120,24 @@ class StepLoss:
         return all_sum(
             part, self._mesh.control_group(Flat.CP) if on_host else self._mesh.group(Flat.CP)
         )
+
+
+class _Shown(torch.autograd.Function):
+    """Another value for the same gradient.
+
+    | tensor | shape | collectives |
+    |---|---|---|
+    | loss, value -> value | [] | none |
+    | d value -> d loss | [] | none |
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
 
 
 def _first_gradients(state: StepState, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.strategies._front import ContextParallelFront
+from lightning_cp.strategies._random import going_on
 
 
 class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
@@ -51,7 +52,8 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     @override
     def setup_environment(self) -> None:
         self._check_launcher()
-        super().setup_environment()
+        with going_on():
+            super().setup_environment()
         self._check_world()
         self._build_mesh()
 
@@ -123,6 +125,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
                 "shard_dataloaders=True."
             )
         try:
+            self._refuse_unfrozen()
             self._core.check_step()
             self._core.require_loss(tensor)
             scaled = self._core.scale_loss(tensor, self._optimizers)
@@ -131,6 +134,16 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         except BaseException:
             self._core.end_step()
             raise
+
+    def _refuse_unfrozen(self) -> None:
+        left_out = self._engine.left_out(self._models)
+        if left_out:
+            raise ConfigError(
+                f"{', '.join(left_out[:3])} ({len(left_out)} in all) were frozen when fabric.setup was "
+                "called, and are trained now: DDP would leave their gradients different on every rank. "
+                "Unfreeze before fabric.setup; what is to stay fixed for a while can be left out of the "
+                "optimizer."
+            )
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.mixin import options_of
 from lightning_cp.strategies._front import ContextParallelFront
 from lightning_cp.strategies._order import agree_on_order
+from lightning_cp.strategies._random import going_on
 
 
 class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
@@ -38,7 +39,8 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     def setup_environment(self) -> None:
         self._attach_callback()
         self._check_launcher()
-        super().setup_environment()
+        with going_on():
+            super().setup_environment()
         self._check_world()
         self._build_mesh()
         if self.data_parallel_size == 1:
@@ -84,14 +86,19 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._wrap_unfrozen()
         self._core.begin_step()  # ends in on_train_batch_end: backward may recompute
         with self._logging_together():
             output = super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         if self.lightning_module.automatic_optimization and self._core.enabled:
-            self._core.require_loss(output.get("loss") if isinstance(output, Mapping) else output)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            self._core.require_loss(loss)
             if output is None:
                 raise ConfigError(_SKIPPED)
+            if isinstance(loss, torch.Tensor):
+                shown = self._core.shown_loss(loss)
+                output = {**output, "loss": shown} if isinstance(output, Mapping) else shown
         self._core.check_step()
         return output
 
@@ -143,6 +150,14 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         super().teardown()
 
     # -- helpers ---------------------------------------------------------------------------------
+
+    def _wrap_unfrozen(self) -> None:
+        """Parameters unfrozen since the model was wrapped are averaged from here on, too."""
+        module = self.lightning_module
+        assert module is not None
+        if self._engine.left_out(module):
+            self.model = module
+            self.configure_ddp()
 
     def _end_window(self, optimizer: Optimizer) -> None:
         """Lightning divides each loss by the same number, also where an epoch ends within a window."""

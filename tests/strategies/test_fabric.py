@@ -50,11 +50,12 @@ def model_of() -> PlainLlama:
 class Loop:
     """A user's loop: accumulation over two batches, clipping, validation, prediction."""
 
-    def __init__(self, world_size: int, settings: Settings | None) -> None:
+    def __init__(self, world_size: int, settings: Settings | None, *, frozen: bool = False) -> None:
         self.fabric = fabric_of(world_size, settings)
         self.fabric.launch()
         self.parallel = settings is not None
         plain = model_of()
+        plain.embed.requires_grad_(not frozen)
         optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
         setup: Any = self.fabric.setup(plain, optimizer)
         self.model, self.optimizer = setup
@@ -216,12 +217,16 @@ def test_samplers_shard_over_data_ranks() -> None:
 
 
 def misuse(rank: int, world_size: int, how: str) -> None:
-    loop = Loop(world_size, {**RING, **({"labels": "auto"} if how == "labels" else {})})
+    settings = {**RING, **({"labels": "auto"} if how == "labels" else {})}
+    loop = Loop(world_size, settings, frozen=how == "unfrozen")
+    loop.model.requires_grad_()
     (batch, *_) = loader(2)
     strategy: Any = loop.fabric.strategy
     if how == "not sharded":
         loop.fabric.backward(loop.loss(batch))
     local = strategy.shard_batch(batch)
+    if how == "unfrozen":
+        loop.fabric.backward(loop.loss(local))
     if how == "own attention":
         loop.fabric.backward(loop.model.head(loop.model.embed(local["input_ids"])).sum())
     if how == "never called":
@@ -235,6 +240,7 @@ def misuse(rank: int, world_size: int, how: str) -> None:
         ("labels", "it is not known how PlainLlama reads its labels"),
         ("own attention", "no attention call was intercepted"),
         ("never called", "no attention call was intercepted"),
+        ("unfrozen", r"embed\.weight \(1 in all\) were frozen when fabric\.setup"),
         ("not sharded", r"backward without a sharded batch.*shard_batch"),
     ],
 )

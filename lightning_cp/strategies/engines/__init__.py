@@ -29,6 +29,10 @@ class Engine(Protocol):
         """The module to call instead of ``module``; parameters equal on all ranks afterwards."""
         ...
 
+    def left_out(self, module: nn.Module) -> list[str]:
+        """Names of parameters that are trained now, but were frozen when their module was wrapped."""
+        ...
+
 
 def engine(name: str) -> Engine:
     """The engine that ``data_parallel=name`` asks for; the settings have checked the name."""

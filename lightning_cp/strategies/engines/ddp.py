@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
+from weakref import ref
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
@@ -23,6 +24,9 @@ class DDPEngine:
 
     name = "ddp"
 
+    def __init__(self) -> None:
+        self._averaged: dict[int, ref[nn.Parameter]] = {}  # by id: tensors do not hash by equality
+
     def wrap(
         self,
         module: nn.Module,
@@ -31,6 +35,7 @@ class DDPEngine:
         options: Mapping[str, Any],
     ) -> DistributedDataParallel:
         """Broadcast the weights of the group's first rank, and average gradients from then on."""
+        self._averaged |= {id(p): ref(p) for p in module.parameters() if p.requires_grad}
         # A side stream, as PyTorch's CUDA notes ask for DDP construction.
         on_cuda = device.type == "cuda"
         with torch.cuda.stream(torch.cuda.Stream()) if on_cuda else nullcontext():
@@ -40,6 +45,21 @@ class DDPEngine:
                 process_group=mesh.group(Flat.LOSS),
                 **options,
             )
+
+    def left_out(self, module: nn.Module) -> list[str]:
+        """Names of parameters that are trained now, but were frozen when their module was wrapped.
+
+        DistributedDataParallel averages those that it saw trained when it was made, and no others.
+        """
+        return [
+            name
+            for name, p in module.named_parameters()
+            if p.requires_grad and self._averaged.get(id(p), _nothing)() is not p
+        ]
+
+
+def _nothing() -> None:
+    """A reference to no parameter."""
 
 
 def check_options(options: Mapping[str, Any]) -> None:
