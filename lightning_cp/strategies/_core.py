@@ -22,7 +22,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh, Factors, Flat
 from lightning_cp.models.facts import PositionFacts
 from lightning_cp.models.swap import StepState, SwapHandle, hf_models, swap_attention
-from lightning_cp.strategies._sharding import label_kind, shard_agreed
+from lightning_cp.strategies._sharding import label_kind, shard_agreed, shared_with
 from lightning_cp.strategies._weighting import StepLoss
 from lightning_cp.strategies._windows import TokenWindows
 from lightning_cp.strategies.settings import Settings
@@ -169,12 +169,23 @@ class ContextParallelCore:
         """
         if not self.enabled:
             return batch
-        self._part = self._loss = None
+        before, self._part, self._loss = self._part, None, None
+        if self._handle is None:
+            raise ConfigError(
+                "a batch was sharded before there is a model. Call fabric.setup(model, ...) first: the "
+                "model tells how labels are read and has its attention swapped."
+            )
         kind = self.settings.layout
-        sharding = shard_agreed(batch, self.rules, kind, self.mesh, training=needs_labels)
+        sharding = shard_agreed(
+            batch, self.rules, kind, self.mesh, training=needs_labels, before=before
+        )
         self._part, self._loss = sharding.part, StepLoss(sharding, self.mesh, self._windows)
         self._positions, self._trains = sharding.positions, needs_labels
         return self._part.batch
+
+    def was_sharded(self, batch: Any) -> bool:
+        """Whether ``batch`` is a shard that this core made last; to shard it again will be refused."""
+        return bool(shared_with(batch, self._part))
 
     def begin_step(self) -> None:
         """Intercept attention from here on."""

@@ -19,7 +19,7 @@ from lightning_cp.batch import (
 )
 from lightning_cp.comm.agreement import agree, checksum, fingerprint
 from lightning_cp.containers import tensors_of
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.models.facts import PositionFacts, position_facts
@@ -41,7 +41,13 @@ class Sharding:
 
 
 def shard_agreed(
-    batch: Any, rules: BatchRules, kind: str, mesh: ContextParallelMesh, *, training: bool
+    batch: Any,
+    rules: BatchRules,
+    kind: str,
+    mesh: ContextParallelMesh,
+    *,
+    training: bool,
+    before: ShardedBatch | None = None,
 ) -> Sharding:
     """This rank's part of a batch that every rank of its cp group holds whole.
 
@@ -54,10 +60,11 @@ def shard_agreed(
         kind: of layout: ``contiguous``, or zigzag.
         mesh: the process groups.
         training: labels are needed, and ranks with other samples take part in the agreement.
+        before: what was sharded last, which must not be sharded again.
 
     Raises:
         ConfigError: a batch that cannot be read.
-        ShapeError: sequences that are too short, unequal, or (padding=False) do not divide.
+        ShapeError: sequences that are too short, unequal, sharded already, or (padding=False) do not divide.
         BatchMismatchError: ranks of a cp group hold different batches.
         RankFailure: another rank's batch was refused.
     """
@@ -68,6 +75,7 @@ def shard_agreed(
     valid: tuple[int, ...] = ()
     try:
         whole = read_batch(batch, rules, needs_labels=training)
+        _refuse_sharded(whole, before)
         layout = _layout_of(whole, rules, kind, mesh)
         valid = valid_counts(whole, layout)
         facts = _facts(whole, layout, valid)
@@ -82,6 +90,26 @@ def shard_agreed(
     some_rank_empty = any(row["ranks without targets"] for row in table)
     targets = sum(row["targets"] for row in table) // mesh.cp_size
     return Sharding(part, _position_facts(whole, layout), some_rank_empty, targets)
+
+
+def shared_with(batch: Any, before: ShardedBatch | None) -> list[str]:
+    """Names of tensors in ``batch`` that are, as far as can be seen, shards made ``before``."""
+    if before is None or before.layout.cp_size == 1:
+        return []
+    local_len = before.layout.local_len
+    shards = {id(x) for _, x in tensors_of(before.batch) if local_len in x.shape}
+    return [name for name, x in tensors_of(batch) if id(x) in shards]
+
+
+def _refuse_sharded(whole: WholeBatch, before: ShardedBatch | None) -> None:
+    again = [name for name in shared_with(whole.batch, before) if name in whole.dims]
+    if again:
+        assert before is not None
+        raise ShapeError(
+            f"{again[0]!r} was sharded already: expected the whole sequence of {before.layout.seq_len} "
+            f"tokens, got this rank's {whole.seq_len}. Shard a batch once: by shard_dataloaders=True or by "
+            "strategy.shard_batch(batch), and keep the whole batch if it is needed again."
+        )
 
 
 def _position_facts(whole: WholeBatch, layout: SequenceLayout) -> PositionFacts:

@@ -95,7 +95,8 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         """
         if training is None:
             training = torch.is_grad_enabled() and any(model.training for model in self._models)
-        self.end_step()
+        if not self._core.was_sharded(batch):
+            self.end_step()
         if training:
             self._core.require_label_kind()
         local = self._core.shard(batch, needs_labels=training)

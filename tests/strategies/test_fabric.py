@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
 
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.fabric import UlyssesRingStrategy
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.pool.environment import PoolEnvironment
@@ -225,6 +225,8 @@ def misuse(rank: int, world_size: int, how: str) -> None:
     if how == "not sharded":
         loop.fabric.backward(loop.loss(batch))
     local = strategy.shard_batch(batch)
+    if how == "sharded twice":
+        strategy.shard_batch(local)
     if how == "unfrozen":
         loop.fabric.backward(loop.loss(local))
     if how == "own attention":
@@ -232,6 +234,31 @@ def misuse(rank: int, world_size: int, how: str) -> None:
     if how == "never called":
         strategy.shard_batch(batch)
     raise AssertionError("nothing was refused")
+
+
+def too_early(rank: int, world_size: int, launched: bool) -> None:
+    fabric = fabric_of(world_size, RING)
+    if launched:
+        fabric.launch()
+    (batch, *_) = loader(2)
+    strategy: Any = fabric.strategy
+    strategy.shard_batch(batch)
+
+
+@pytest.mark.parametrize(
+    ("launched", "match"),
+    [
+        (False, "the mesh does not exist yet: processes start first"),
+        (True, r"sharded before there is a model. Call fabric\.setup"),
+    ],
+)
+def test_sharding_too_early(launched: bool, match: str) -> None:
+    expect_on_every_rank(2, too_early, launched, error=ConfigError, match=match)
+
+
+def test_sharding_twice() -> None:
+    match = "'input_ids' was sharded already: expected the whole sequence of 29 tokens, got this rank's 16"
+    expect_on_every_rank(2, misuse, "sharded twice", error=ShapeError, match=match)
 
 
 @pytest.mark.parametrize(
