@@ -119,6 +119,14 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     def backward(
         self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
     ) -> None:
+        """Backward of a loss, weighted by this rank's share of the targets.
+
+        Raises:
+            ConfigError: no batch was sharded, attention stayed local, or the loss has nothing to do with the
+                model.
+            NonFiniteError: a rank without targets has a loss that cannot be made to add nothing.
+            RankFailure: that happened on another rank.
+        """
         if self._core.enabled and not self._core.in_step:
             raise ConfigError(
                 "fabric.backward without a sharded batch, so the loss cannot be weighted. Begin every step "
