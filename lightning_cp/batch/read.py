@@ -50,7 +50,10 @@ def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBat
     dims = _sequence_dims(tensors, rules)
     lengths = {name: tensors[name].size(dim) for name, dim in dims.items()}
     if len(set(lengths.values())) > 1:
-        raise ShapeError(f"the sequences of a batch must have one length, got {lengths}.")
+        raise ShapeError(
+            f"the sequences of a batch must have one length, got {lengths}. Batches of several loaders can "
+            "be joined to one: pad them to one length and concatenate their rows in on_after_batch_transfer."
+        )
     seq_len = next(iter(lengths.values()))
     _refuse_undeclared(tensors, dims, rules, seq_len)
     if rules.label_key not in tensors and needs_labels:
@@ -70,6 +73,7 @@ def _aligned_labels(
     labels = tensors.get(rules.label_key)
     if labels is None or rules.labels == "ignore":
         return None
+    _refuse_second_labels(dims, rules)
     shape, dim = tuple(labels.shape), dims.get(rules.label_key)
     if dim is None:
         raise ConfigError(
@@ -85,6 +89,20 @@ def _aligned_labels(
             f"got {shape} with the sequence in dimension {dim}."
         )
     return shift(labels)
+
+
+def _refuse_second_labels(dims: Mapping[str, int], rules: BatchRules) -> None:
+    """A rank's loss has one weight, its share of the targets; a second loss would need another one."""
+    last = rules.label_key.rpartition(".")[2]
+    found = [name for name in dims if name.rpartition(".")[2] == last]
+    if len(found) > 1 and not last.isdigit():
+        raise ConfigError(
+            f"the batch has several labels, {', '.join(map(repr, found))}, but the loss of a step is "
+            f"weighted by one, label_key={rules.label_key!r}. What works: one loader per step, or one "
+            "batch from several loaders: pad them to one length and concatenate their rows in "
+            "on_after_batch_transfer, so that the loss is the mean over the targets of both. Labels that "
+            "the loss does not use may be given another name."
+        )
 
 
 def _sequence_dims(tensors: Mapping[str, torch.Tensor], rules: BatchRules) -> dict[str, int]:

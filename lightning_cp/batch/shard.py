@@ -75,9 +75,13 @@ def shard_batch(
     if type(local) is dict and POSITIONS not in local:
         local = NotedBatch(local)
     if isinstance(local, MutableMapping):
-        local.setdefault(POSITIONS, positions)
+        added = {POSITIONS: positions}
         if rules.labels == "shift" and aligned_local is not None:
-            local.setdefault("shift_labels", aligned_local)
+            added["shift_labels"] = aligned_local
+        for name in (
+            added.keys() - local.keys()
+        ):  # outputs of Hugging Face models have no setdefault
+            local[name] = added[name]
     return ShardedBatch(
         local,
         layout,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,8 @@ def agree(
         facts: named integers of this rank; at most ``WIDTH``.
         group: a group whose backend moves CPU tensors.
         what: what the facts describe, for the error message.
-        within: lists of ranks that must agree with each other; all ranks of the group by default.
+        within: lists of ranks that must agree with each other; all ranks of the group by default, none if
+            it is empty.
         error: what went wrong on this rank already, if anything did: then every rank raises.
 
     Returns:
@@ -52,19 +54,14 @@ def agree(
     """
     names = list(facts)
     assert len(names) <= WIDTH, names
-    vector = torch.zeros(WIDTH + 2, dtype=torch.int64)
-    vector[0] = int(error is not None)
-    vector[1] = fingerprint(names)
-    vector[2 : 2 + len(names)] = torch.tensor([facts[name] for name in names], dtype=torch.int64)
-    gathered = [torch.empty_like(vector) for _ in range(group.size())]
-    dist.all_gather(gathered, vector, group=group)
-    if any(int(other[0]) for other in gathered):
-        _raise_reported(error, group)
-    table = [
-        dict(zip(names, other[2 : 2 + len(names)].tolist(), strict=True)) for other in gathered
-    ]
-    for ranks in within or [range(len(table))]:
-        if len({int(gathered[rank][1]) for rank in ranks}) > 1:
+    numbers = [int(error is not None), fingerprint(names), *(facts[name] for name in names)]
+    numbers += [0] * (WIDTH + 2 - len(numbers))
+    gathered = [x.tolist() for x in exchange(torch.tensor(numbers, dtype=torch.int64), group)]
+    if any(other[0] for other in gathered):
+        raise_reported(error, group)
+    table = [dict(zip(names, other[2 : 2 + len(names)], strict=True)) for other in gathered]
+    for ranks in [range(len(table))] if within is None else within:
+        if len({gathered[rank][1] for rank in ranks}) > 1:
             raise BatchMismatchError(
                 f"{what}: ranks that share one sample are not at the same call, or were given different "
                 f"fields. This rank has: {', '.join(names)}."
@@ -73,12 +70,17 @@ def agree(
     return table
 
 
+def exchange(vector: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Every rank's ``vector``, which has one shape and dtype on all of them, in rank order."""
+    gathered = [torch.empty_like(vector) for _ in range(group.size())]
+    dist.all_gather(gathered, vector, group=group)
+    return gathered
+
+
 def common_names(names: Sequence[str], group: dist.ProcessGroup) -> set[str]:
     """Those of ``names`` that every rank has; one small exchange where all have the same."""
     own = torch.tensor([fingerprint(sorted(names))], dtype=torch.int64)
-    every = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(every, own, group=group)
-    if all(torch.equal(own, other) for other in every):
+    if all(torch.equal(own, other) for other in exchange(own, group)):
         return set(names)
     lists: list[list[str]] = [[] for _ in range(group.size())]
     dist.all_gather_object(lists, list(names), group=group)
@@ -120,12 +122,18 @@ def _check_equal(
             )
             raise BatchMismatchError(
                 f"{what}: ranks that share one sample disagree on {name} ({shown}). Every rank of a "
-                "context-parallel group must be given the same batch: shard samplers over "
-                "strategy.data_parallel_size and strategy.data_rank, not over the world size."
+                "context-parallel group must be given the same batch: shard samplers and streams over "
+                "strategy.data_parallel_size and strategy.data_rank, not over the world size; or let one "
+                "rank read for its group: batch_sync='broadcast'."
             )
 
 
-def _raise_reported(error: Exception | None, group: dist.ProcessGroup) -> None:
+def raise_reported(error: Exception | None, group: dist.ProcessGroup) -> NoReturn:
+    """Raise on every rank of the group, once all of them know that some rank has an error.
+
+    Raises:
+        RankFailure: another rank has one; carries its text. The rank itself raises its own.
+    """
     texts: list[str | None] = [None] * group.size()
     dist.all_gather_object(
         texts, f"{type(error).__name__}: {error}" if error else None, group=group

@@ -7,8 +7,9 @@ in front of its own ``DDPStrategy``.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch.utils.data import DataLoader
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.strategies._core import ContextParallelCore
+from lightning_cp.strategies._loaders import cp_group_of, shared_loader
+from lightning_cp.strategies._order import agree_on_order
 from lightning_cp.strategies.engines import engine
 from lightning_cp.strategies.engines.ddp import check_options
 from lightning_cp.strategies.settings import Settings
@@ -57,6 +60,8 @@ class ContextParallelFront:
         label_key: dotted name of the labels in a batch; an index for tuples: ``"1"``.
         sequence_dims: dotted name of a batch tensor -> its sequence dimension, ``None`` to replicate it.
         padding: pad sequences that do not divide, which is exact; ``False`` refuses them.
+        batch_sync: ``check``: every rank reads, and all compare what they read; ``broadcast``: the first rank
+            of each cp group reads, and the others are given its batches.
         parity_check: ``off`` or ``None``.
         **kwargs: as for ``DDPStrategy`` (``process_group_backend``, ``timeout``, ``start_method``, ...).
 
@@ -86,6 +91,7 @@ class ContextParallelFront:
         label_key: str = "labels",
         sequence_dims: Mapping[str, int | None] | None = None,
         padding: bool = True,
+        batch_sync: str = "check",
         parity_check: str | None = "off",
         **kwargs: Any,
     ) -> None:
@@ -94,6 +100,7 @@ class ContextParallelFront:
         check_options(self._ddp_kwargs)
         self._core = ContextParallelCore(settings)
         self._engine = engine(data_parallel)
+        self._loader_numbers = count()
 
     _ddp_kwargs: dict[str, Any]  # a DDPStrategy's, as all else that is looked up on `self: Any`
 
@@ -152,6 +159,24 @@ class ContextParallelFront:
             return
         if overwrite or dataloader.worker_init_fn is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank)
+
+    def _share(
+        self: Any,
+        dataloader: Any,
+        trains: Callable[[], bool],
+        *,
+        training: bool = False,
+        at_most: int | None = None,
+    ) -> Any:
+        """The loader, to be gone through by all ranks together; as it is where each has its own samples."""
+        if self._core.settings.context_size(self.world_size) == 1:
+            return dataloader
+        if self.data_parallel_size == 1 and isinstance(dataloader, DataLoader):
+            agree_on_order(dataloader, cp_group_of(self._core))
+        number = next(self._loader_numbers)
+        shared = shared_loader(dataloader, self._core, number, trains)
+        shared.agree_on_length(training=training, at_most=at_most)
+        return shared
 
     def _build_mesh(
         self: Any, model: nn.Module | None = None, num_heads: int | None = None

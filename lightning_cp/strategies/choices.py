@@ -50,6 +50,7 @@ CHOICES: dict[str, Choice] = {
         ("mean",), instead="a loss that is the mean over its targets; others are not available yet"
     ),
     "labels": Choice(("auto", "aligned", "shift")),
+    "batch_sync": Choice(("check", "broadcast")),
     "parity_check": Choice(
         ("off",),
         ("first_batch", "every_n"),

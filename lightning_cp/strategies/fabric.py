@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.strategies._front import ContextParallelFront
+from lightning_cp.strategies._proxy import LoaderProxy
 from lightning_cp.strategies._random import going_on
 
 
@@ -74,8 +75,14 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     @override
     def process_dataloader(self, dataloader: DataLoader[Any]) -> Any:
         self._seed_workers(dataloader, overwrite=True)  # Fabric has set one by the global rank
-        dataloader = super().process_dataloader(dataloader)  # type: ignore[assignment]
-        return _ShardedLoader(dataloader, self) if self._shard_dataloaders else dataloader
+        shared = self._share(super().process_dataloader(dataloader), self._trains)
+        return _ShardedLoader(shared, self) if self._shard_dataloaders else shared
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:  # type: ignore[override]
+        """``None`` without data ranks: then Fabric leaves samplers alone, and the order is one process's."""
+        return super().distributed_sampler_kwargs if self.data_parallel_size > 1 else None
 
     # -- one batch -------------------------------------------------------------------------------
 
@@ -94,7 +101,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
             RankFailure: another rank's batch was refused.
         """
         if training is None:
-            training = torch.is_grad_enabled() and any(model.training for model in self._models)
+            training = self._trains()
         if not self._core.was_sharded(batch):
             self.end_step()
         if training:
@@ -194,21 +201,20 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         """
         return self._core.unshard(output, dims or {})
 
+    def _trains(self) -> bool:
+        return torch.is_grad_enabled() and any(model.training for model in self._models)
 
-class _ShardedLoader:
+
+class _ShardedLoader(LoaderProxy):
     """A loader whose batches are moved to the device and sharded."""
 
-    def __init__(self, loader: DataLoader[Any], strategy: UlyssesRingStrategy) -> None:
-        self._loader = loader
+    __slots__ = ("_strategy",)
+
+    def __init__(self, loader: Any, strategy: UlyssesRingStrategy) -> None:
+        super().__init__(loader)
         self._strategy = strategy
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
             moved = self._strategy.batch_to_device(batch)
             yield self._strategy.shard_batch(moved)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)

@@ -46,6 +46,7 @@ class Settings:
     label_key: str = "labels"
     sequence_dims: Mapping[str, int | None] = field(default_factory=dict)
     padding: bool = True
+    batch_sync: str = "check"
     parity_check: str | None = "off"
 
     def __post_init__(self) -> None:

@@ -16,14 +16,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_cp.callback import ContextParallelCallback, callback_among
 from lightning_cp.errors import ConfigError
 from lightning_cp.mixin import options_of
 from lightning_cp.strategies._front import ContextParallelFront
-from lightning_cp.strategies._order import agree_on_order
+from lightning_cp.strategies._loaders import unshared
 from lightning_cp.strategies._random import going_on
 
 
@@ -66,10 +65,14 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        dataloader = unshared(dataloader)
         self._seed_workers(dataloader, overwrite=False)  # the Trainer has not set one yet
-        if self.data_parallel_size == 1 and isinstance(dataloader, DataLoader):
-            agree_on_order(dataloader, self.mesh)
-        return super().process_dataloader(dataloader)
+        dataloader = super().process_dataloader(dataloader)
+        module = self.lightning_module
+        assert module is not None
+        training, limit = bool(module.trainer.training), module.trainer.limit_train_batches
+        at_most = limit if training and isinstance(limit, int) else None
+        return self._share(dataloader, lambda: training, training=training, at_most=at_most)
 
     # -- one batch -------------------------------------------------------------------------------
 

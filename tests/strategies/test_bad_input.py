@@ -83,6 +83,7 @@ def fit(
     ("settings", "match"),
     [
         ({"mode": "both"}, "mode must be one of auto, ulysses, ring, hybrid, got 'both'"),
+        ({"batch_sync": "off"}, "batch_sync must be one of check, broadcast, got 'off'"),
         ({"data_parallel": "deepspeed"}, "data_parallel must be one of ddp, got 'deepspeed'"),
         ({"layout": "striped"}, "layout must be one of auto, contiguous, zigzag"),
         ({"labels": "shifted"}, "labels must be one of auto, aligned, shift, got 'shifted'"),

@@ -28,6 +28,7 @@ from tests.strategies.small import (
     close,
     loader,
 )
+from tests.strategies.streams import Nobody, loader_of, rows_of
 
 
 def fabric_of(world_size: int, settings: Settings | None) -> Fabric:
@@ -273,3 +274,60 @@ def test_sharding_twice() -> None:
 )
 def test_misuse(how: str, match: str) -> None:
     expect_on_every_rank(2, misuse, how, error=ConfigError, match=match)
+
+
+# -- several loaders, and one rank that reads for its group -------------------------------------------
+
+
+def from_two_loaders(rank: int, world_size: int, settings: Settings | None) -> Any:
+    """Trains on two loaders in turn; afterwards validates on a third, which is a stream."""
+    loop = Loop(world_size, settings)
+    reads = settings is None or rank == 0 or "batch_sync" not in settings
+    made: list[Any] = [loader_of(kind, rows_of(8)) for kind in ("shuffled", "batch sampler")]
+    made.append(loader_of("stream", rows_of(6)))
+    if not reads:
+        made = [DataLoader(Nobody(), 2) for _ in made]
+    torch.manual_seed(2)
+    first, second, third = loop.fabric.setup_dataloaders(*made)  # type: ignore[misc]
+    losses = loop.train(
+        loop.shard(batch) for pair in zip(first, second, strict=False) for batch in pair
+    )
+    loop.model.eval()
+    with torch.no_grad():
+        for batch in third:
+            losses.append(loop.shown(loop.loss(loop.shard(batch))))
+    loop.end()
+    return loop.weights(), losses, torch.rand(2)
+
+
+@pytest.mark.parametrize("settings", [RING, {**RING, "batch_sync": "broadcast"}])
+def test_several_loaders(settings: Settings) -> None:
+    (want,) = run_ranks(1, from_two_loaders, None)
+    for got in run_ranks(2, from_two_loaders, settings):
+        close(got, want)
+
+
+def looks(rank: int, world_size: int) -> list[Any]:
+    """What a loader that gives sharded batches shows of itself."""
+    loop = Loop(world_size, {**RING, "shard_dataloaders": True})
+    batches = loop.batches(6)
+    first = next(iter(batches))
+    loop.loss(first)
+    loop.end()
+    return [len(batches), len(batches.dataset), batches.batch_size, tuple(first["input_ids"].shape)]
+
+
+def test_a_sharding_loader_keeps_its_attributes() -> None:
+    assert run_ranks(2, looks) == [[3, 6, 2, (2, 16)]] * 2
+
+
+def early_statistics(rank: int, world_size: int) -> int:
+    """Goes through a loader before there is a model, and so before there is a mesh; alone, on rank 0."""
+    fabric = fabric_of(world_size, {})
+    fabric.launch()
+    batches: Any = fabric.setup_dataloaders(loader(6, shuffle=True))
+    return sum(len(batch["input_ids"]) for batch in batches) if rank == 0 else 6
+
+
+def test_a_loader_before_the_model() -> None:
+    assert run_ranks(2, early_statistics) == [6, 6]

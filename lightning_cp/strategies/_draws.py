@@ -1,0 +1,50 @@
+"""Random numbers that one rank's loader draws are drawn on the ranks that it reads for, too.
+
+One process draws the order of samples, and what transforms draw, from the generators from which its steps
+draw as well. Ranks that were in the same state before a batch are in the same state after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+
+from lightning_cp.comm.agreement import fingerprint
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What was drawn on the reading rank: from which state to which."""
+
+    before: int
+    after: State | None
+    """``None``: nothing was drawn."""
+
+
+def random_state() -> State:
+    """The state of the generators of the CPU: torch's, Python's and NumPy's."""
+    return _collect_rng_states(include_cuda=False)
+
+
+def drawn_since(before: State) -> Draws:
+    """What was drawn since then."""
+    after, mark = random_state(), _mark(before)
+    return Draws(mark, None if _mark(after) == mark else after)
+
+
+def follow(draws: Draws) -> None:
+    """Draw the same; a rank that was in another state (seeded by its rank) keeps its own."""
+    if draws.after is not None and _mark(random_state()) == draws.before:
+        _set_rng_states(draws.after)
+
+
+def _mark(state: State) -> int:
+    kind, keys, *rest = state.get("numpy", ("", b""))
+    numbers = keys.tobytes() if hasattr(keys, "tobytes") else keys
+    return fingerprint(
+        (state["torch"].numpy().tobytes(), state["python"], kind, numbers, [float(x) for x in rest])
+    )

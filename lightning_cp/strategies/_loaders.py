@@ -1,0 +1,164 @@
+"""Loaders that the ranks go through together: nobody waits for a batch that another rank does not have.
+
+Before a batch is given to anybody, ranks tell each other whether they have one, are at the end, or failed.
+With ``batch_sync="broadcast"`` the first rank of each cp group reads, and the others are given its batches.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_cp.comm.agreement import agree
+from lightning_cp.errors import ConfigError
+from lightning_cp.mesh import ContextParallelMesh, Flat
+from lightning_cp.strategies._core import ContextParallelCore
+from lightning_cp.strategies._passes import Pass
+from lightning_cp.strategies._proxy import LoaderProxy
+from lightning_cp.strategies._samplers import require_data_sharding
+from lightning_cp.strategies._uneven import RECEIVES, UNSIZED, refuse_lengths
+
+
+class SharedLoader(LoaderProxy):
+    """A loader of one run.
+
+    Args:
+        loader: a ``DataLoader``, or anything that can be iterated.
+        core: who knows the mesh; a loader that outlives its strategy is the plain loader again.
+        number: which of the run's loaders this is, the same on all ranks.
+        trains: whether the next fetch is for training, where ranks with other samples take part as well: they
+            average gradients, so that all of them need the same number of batches.
+    """
+
+    __slots__ = ("__weakref__", "_core", "_length", "_number", "_trains")
+
+    def __init__(
+        self,
+        loader: Any,
+        core: ContextParallelCore,
+        number: int,
+        trains: Callable[[], bool],
+    ) -> None:
+        super().__init__(loader)
+        self._core = weakref.ref(core)
+        self._number, self._trains = number, trains
+        self._length: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        mesh = self._mesh()
+        if mesh is None:
+            return iter(self._loader)
+        if self._length is None:
+            self.agree_on_length()
+        return Pass(
+            self._loader,
+            mesh,
+            number=self._number,
+            broadcasts=self._broadcasts,
+            trains=self._trains,
+            is_stream=is_stream(self._loader),
+        )
+
+    def __len__(self) -> int:
+        if not self._broadcasts or self._length is None:
+            return len(self._loader)
+        if self._length == UNSIZED:
+            raise TypeError(f"{type(self._loader).__name__} of the reading rank has no length")
+        return self._length
+
+    def agree_on_length(self, *, training: bool = False, at_most: int | None = None) -> None:
+        """Compare the numbers of batches; those who only receive take over the reading rank's.
+
+        Args:
+            training: all ranks need the same number, and not just those that share samples.
+            at_most: batches of a pass that are used.
+
+        Raises:
+            ConfigError: a sampler that shards over something other than data ranks.
+            BatchMismatchError: the lengths differ.
+            RankFailure: another rank's loader was refused.
+        """
+        mesh = self._mesh()
+        if mesh is None:
+            return
+        reads = not self._broadcasts or mesh.cp_rank == 0
+        error: Exception | None = None
+        own = RECEIVES
+        try:
+            if reads:
+                require_data_sharding(self._loader, mesh.data_size, mesh.data_rank)
+                length = sized_len(self._loader)
+                own = UNSIZED if length is None else length
+        except Exception as refused:
+            error = refused
+        group = mesh.control_group(Flat.LOSS)
+        table = agree({"batches": own}, group, what="loader", within=[], error=error)
+        lengths = [row["batches"] for row in table]
+        refuse_lengths(lengths, group, mesh.cp_size, training=training, at_most=at_most)
+        self._length = lengths[mesh.data_rank * mesh.cp_size]
+
+    @property
+    def _broadcasts(self) -> bool:
+        core = self._core()
+        return core is not None and core.settings.batch_sync == "broadcast"
+
+    def _mesh(self) -> ContextParallelMesh | None:
+        """``None`` where ranks do not share samples: without a strategy, or (Fabric) before the model."""
+        core = self._core()
+        try:
+            return None if core is None else core.mesh
+        except ConfigError:
+            if self._broadcasts:
+                raise
+            return None
+
+
+class StatefulSharedLoader(SharedLoader):
+    """Of a loader that can go on where it was; Lightning looks for these methods on the class."""
+
+    __slots__ = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's own."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Have the loader go on from there."""
+        self._loader.load_state_dict(state_dict)
+
+
+def shared_loader(loader: Any, *args: Any, **kwargs: Any) -> SharedLoader:
+    """A `SharedLoader`, with a state if the loader has one."""
+    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return (StatefulSharedLoader if stateful else SharedLoader)(loader, *args, **kwargs)
+
+
+def unshared(loader: Any) -> Any:
+    """The loader itself: Lightning keeps what it was given back in a user's ``CombinedLoader``."""
+    return loader._loader if isinstance(loader, SharedLoader) else loader
+
+
+def cp_group_of(core: ContextParallelCore) -> Callable[[], dist.ProcessGroup | None]:
+    """Who draws the order of samples together: the cp group, or this rank alone where one reads for all."""
+    known = weakref.ref(core)
+
+    def group() -> dist.ProcessGroup | None:
+        core = known()
+        if core is None or core.settings.batch_sync == "broadcast":
+            return None
+        try:
+            return core.mesh.control_group(Flat.CP)
+        except ConfigError:  # Fabric, before the model
+            return None
+
+    return group
+
+
+def is_stream(loader: Any) -> bool:
+    """Whether no sampler says which samples come."""
+    return not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)

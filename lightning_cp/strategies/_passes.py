@@ -1,0 +1,136 @@
+"""One way through a loader, batch by batch together with the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_cp.comm.agreement import agree, checksum, fingerprint
+from lightning_cp.comm.parcel import Parcel, broadcast_parcel, pack
+from lightning_cp.containers import tensors_of
+from lightning_cp.mesh import ContextParallelMesh, Flat
+from lightning_cp.strategies._draws import drawn_since, follow, random_state
+from lightning_cp.strategies._uneven import (
+    refuse_ends,
+    refuse_other_calls,
+    refuse_same_stream,
+)
+
+_RECEIVES, _HAS, _ENDED = 0, 1, 2
+
+
+@dataclass
+class _Fetched:
+    """What came of asking this rank's loader for a batch."""
+
+    status: int
+    batch: Any = None
+    parcel: Parcel | None = None
+    error: Exception | None = None
+
+
+class Pass(Iterator[Any]):
+    """An iterator over the batches of a loader.
+
+    Args:
+        loader: is read on this rank, unless it only receives.
+        mesh: the process groups.
+        number: which loader of the run it is.
+        broadcasts: the first rank of each cp group reads for the others.
+        trains: whether the next fetch is for training.
+        is_stream: no sampler shards the loader.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        mesh: ContextParallelMesh,
+        *,
+        number: int,
+        broadcasts: bool,
+        trains: Callable[[], bool],
+        is_stream: bool,
+    ) -> None:
+        self._mesh, self._trains, self._is_stream = mesh, trains, is_stream
+        self._name = fingerprint(("loader", number))
+        self._shares = mesh.control_group(Flat.CP) if broadcasts else None
+        self._reads = self._shares is None or mesh.cp_rank == 0
+        self._read, self._ended = 0, False
+        self._error: Exception | None = None
+        self._batches: Iterator[Any] = iter(())
+        before = random_state() if broadcasts else {}
+        if self._reads:
+            try:
+                self._batches = iter(loader)
+            except Exception as refused:  # told to all with the first batch
+                self._error = refused
+        if self._shares is not None:
+            parcel = pack(drawn_since(before)) if self._reads else None
+            follow(broadcast_parcel(parcel, self._shares))
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        training = self._trains()
+        fetched = self._fetch()
+        self._agree(fetched, training)
+        self._read += 1
+        if self._shares is None:
+            return fetched.batch
+        batch, draws = broadcast_parcel(fetched.parcel, self._shares)
+        if self._reads:
+            return fetched.batch
+        follow(draws)
+        return batch
+
+    def _fetch(self) -> _Fetched:
+        if not self._reads:
+            return _Fetched(_RECEIVES)
+        if self._error is not None:
+            return _Fetched(_ENDED, error=self._error)
+        try:
+            if self._shares is None:
+                return _Fetched(_HAS, next(self._batches))
+            before = random_state()
+            batch = next(self._batches)
+            return _Fetched(_HAS, batch, pack((batch, drawn_since(before))))
+        except StopIteration:
+            return _Fetched(_ENDED)
+        except Exception as refused:  # any: a rank that raised alone would leave the others waiting
+            return _Fetched(_ENDED, error=refused)
+
+    def _agree(self, fetched: _Fetched, training: bool) -> None:
+        """Have all ranks that go together know what each of them has.
+
+        Raises:
+            StopIteration: all are at the end.
+            BatchMismatchError: some are.
+            ConfigError: data ranks read the same stream.
+            RankFailure: another rank's loader failed. The rank itself raises its own error.
+        """
+        group = self._mesh.control_group(Flat.LOSS if training else Flat.CP)
+        watches = training and self._is_stream and self._mesh.data_size > 1 and not self._read
+        facts = {
+            "loader": self._name,
+            "status": fetched.status,
+            "first": _mark(fetched.batch) if watches else 0,
+        }
+        table = agree(facts, group, what="loader", within=[], error=fetched.error)
+        refuse_other_calls([row["loader"] for row in table], self._name, group)
+        places = {
+            status: [at for at, row in enumerate(table) if row["status"] == status]
+            for status in (_ENDED, _HAS)
+        }
+        refuse_ends(places[_ENDED], places[_HAS], self._read, group, training)
+        if places[_ENDED]:
+            self._ended = True
+            raise StopIteration
+        if watches:
+            refuse_same_stream([row["first"] for row in table[:: self._mesh.cp_size]])
+
+
+def _mark(batch: Any) -> int:
+    """Of all tensors of a batch; 0 if there are none to be found."""
+    found = [(name, checksum(x)) for name, x in tensors_of(batch)]
+    return fingerprint(found) if found else 0
