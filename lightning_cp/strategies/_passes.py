@@ -10,7 +10,7 @@ from lightning_cp.comm.agreement import agree, checksum, fingerprint
 from lightning_cp.comm.parcel import Parcel, broadcast_parcel, pack
 from lightning_cp.containers import tensors_of
 from lightning_cp.mesh import ContextParallelMesh, Flat
-from lightning_cp.strategies._draws import drawn_since, follow, random_state
+from lightning_cp.strategies._random import drawn_since, follow, random_state
 from lightning_cp.strategies._uneven import (
     refuse_ends,
     refuse_other_calls,

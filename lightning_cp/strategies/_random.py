@@ -1,16 +1,48 @@
-"""Random numbers go on as in one process, where Lightning would begin anew."""
+"""Random numbers as in one process: drawn on, where Lightning begins anew and where one rank reads for all.
+
+One process draws the order of samples, and what transforms draw, from the generators from which its steps
+draw as well. Ranks that were in the same state before a batch are in the same state after it.
+"""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 
 from lightning_cp.comm.agreement import fingerprint
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What was drawn on the reading rank: from which state to which."""
+
+    before: int
+    after: State | None
+    """``None``: nothing was drawn."""
+
+
+def random_state() -> State:
+    """The state of the generators of the CPU: torch's, Python's and NumPy's."""
+    return _collect_rng_states(include_cuda=False)
+
+
+def drawn_since(before: State) -> Draws:
+    """What was drawn since then."""
+    after, mark = random_state(), _mark(before)
+    return Draws(mark, None if _mark(after) == mark else after)
+
+
+def follow(draws: Draws) -> None:
+    """Draw the same; a rank that was in another state (seeded by its rank) keeps its own."""
+    if draws.after is not None and _mark(random_state()) == draws.before:
+        _set_rng_states(draws.after)
 
 
 @contextmanager
@@ -20,12 +52,17 @@ def going_on() -> Iterator[None]:
     Lightning then sets the state to ``seed_everything``'s seed, as ranks may have drawn differently before;
     one process does not, so that what it shuffles after making its model would come in another order.
     """
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before = random_state()
     yield
-    own = fingerprint((states[0], states[1], states[2].numpy().tobytes()))
-    every: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    if len(set(every)) == 1:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+    marks: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(marks, _mark(before))
+    if len(set(marks)) == 1:
+        _set_rng_states(before)
+
+
+def _mark(state: State) -> int:
+    kind, keys, *rest = state.get("numpy", ("", b""))
+    numbers = keys.tobytes() if hasattr(keys, "tobytes") else keys
+    return fingerprint(
+        (state["torch"].numpy().tobytes(), state["python"], kind, numbers, [float(x) for x in rest])
+    )
