@@ -6,7 +6,6 @@ import importlib
 import os
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 import lightning_cp
 from lightning_cp import _autoload
+from tests.installed import installed_path
 
 ROOT = Path(__file__).parents[1]
 
@@ -162,15 +162,7 @@ def test_the_finder_waits_for_the_registry_and_leaves(fake_lightning: str) -> No
 @pytest.fixture
 def installed(tmp_path: Path) -> dict[str, str]:
     """An environment that finds this package's entry points, installed or not."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (entry,) = project["entry-points"]["torch.backends"].items()
-    metadata = tmp_path / "names_of_strategies-0.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: names-of-strategies\nVersion: 0.0\n"
-    )
-    (metadata / "entry_points.txt").write_text(f"[torch.backends]\n{entry[0]} = {entry[1]}\n")
-    return {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    return {"PYTHONPATH": installed_path(tmp_path)}
 
 
 BY_NAME_ALONE = """

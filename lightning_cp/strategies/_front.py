@@ -25,7 +25,8 @@ from lightning_cp.strategies._core import ContextParallelCore
 from lightning_cp.strategies._loaders import cp_group_of, shared_loader
 from lightning_cp.strategies._order import agree_on_order
 from lightning_cp.strategies.engines import engine
-from lightning_cp.strategies.engines.ddp import check_options
+from lightning_cp.strategies.engines.ddp import check_options, without_defaults
+from lightning_cp.strategies.launch import check_ranks, check_start_method
 from lightning_cp.strategies.settings import Settings
 from lightning_cp.strategies.sweeps import refuse_foreign_launcher
 
@@ -96,13 +97,16 @@ class ContextParallelFront:
         **kwargs: Any,
     ) -> None:
         settings = Settings.take(locals())
-        super().__init__(**kwargs)
+        super().__init__(**kwargs)  # written like this, LightningCLI finds DDPStrategy's arguments
+        self._ddp_kwargs = without_defaults(self._ddp_kwargs)
         check_options(self._ddp_kwargs)
+        check_start_method(self._start_method)
         self._core = ContextParallelCore(settings)
         self._engine = engine(data_parallel)
         self._loader_numbers = count()
 
     _ddp_kwargs: dict[str, Any]  # a DDPStrategy's, as all else that is looked up on `self: Any`
+    _start_method: str
 
     @property
     def mesh(self) -> ContextParallelMesh:
@@ -139,16 +143,26 @@ class ContextParallelFront:
     def _wrap(self: Any, module: nn.Module) -> nn.Module:
         return self._engine.wrap(module, self.mesh, self.root_device, self._ddp_kwargs)
 
+    def _check_ranks(self: Any) -> None:
+        check_ranks(
+            self.cluster_environment, self._start_method, self.num_processes, self.num_nodes
+        )
+
     def _check_launcher(self: Any) -> None:
         processes = self.num_nodes * self.num_processes
         refuse_foreign_launcher(self.cluster_environment, self._start_method, processes)
 
     def _check_world(self: Any) -> None:
-        world = dist.get_world_size()
+        world, rank = dist.get_world_size(), dist.get_rank()
         if world != self.world_size:
             raise ConfigError(
                 f"the Trainer wants {self.world_size} processes, but torch.distributed was initialised with "
                 f"{world} before. Start a fresh process for each run."
+            )
+        if rank != self.global_rank:  # a worker that was forked with its parent's group
+            raise ConfigError(
+                f"this process is rank {self.global_rank}, but torch.distributed was initialised as rank "
+                f"{rank} before. Start a fresh process for each run."
             )
 
     def _seed_workers(self, dataloader: object, *, overwrite: bool) -> None:

@@ -51,6 +51,11 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     # -- before the first batch ------------------------------------------------------------------
 
     @override
+    def _set_world_ranks(self) -> None:
+        self._check_ranks()  # called when Fabric is made, before anything waits for a rank
+        super()._set_world_ranks()
+
+    @override
     def setup_environment(self) -> None:
         self._check_launcher()
         with going_on():

@@ -35,6 +35,11 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     # -- before the first batch ------------------------------------------------------------------
 
     @override
+    def set_world_ranks(self) -> None:
+        self._check_ranks()  # called when the Trainer is made, before anything waits for a rank
+        super().set_world_ranks()
+
+    @override
     def setup_environment(self) -> None:
         self._attach_callback()
         self._check_launcher()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 import hydra
 from omegaconf import DictConfig
 
 from lightning_cp.config_files import config_dir
+from lightning_cp.train.folder import one_folder
 
 BEGAN = time.perf_counter()
 
@@ -32,4 +34,5 @@ def main(config: DictConfig) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    with one_folder(sys.argv):
+        main()

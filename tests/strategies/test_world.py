@@ -61,6 +61,23 @@ def test_a_group_of_another_size_than_the_trainers() -> None:
     expect_on_every_rank(2, fit, 3, Claims, error=ConfigError, match=match)
 
 
+class Swapped(PoolEnvironment):
+    """Says that every rank is the other one."""
+
+    @override
+    def global_rank(self) -> int:
+        return 1 - dist.get_rank()
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        return
+
+
+def test_a_group_in_which_this_is_another_rank() -> None:
+    match = "this process is rank [01], but torch.distributed was initialised as rank [01] before"
+    expect_on_every_rank(2, fit, 2, Swapped, error=ConfigError, match=match)
+
+
 # -- the order of samples -----------------------------------------------------------------------------
 
 

@@ -62,6 +62,16 @@ def _nothing() -> None:
     """A reference to no parameter."""
 
 
+def without_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that say something: LightningCLI passes every argument that it finds, at its default."""
+    parameters = inspect.signature(DistributedDataParallel).parameters
+    return {
+        name: value
+        for name, value in options.items()
+        if name not in parameters or value is not parameters[name].default
+    }
+
+
 def check_options(options: Mapping[str, Any]) -> None:
     """Refuse what is left of the strategy's arguments unless DistributedDataParallel takes it.
 

@@ -1,0 +1,49 @@
+"""SLURM, as far as a program sees it: the variables that srun sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch.expected import came_to_the_same
+from tests.launch.start import SCRIPTS, all_succeeded, free_port, ranks
+
+
+def srun(tasks: int, nodes: int = 1, **more: str) -> list[dict[str, str]]:
+    """The variables of each task, in rank order; tasks are spread evenly over nodes."""
+    here = tasks // nodes
+    shared = {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NAME": "long-context",
+        "SLURM_NODELIST": "127.0.0.1",
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_NTASKS": str(tasks),
+        "SLURM_NTASKS_PER_NODE": str(here),
+        "SLURM_NNODES": str(nodes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    own = [
+        {
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank % here),
+            "SLURM_NODEID": str(rank // here),
+        }
+        for rank in range(tasks)
+    ]
+    return [{**shared, **one, **more} for one in own]
+
+
+@pytest.mark.parametrize("script", ["trainer.py", "fabric.py"])
+def test_one_node(script: str, tmp_path: Path) -> None:
+    all_succeeded(ranks(tmp_path, srun(2), SCRIPTS / script, tmp_path, 2, 1, "ulysses_ring"))
+    came_to_the_same(tmp_path)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_two_nodes(devices: int, tmp_path: Path) -> None:
+    script = SCRIPTS / "trainer.py"
+    tasks = srun(2 * devices, 2)
+    all_succeeded(ranks(tmp_path, tasks, script, tmp_path, devices, 2, "ulysses_ring"))
+    came_to_the_same(tmp_path, 2 * devices, "ring" if devices == 1 else "two nodes")

@@ -1,0 +1,85 @@
+"""``ulysses_ring_fork`` and ``ulysses_ring_spawn``: a program whose Trainer starts its ranks as workers."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_cp import ContextParallelCallback, ContextParallelMixin, UlyssesRingStrategy
+from tests.launch.expected import came_to_the_same, expected, expected_of_two_fits
+from tests.launch.scripts.model import QUIET, Tiny
+from tests.launch.scripts.notebook import CELLS
+from tests.launch.start import SCRIPTS, all_succeeded, finish, program, ranks
+
+
+class Declared(ContextParallelMixin, Tiny):
+    """Says something about itself."""
+
+    context_parallel_labels = "aligned"
+
+
+def weights_came_back(folder: Path) -> dict[str, Any]:
+    """What the process that the user works in has after a fit, and perhaps more."""
+    first: Any = torch.load(folder / "0.pt")
+    assert torch.equal(first["weights"], expected()["weights"])
+    assert first["loss"] == expected()["losses"][-1]
+    return first
+
+
+def so_did_those_of_a_second_trainer(folder: Path) -> None:
+    """Lightning leaves predictions in the workers."""
+    second: Any = torch.load(folder / "1.pt")
+    assert torch.equal(second["weights"], expected_of_two_fits())
+    assert second["predictions"] is None
+
+
+def test_spawn(tmp_path: Path) -> None:
+    all_succeeded(ranks(tmp_path, [{}], SCRIPTS / "workers.py", tmp_path, "spawn"))
+    weights_came_back(tmp_path)
+
+
+def test_fork_in_a_notebook(tmp_path: Path) -> None:
+    """Two fits and a predict from code that is in no file."""
+    all_succeeded(ranks(tmp_path, [{}], "-c", CELLS))
+    weights_came_back(tmp_path)
+    so_did_those_of_a_second_trainer(tmp_path)
+
+
+def test_workers_of_fabric(tmp_path: Path) -> None:
+    all_succeeded(ranks(tmp_path, [{}], SCRIPTS / "fabric_workers.py", tmp_path, "fork"))
+    came_to_the_same(tmp_path)
+
+
+@pytest.mark.parametrize("callbacks", [[], [ContextParallelCallback()]], ids=["ours", "the user's"])
+def test_what_spawned_workers_are_sent_can_be_pickled(callbacks: list[Any]) -> None:
+    strategy = UlyssesRingStrategy(start_method="spawn", mode="ring", sequence_dims={"a": 1})
+    trainer = pl.Trainer(strategy=strategy, devices=2, callbacks=callbacks, **QUIET)
+    sent: Any = pickle.loads(pickle.dumps((trainer, Declared())))[0]
+    assert sent.strategy._core.settings == strategy._core.settings
+    assert sum(isinstance(one, ContextParallelCallback) for one in sent.callbacks) == len(callbacks)
+
+
+@pytest.mark.slow
+def test_spawned_workers_of_fabric(tmp_path: Path) -> None:
+    all_succeeded(ranks(tmp_path, [{}], SCRIPTS / "fabric_workers.py", tmp_path, "spawn"))
+    came_to_the_same(tmp_path)
+
+
+@pytest.mark.slow
+def test_predict_with_spawn(tmp_path: Path) -> None:
+    all_succeeded(ranks(tmp_path, [{}], SCRIPTS / "workers.py", tmp_path, "spawn", "predict"))
+    assert weights_came_back(tmp_path)["predictions"] is None
+
+
+@pytest.mark.slow
+def test_fork_in_an_interactive_interpreter(tmp_path: Path) -> None:
+    """Where Lightning refuses what is not compatible with notebooks."""
+    with program(tmp_path, "-i", "-c", f"import lightning_cp\n{CELLS}") as started:
+        finish(started)
+    weights_came_back(tmp_path)
+    so_did_those_of_a_second_trainer(tmp_path)
