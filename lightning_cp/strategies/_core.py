@@ -233,7 +233,7 @@ class ContextParallelCore:
         """Whether a context-parallel step is under way."""
         return self._handle is not None and self._handle.active
 
-    def scale_loss(self, loss: torch.Tensor, optimizers: Iterable[Optimizer]) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor, optimizers: Iterable[Optimizer] = ()) -> torch.Tensor:
         """The loss to call backward on; ``optimizers`` are all that the run has."""
         if self._handle is not None and self._handle.state is not None:
             self._handle.state.weighted = True
