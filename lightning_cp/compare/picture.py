@@ -43,6 +43,15 @@ def draw(runs: Sequence[Run], found: Sequence[Deviation], picture: Path) -> None
     below.axhline(FLOOR, color="gray", ls=":", lw=1, label="usual floor 5%")
     above.set(ylabel="training loss (nats per byte)")
     below.set(xlabel="step", ylabel="relative deviation from the baseline", yscale="log")
+    below.set_ylim(bottom=SMALLEST / 2)
+    below.text(
+        0.01,
+        SMALLEST * 1.15,
+        "1e-9: none at all",
+        fontsize=7,
+        color="gray",
+        transform=below.get_yaxis_transform(),
+    )
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (above, below):
         axes.grid(alpha=0.3)
