@@ -6,17 +6,17 @@ become shards; the hooks below are called by the strategy at the right moment.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from numbers import Integral, Real
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.mesh import ContextParallelMesh, Flat
-from lightning_cp.step_log import StepLog
+from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.mixin import options_of
+from lightning_cp.module_log import ModuleLog
+from lightning_cp.replicated import ReplicatedMetrics
 
 
 class Core(Protocol):
@@ -26,9 +26,10 @@ class Core(Protocol):
     def in_step(self) -> bool: ...
     def shard(self, batch: Any, *, needs_labels: bool) -> Any: ...
     def unshard(self, output: Any, dims: Mapping[str, int | None]) -> Any: ...
-    def average(self, value: torch.Tensor) -> torch.Tensor: ...
-    def average_all(self, values: list[torch.Tensor]) -> list[torch.Tensor]: ...
-    def names_on_every_rank(self, names: list[str]) -> set[str]: ...
+    @property
+    def enabled(self) -> bool: ...
+    @property
+    def shares(self) -> list[float]: ...
     def end_step(self) -> None: ...
     @property
     def mesh(self) -> ContextParallelMesh: ...
@@ -39,8 +40,8 @@ class ContextParallelCallback(Callback):
 
     def __init__(self) -> None:
         self._core: Core | None = None
-        self._logging_module: LightningModule | None = None
-        self._step_log = StepLog()
+        self._log: ModuleLog | None = None
+        self._replicated: ReplicatedMetrics | None = None
 
     def connect(self, core: Core) -> None:
         """Called by the strategy before anything else."""
@@ -70,42 +71,29 @@ class ContextParallelCallback(Callback):
         return self.core.unshard(output, dims)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a foreign strategy; average what the module logs inside a step."""
-        core = self.core
-        if self._logging_module is not None:
-            return
-        own_log = pl_module.log
+        """Refuse a foreign strategy.
 
-        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            if not core.in_step or kwargs.get("rank_zero_only") or not _is_mean(value):
-                own_log(name, value, *args, **kwargs)
-                return
+        Raises:
+            ConfigError: the Trainer has another strategy.
+        """
+        _ = self.core
 
-            def emit(value: torch.Tensor, shared: bool) -> None:
-                options = {**_sync_options(core.mesh), **kwargs} if shared else kwargs
-                own_log(name, value, *args, **options)
+    def watch(self, trainer: Trainer, module: LightningModule) -> None:
+        """Called by the strategy once there is a mesh: the module logs what one process would.
 
-            value = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-            if self._step_log.open:
-                self._step_log.add(name, value, emit)
-            else:  # a hook between the step and its end
-                emit(core.average(value), True)
+        Raises:
+            ConfigError: the module declares metrics that it does not have.
+        """
+        core, names = self.core, options_of(module).get("replicated_metrics", ())
+        if core.enabled and self._log is None:
+            self._replicated = ReplicatedMetrics(module, names, core.mesh)
+            self._log = ModuleLog(trainer, module, core)
 
-        object.__setattr__(pl_module, "log", log)
-        self._logging_module = pl_module
-
-    @contextmanager
-    def logging_together(self) -> Iterator[None]:
-        """While a step function runs: what it logs is averaged when it ends."""
-        if not self.core.in_step:
-            yield
-            return
-        self._step_log.begin()
-        try:
-            yield
-            self._step_log.end(self.core)
-        finally:
-            self._step_log.drop()
+    def logging_together(self) -> AbstractContextManager[None]:
+        """While a step function runs: what it logs becomes one value when it ends."""
+        if self._log is None or not self.core.in_step:
+            return nullcontext()
+        return self._log.during_step()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the module as it was."""
@@ -117,27 +105,43 @@ class ContextParallelCallback(Callback):
         """Leave the module as it was, after an error too."""
         self._release()
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Backward is over: the model is the plain model until the next batch."""
         self.core.end_step()
+        self._begin_hook("on_train_batch_end")
+
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """What is logged in this hook, and in the ones below, waits until all have had their turn."""
+        self._begin_hook("on_validation_batch_end")
+
+    def on_test_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._begin_hook("on_test_batch_end")
+
+    def on_train_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._begin_hook("on_train_epoch_end")
+
+    def on_validation_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._begin_hook("on_validation_epoch_end")
+
+    def on_test_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._begin_hook("on_test_epoch_end")
+
+    def _begin_hook(self, hook: str) -> None:
+        if self._log is not None:
+            self._log.begin_hook(hook)
 
     def _release(self) -> None:
         if self._core is not None:
             self._core.end_step()
-        module, self._logging_module = self._logging_module, None
-        if module is not None:
-            module.__dict__.pop("log", None)
+        if self._log is not None:
+            self._log.release()
+        if self._replicated is not None:
+            self._replicated.release()
+        self._log = self._replicated = None
 
 
 def callback_among(callbacks: list[Any]) -> ContextParallelCallback:
-    """The one of a Trainer's callbacks; put in front of them if there is none.
+    """The one of a Trainer's callbacks, or a new one; put in front, so that others find values settled.
 
     Raises:
         ConfigError: there are several.
@@ -148,20 +152,8 @@ def callback_among(callbacks: list[Any]) -> ContextParallelCallback:
             f"the Trainer has {len(found)} ContextParallelCallbacks; pass at most one (the strategy adds one "
             "by itself)."
         )
-    if not found:
-        found = [ContextParallelCallback()]
-        callbacks.insert(0, found[0])
-    return found[0]
-
-
-def _is_mean(value: Any) -> bool:
-    """Floating-point scalars are means over targets; metrics and counts synchronise themselves."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and value.is_floating_point()
-    return isinstance(value, Real) and not isinstance(value, Integral)  # NumPy's own as well
-
-
-def _sync_options(mesh: ContextParallelMesh) -> dict[str, Any]:
-    """What is left to synchronise once the cp group agrees: ranks with other samples, if there are any."""
-    options: dict[str, Any] = {"sync_dist_group": mesh.group(Flat.DATA)}
-    return options if mesh.data_size > 1 else {**options, "sync_dist": True}
+    callback = found[0] if found else ContextParallelCallback()
+    if found:
+        callbacks.remove(callback)
+    callbacks.insert(0, callback)
+    return callback

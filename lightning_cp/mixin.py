@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.token_mean import RATIO_HOOK, show_ratio, where_counted
 
 
 class ContextParallelMixin:
@@ -33,6 +36,10 @@ class ContextParallelMixin:
 
     context_parallel_output_dims: ClassVar[Mapping[str, int | None]] = {}
     """Dotted name of what ``predict_step`` returns -> its sequence dimension; ``None``: left as it is."""
+
+    context_parallel_replicated_metrics: ClassVar[Sequence[str]] = ()
+    """Dotted names of metrics that are fed with whole values (``self.unshard(...)``), the same on all ranks
+    that share a sample; all others are fed with what a rank holds."""
 
     def context_parallel_modules(self) -> Iterable[nn.Module] | None:
         """The Hugging Face models whose attention is swapped; ``None``: all of them."""
@@ -63,6 +70,64 @@ class ContextParallelMixin:
         strategy: Any = self.trainer.strategy  # type: ignore[attr-defined]
         return strategy.average(value) if hasattr(strategy, "average") else value
 
+    def cp_log(self, name: str, total: Any, count: Any, **log_options: Any) -> None:
+        """Log total / count, where both are sums over what this rank holds: the mean of one process.
+
+        At a step that is the sum of totals over the sum of counts of the ranks that share the sample; in
+        training of all ranks, as they step together. For the epoch it is the same over all batches and all
+        ranks, so every token has the same weight; ``sync_dist`` makes no difference. Where nothing was
+        counted at all, the step shows NaN, and the epoch is not affected. Ranks may call it or not: one
+        that does not has counted nothing. Without context parallelism it is what
+        ``self.log(name, total / count, batch_size=count)`` shows, and the epoch's mean is over all ranks.
+
+        Args:
+            name: as for ``self.log``.
+            total: a number or a tensor with one element; not looked at where ``count`` is 0.
+            count: how many tokens (or predictions, documents, ...) ``total`` is the sum of.
+            **log_options: ``prog_bar``, ``logger``, ``on_step``, ``on_epoch``, ``add_dataloader_idx``.
+
+        Raises:
+            ConfigError: another option, or values that are no scalars.
+        """
+        module: Any = self
+        log_options.pop("sync_dist", None)
+        options = _log_options(log_options)
+        total, count = (_scalar(name, value, module.device) for value in (total, count))
+        total = where_counted(total, count)
+        take = module.__dict__.get(RATIO_HOOK)
+        if take is not None:
+            take(name, total, count, options)
+        elif module._fabric is not None:
+            strategy = module._fabric.strategy
+            mean = strategy.token_mean if hasattr(strategy, "token_mean") else torch.divide
+            module.log(name, mean(total, count), **dict(options))
+        elif module._trainer is None:
+            module.log(name, total / count)
+        else:
+            show_ratio(module, module.log, name, total, count, (total, count), options)
+
+
+def _scalar(name: str, value: Any, device: torch.device) -> torch.Tensor:
+    """float64, on the module's device, where ranks can add them."""
+    tensor = torch.as_tensor(value)
+    if tensor.numel() != 1 or tensor.is_complex():
+        raise ConfigError(
+            f"cp_log({name!r}, total, count) takes two scalars, got a value of shape {tuple(tensor.shape)} "
+            f"and type {tensor.dtype}: pass sums over what this rank holds."
+        )
+    return tensor.detach().to(device, torch.float64).reshape(())
+
+
+def _log_options(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    known = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
+    unknown = sorted(options.keys() - set(known))
+    if unknown:
+        raise ConfigError(
+            f"cp_log does not take {', '.join(unknown)}: it is a mean, weighted by its counts, over all "
+            f"ranks. It takes {', '.join(known)}."
+        )
+    return tuple(sorted(options.items()))
+
 
 def options_of(module: object) -> dict[str, Any]:
     """What a module declares; empty without the mixin."""
@@ -75,4 +140,5 @@ def options_of(module: object) -> dict[str, Any]:
         "num_heads": module.context_parallel_num_heads,
         "output_dims": module.context_parallel_output_dims,
         "modules": module.context_parallel_modules(),
+        "replicated_metrics": module.context_parallel_replicated_metrics,
     }

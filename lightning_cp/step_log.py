@@ -1,77 +1,221 @@
-"""What a step logs, averaged over its context-parallel ranks in one exchange at its end.
+"""What is logged, kept until the ranks that share a sample come together, and settled in one exchange.
 
 One collective per call would wait for ever where only one rank logs something, which Lightning allows. So
-calls are collected, and when the step is over ranks compare the names: what all of them logged is averaged
-together, anything else is logged by the ranks that did, as it is.
+calls are collected, and at the end of the step, of the batch or of the epoch the ranks compare what each
+of them has. What all of them logged is made one value; what some of them logged they show as it is,
+except for sums with counts: a rank that did not log them has counted nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from enum import Enum
+from typing import Any, Protocol
 
 import torch
 
+from lightning_cp.comm.agreement import lists_of_ranks
+from lightning_cp.comm.reduce import all_sum
+from lightning_cp.mesh import ContextParallelMesh, Flat
+from lightning_cp.rank_values import equal, side_by_side, weighted_mean
+from lightning_cp.token_mean import Options
 
-class Averages(Protocol):
+
+class Kind(Enum):
+    """What one process would have, if ranks that share its sample have different values."""
+
+    MEAN = "mean"
+    """The mean over targets."""
+    COUNT = "count"
+    """The sum: an integer."""
+    SUM = "sum"
+    """The sum: it is added up over batches, too."""
+    FLAG = "flag"
+    """Whether any of them is true."""
+    METRIC = "metric"
+    """A metric's value for this step: nobody knows, the mean over targets is a guess."""
+    SHOWN = "shown"
+    """Nobody knows, and it was logged already."""
+    RATIO = "ratio"
+    """A sum and a count: sum of sums over sum of counts."""
+
+
+@dataclass
+class Call:
+    """One call of ``log``."""
+
+    name: str
+    kind: Kind
+    values: Sequence[torch.Tensor]
+    emit: Callable[..., None]
+    """Shows a value, ``None``: as it was given. Sums of a ratio: the total and the count of all ranks."""
+    where: str = ""
+    """The hook."""
+    options: Options = ()
+    """Of a ratio: what a rank that did not call it needs to show it."""
+    key: str = ""
+    """What it has in common with the same call on other ranks."""
+
+
+class Ranks(Protocol):
     """What is needed of the strategy's core."""
 
-    def average_all(self, values: list[torch.Tensor]) -> list[torch.Tensor]: ...
-    def names_on_every_rank(self, names: list[str]) -> set[str]: ...
-
-
-@dataclass(frozen=True)
-class _Call:
-    key: str
-    """The name, and how many calls of that name came before in this step."""
-    value: torch.Tensor
-    emit: Callable[[torch.Tensor, bool], None]
+    @property
+    def mesh(self) -> ContextParallelMesh: ...
+    @property
+    def shares(self) -> list[float]: ...
 
 
 class StepLog:
-    """The calls of one step; ``None`` as a queue means that no step function is running."""
+    """The calls since ranks last came together.
 
-    def __init__(self) -> None:
-        self._calls: list[_Call] | None = None
-        self._counts: Counter[str] = Counter()
+    Args:
+        warn: tells the user.
+        join: a ratio that only other ranks have logged, by its hook, its name and its options.
+    """
 
-    @property
-    def open(self) -> bool:
-        """Whether calls are being collected."""
-        return self._calls is not None
+    def __init__(self, warn: Callable[[str], None], join: Callable[[str, str, Options], Call]):
+        self._warn = warn
+        self._join = join
+        self._told: set[str] = set()
+        self.drop()
 
-    def begin(self) -> None:
-        """A step function starts."""
-        self._calls, self._counts = [], Counter()
+    def open(self) -> None:
+        """From here on calls can wait: ranks will come together."""
+        self.is_open = True
 
     def drop(self) -> None:
         """Forget everything: the step failed."""
-        self._calls = None
+        self.is_open = False
+        self._calls: list[Call] = []
+        self._times: Counter[str] = Counter()
 
-    def add(
-        self, name: str, value: torch.Tensor, emit: Callable[[torch.Tensor, bool], None]
-    ) -> None:
-        """Keep one call.
+    def add(self, call: Call) -> None:
+        """Keep one call."""
+        name = f"{call.where}: {call.name}"
+        call.key = f"{name} #{self._times[name]}"
+        call.values = [value.detach().clone() for value in call.values]
+        self._times[name] += 1
+        self._calls.append(call)
+
+    def settle(self, ranks: Ranks, *, of_a_batch: bool, together: bool) -> None:
+        """Show all calls, in order; every rank of the cp group comes here.
 
         Args:
-            name: what it is logged as.
-            value: this rank's mean.
-            emit: logs a value; whether it is that of all ranks.
+            ranks: the core.
+            of_a_batch: there is a batch, whose targets say what a mean is.
+            together: all data ranks come here as well, so that ratios are those of all of them.
         """
-        assert self._calls is not None
-        key = f"{name}#{self._counts[name]}"
-        self._counts[name] += 1
-        self._calls.append(_Call(key, value.detach().clone(), emit))
-
-    def end(self, core: Averages) -> None:
-        """The step function is over: average what every rank logged, and log everything in order."""
-        calls, self._calls = self._calls, None
-        assert calls is not None
-        shared = core.names_on_every_rank([call.key for call in calls])
-        together = sorted((call for call in calls if call.key in shared), key=lambda call: call.key)
-        means = core.average_all([call.value for call in together])
-        mean_of = {call.key: mean for call, mean in zip(together, means, strict=True)}
+        calls, is_open = self._calls, self.is_open
+        self.drop()
+        self.is_open = is_open
+        mesh = ranks.mesh
+        flat = Flat.LOSS if together and mesh.data_size > 1 else Flat.CP
+        own = sorted(
+            (call.key, call.kind.value, call.where, call.name, call.options) for call in calls
+        )
+        lists = lists_of_ranks(own, mesh.control_group(flat))
+        calls += self._joined(own, lists)
+        _settle_ratios(sorted(filter(_is_ratio, calls), key=_key), mesh, flat)
+        first = 0 if flat is Flat.CP else mesh.data_rank * mesh.cp_size
+        self._settle_rest(
+            calls, lists[first : first + mesh.cp_size], mesh, ranks.shares if of_a_batch else None
+        )
         for call in calls:
-            call.emit(mean_of.get(call.key, call.value), call.key in mean_of)
+            call.emit()
+
+    def _settle_rest(
+        self,
+        calls: list[Call],
+        lists: list[list[Any]],
+        mesh: ContextParallelMesh,
+        shares: list[float] | None,
+    ) -> None:
+        """Everything but ratios, as far as all ranks of the cp group have it."""
+        peers = [{key: kind for key, kind, *_ in one} for one in lists]
+        common = set.intersection(*map(set, peers))
+        shared = [call for call in calls if call.key in common and not _is_ratio(call)]
+        shared.sort(key=_key)
+        rows = side_by_side([call.values[0] for call in shared], mesh)
+        for call, row in zip(shared, rows, strict=True):
+            kinds = {peer[call.key] for peer in peers}
+            kind = call.kind if len(kinds) == 1 else Kind.METRIC
+            self._settle_one(call, kind, row, shares)
+
+    def _joined(self, own: list[Any], lists: list[list[Any]]) -> list[Call]:
+        """Ratios that only other ranks have logged: here nothing was counted."""
+        ratios = {item[0]: item[2:] for one in lists for item in one if item[1] == "ratio"}
+        found: list[Call] = []
+        for key in sorted(ratios.keys() - {key for key, *_ in own}):
+            call = self._join(*ratios[key])
+            call.key = key
+            found.append(call)
+        return found
+
+    def _settle_one(
+        self, call: Call, kind: Kind, row: torch.Tensor, shares: list[float] | None
+    ) -> None:
+        """One value out of those of all ranks of the group."""
+        if kind is Kind.MEAN and shares is not None:
+            call.emit = _given(call.emit, weighted_mean(row, shares))
+            return
+        if bool(equal(row).all()):
+            return
+        self._tell(call.name, kind)
+        if call.kind is Kind.SHOWN:
+            return
+        if kind in (Kind.COUNT, Kind.SUM):
+            nothing = (
+                row.new_tensor(shares or [1.0] * len(row)) == 0
+            )  # a mean over no targets is NaN
+            value = row.masked_fill(nothing & row.isnan(), 0.0).sum(0)
+        elif kind is Kind.FLAG:
+            value = row.amax(0)
+        else:
+            value = weighted_mean(row, shares or [1 / len(row)] * len(row))
+        call.emit = _given(call.emit, value)
+
+    def _tell(self, name: str, kind: Kind) -> None:
+        if name in self._told:
+            return
+        self._told.add(name)
+        self._warn(
+            f"self.log({name!r}, ...) was given different values by ranks that share a sample, and from "
+            f"the values alone it is not known what one process would log. {_TOLD[kind]} "
+            f"self.cp_log({name!r}, total, count) of ContextParallelMixin logs a mean over tokens exactly: "
+            "total and count are sums over what a rank holds."
+        )
+
+
+_TOLD = {
+    Kind.MEAN: "Shown is the plain mean over these ranks.",
+    Kind.COUNT: "It is taken for a count: shown is the sum over these ranks.",
+    Kind.SUM: "As it is added up over batches, shown is the sum over these ranks.",
+    Kind.FLAG: "Shown is whether it is true on any of these ranks.",
+    Kind.METRIC: "Shown at the step is the mean over these ranks, weighted by targets; what the metric "
+    "computes for the epoch is not affected.",
+    Kind.SHOWN: "Shown is what each rank has itself.",
+}
+
+
+def _key(call: Call) -> str:
+    return call.key
+
+
+def _is_ratio(call: Call) -> bool:
+    return call.kind is Kind.RATIO
+
+
+def _settle_ratios(calls: list[Call], mesh: ContextParallelMesh, flat: Flat) -> None:
+    """Sums over ranks; every rank has the same calls by now."""
+    if not calls:
+        return
+    own = torch.stack([torch.stack(list(call.values)) for call in calls])
+    for call, (total, count) in zip(calls, all_sum(own, mesh.group(flat)), strict=True):
+        call.emit = _given(call.emit, total, count)
+
+
+def _given(emit: Callable[..., None], *values: torch.Tensor) -> Callable[[], None]:
+    return lambda: emit(*values)

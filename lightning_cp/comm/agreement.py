@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_cp.errors import BatchMismatchError, RankFailure
+
+T = TypeVar("T")
 
 WIDTH = 40
 """Facts per agreement; fixed, so that ranks with different facts still exchange equal sizes."""
@@ -77,14 +79,19 @@ def exchange(vector: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tenso
     return gathered
 
 
-def common_names(names: Sequence[str], group: dist.ProcessGroup) -> set[str]:
-    """Those of ``names`` that every rank has; one small exchange where all have the same."""
-    own = torch.tensor([fingerprint(sorted(names))], dtype=torch.int64)
+def lists_of_ranks(items: Sequence[T], group: dist.ProcessGroup) -> list[list[T]]:
+    """Every rank's list, in rank order; one small exchange where all have the same.
+
+    Args:
+        items: whatever is equal and looks the same (``repr``) on ranks that mean the same.
+        group: a group whose backend moves CPU tensors.
+    """
+    own = torch.tensor([fingerprint(list(items))], dtype=torch.int64)
     if all(torch.equal(own, other) for other in exchange(own, group)):
-        return set(names)
-    lists: list[list[str]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(lists, list(names), group=group)
-    return set.intersection(*map(set, lists))
+        return [list(items)] * group.size()
+    lists: list[list[T]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(lists, list(items), group=group)
+    return lists
 
 
 def checksum(x: torch.Tensor) -> int:

@@ -17,15 +17,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cp.batch import BatchRules, ShardedBatch, unshard_output
-from lightning_cp.comm.agreement import common_names
+from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh, Factors, Flat
 from lightning_cp.models.facts import PositionFacts
 from lightning_cp.models.swap import StepState, SwapHandle, hf_models, swap_attention
+from lightning_cp.rank_values import side_by_side, weighted_mean
 from lightning_cp.strategies._sharding import label_kind, shard_agreed, shared_with
 from lightning_cp.strategies._weighting import StepLoss
 from lightning_cp.strategies._windows import TokenWindows
 from lightning_cp.strategies.settings import Settings
+from lightning_cp.token_mean import as_logged, where_counted
 
 _log = logging.getLogger("lightning_cp")
 
@@ -259,17 +261,24 @@ class ContextParallelCore:
         if self._loss is not None and state is not None:
             self._loss.after_backward(state, parameters)
 
+    @property
+    def shares(self) -> list[float]:
+        """Each cp rank's share of the current batch's targets."""
+        return self._loss.shares if self._loss else [1 / self.mesh.cp_size] * self.mesh.cp_size
+
     def average(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over the cp group, weighted by targets: what one process would have computed."""
-        return self.average_all([value])[0]
+        if self._loss is None:
+            return value
+        (rows,) = side_by_side([value], self.mesh)
+        return weighted_mean(rows, self.shares).to(value)
 
-    def average_all(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The same for several at once."""
-        return values if self._loss is None else self._loss.average_all(values)
-
-    def names_on_every_rank(self, names: list[str]) -> set[str]:
-        """Those of ``names`` that every rank of the cp group has."""
-        return common_names(names, self.mesh.control_group(Flat.CP))
+    def token_mean(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """(sum of totals) / (sum of counts) over the ranks that share a sample."""
+        sums = torch.stack([where_counted(total.double(), count), count.double()])
+        if self.enabled:
+            sums = all_sum(sums.to(self.mesh.device_type), self.mesh.group(Flat.CP))
+        return as_logged(sums[0] / sums[1])
 
     def unshard(self, output: Any, dims: Mapping[str, int | None]) -> Any:
         """An output of the current step in original order and length, on every rank.

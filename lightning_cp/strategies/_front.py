@@ -136,6 +136,15 @@ class ContextParallelFront:
         """The mean over the group, weighted by targets: what one process would show of this step."""
         return self._core.average(value)
 
+    def token_mean(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """(sum of totals) / (sum of counts) over the group: the mean that one process would show.
+
+        Args:
+            total: a scalar, the sum over what this rank holds; not looked at where ``count`` is 0.
+            count: a scalar, how many it is the sum of.
+        """
+        return self._core.token_mean(total, count)
+
     def token_positions(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """int64 [B or 1, L]: the positions of a step's tokens in the whole sequence, 0 for padding."""
         return self._core.token_positions(x, dim)
@@ -204,3 +213,13 @@ class ContextParallelFront:
                 f"({factors.why}), "
                 f"data parallel {self.data_parallel_size}, layout {self._core.settings.layout}"
             )
+
+
+def in_floating_point(x: Any, reduce_op: Any) -> Any:
+    """Integers whose mean over ranks is asked for, in float64: Lightning would cut the mean off.
+
+    Its epoch means divide by the mean of the batch sizes that ranks have seen.
+    """
+    mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+    integer = isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex())
+    return x.to(torch.float64) if mean and integer else x

@@ -9,7 +9,6 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_cp.comm.agreement import agree
-from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError, NonFiniteError
 from lightning_cp.loss import average_weight, loss_scale, mute, require_connected, require_muted
 from lightning_cp.mesh import ContextParallelMesh, Flat
@@ -34,6 +33,11 @@ class StepLoss:
         self._some_rank_empty = sharding.some_rank_empty
         self._muted: torch.Tensor | None = None
         self._own: torch.Tensor | None = None
+
+    @property
+    def shares(self) -> list[float]:
+        """Each cp rank's share of the group's targets: what averages over ranks are weighted by."""
+        return [average_weight(self._valid, rank) for rank in range(len(self._valid))]
 
     def scale(self, loss: torch.Tensor, optimizers: Iterable[Optimizer]) -> torch.Tensor:
         """The loss to call backward on."""
@@ -92,34 +96,6 @@ class StepLoss:
             except NonFiniteError as refused:
                 error = refused
         agree({}, self._mesh.control_group(Flat.LOSS), what="loss", error=error)
-
-    def average_all(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The means over the cp group, weighted by targets: what one process would have computed.
-
-        One exchange for those on the host and one for those on the device; the same number on all ranks.
-        """
-        means: dict[int, torch.Tensor] = {}
-        for on_host in (True, False):
-            places = [at for at, x in enumerate(values) if (x.device.type == "cpu") == on_host]
-            if places:
-                shapes = [values[at].shape for at in places]
-                mean = self._weighted_sum(
-                    torch.cat([values[at].reshape(-1) for at in places]), on_host
-                )
-                parts = mean.split([shape.numel() for shape in shapes])
-                means |= {
-                    at: part.reshape(shape).to(values[at].dtype)
-                    for at, part, shape in zip(places, parts, shapes, strict=True)
-                }
-        return [means[at] for at in range(len(values))]
-
-    def _weighted_sum(self, values: torch.Tensor, on_host: bool) -> torch.Tensor:
-        weight = average_weight(self._valid, self._mesh.cp_rank)
-        part = values.detach().to(torch.float64)
-        part = part * weight if weight else torch.zeros_like(part)  # 0 * NaN would be NaN
-        return all_sum(
-            part, self._mesh.control_group(Flat.CP) if on_host else self._mesh.group(Flat.CP)
-        )
 
 
 class _Shown(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.strategies._front import ContextParallelFront
+from lightning_cp.strategies._front import ContextParallelFront, in_floating_point
 from lightning_cp.strategies._proxy import LoaderProxy
 from lightning_cp.strategies._random import going_on
 
@@ -193,6 +193,10 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     ) -> None:
         self._core.end_window(optimizer)
         return super().clip_gradients_value(module, optimizer, *args, **kwargs)
+
+    @override
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return super().all_reduce(in_floating_point(tensor, reduce_op), group, reduce_op)
 
     def unshard_output(self, output: Any, dims: dict[str, int | None] | None = None) -> Any:
         """Tensors of the current step in any container, in original order and length, on every rank.

@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_cp.callback import ContextParallelCallback, callback_among
 from lightning_cp.errors import ConfigError
 from lightning_cp.mixin import options_of
-from lightning_cp.strategies._front import ContextParallelFront
+from lightning_cp.strategies._front import ContextParallelFront, in_floating_point
 from lightning_cp.strategies._loaders import unshared
 from lightning_cp.strategies._random import going_on
 
@@ -62,6 +62,8 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         swapped = self._core.attach(module, options, needs_labels=needs_labels)
         self._announce(module, swapped)
         self._watch_clipping()
+        assert self._callback is not None
+        self._callback.watch(trainer, module)
         super().setup(trainer)
 
     @override
@@ -150,6 +152,12 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
             return result
 
         return super().optimizer_step(optimizer, to_the_end, model, **kwargs)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if group is not None and group.size() == 1:
+            return tensor  # what is logged without data parallelism
+        return super().reduce(in_floating_point(tensor, reduce_op), group, reduce_op)
 
     @override
     def teardown(self) -> None:

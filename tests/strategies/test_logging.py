@@ -58,7 +58,6 @@ class Logging(Small):
         self.log("flag", torch.tensor(batch_idx))
         self.log_dict({"a": loss, "b": 2 * loss})
         self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
-        self.log("summed", loss, on_step=False, on_epoch=True, reduce_fx=torch.sum)
         self.log("zero", 0.5, rank_zero_only=True)
         return loss
 

@@ -1,0 +1,75 @@
+"""What a value given to ``self.log`` is, and how it is shown once the ranks have agreed on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torchmetrics import Metric
+
+from lightning_cp.step_log import Kind
+from lightning_cp.token_mean import as_logged
+
+ARGUMENTS = (
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "reduce_fx",
+    "enable_graph",
+    "sync_dist",
+    "sync_dist_group",
+    "add_dataloader_idx",
+    "batch_size",
+    "metric_attribute",
+    "rank_zero_only",
+)
+"""Of ``LightningModule.log`` after the value, by position."""
+
+
+def show_metric(
+    log: Callable[..., None],
+    name: str,
+    metric: Metric,
+    cache: Any,
+    shown: torch.Tensor | None,
+    options: dict[str, Any],
+) -> None:
+    """Log a metric that shows at this step what it had then (``cache``), or what ranks agreed on."""
+    now = metric._forward_cache
+    metric._forward_cache = cache if shown is None else as_logged(shown)
+    try:
+        log(name, metric, **options)
+    finally:
+        metric._forward_cache = now
+
+
+def as_given(shown: torch.Tensor, value: Any) -> torch.Tensor:
+    """What ranks agreed on, in the type of what was given."""
+    if not isinstance(value, torch.Tensor):
+        return as_logged(shown)
+    shown = shown.to(value)
+    if not value.requires_grad:
+        return shown
+    return shown + torch.nan_to_num(value.reshape(()) - value.detach().reshape(()))  # enable_graph
+
+
+def kind_of(value: Any, options: dict[str, Any]) -> Kind | None:
+    """How ranks' values become one; ``None``: Lightning says what is wrong with it."""
+    if isinstance(value, Metric):
+        return Kind.METRIC
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_complex():
+            return None
+        flag, integer = value.dtype == torch.bool, not value.is_floating_point()
+    elif isinstance(value, Real):  # NumPy's own as well
+        flag, integer = isinstance(value, bool), isinstance(value, Integral)
+    else:
+        return None
+    if flag or integer:
+        return Kind.FLAG if flag else Kind.COUNT
+    reduction = options.get("reduce_fx")
+    added = reduction in (torch.sum, sum) or str(reduction).lower() == "sum"
+    return Kind.SUM if added else Kind.MEAN

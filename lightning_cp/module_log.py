@@ -1,0 +1,235 @@
+"""A module's ``log`` under context parallelism: every value is what one process would log.
+
+Calls inside a step, and in the hooks from there to the end of its batch, and in the hooks that end an
+epoch, wait in a ``StepLog`` until the ranks come together at the end of that step or hook. Calls anywhere
+else are shown at once, and compared when ranks next come together.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torchmetrics import Metric
+
+from lightning_cp.comm.agreement import lists_of_ranks
+from lightning_cp.comm.reduce import all_sum
+from lightning_cp.log_hooks import BATCH_ENDS, EPOCH_ENDS, Patches, hooks_may_log
+from lightning_cp.log_values import ARGUMENTS, as_given, kind_of, show_metric
+from lightning_cp.mesh import Flat
+from lightning_cp.step_log import Call, Kind, Ranks, StepLog
+from lightning_cp.token_mean import RATIO_HOOK, Options, means_of, show_ratio
+
+
+class ModuleLog:
+    """Stands between one module and Lightning until it is released; made on all ranks together."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, core: Ranks) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._core = core
+        self._own_log = module.log
+        self._patches = Patches()
+        self._calls = StepLog(rank_zero_warn, self._join)
+        self._hooks_log = self._agree(hooks_may_log(trainer, module))
+        self._install()
+
+    # -- from the module ---------------------------------------------------------------------------
+
+    def log(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        """One call of ``self.log``."""
+        kind = kind_of(value, options)
+        shown = self._step_value(value, options) if kind is Kind.METRIC else value
+        if kind is None or shown is None or self._module._current_fx_name is None:
+            self._own_log(name, value, **options)
+            return
+        if not isinstance(shown, torch.Tensor):
+            shown = torch.tensor(float(shown), dtype=torch.float64)
+        values = [shown.reshape(())]
+        if self._waits(options):
+            emit = self._emitter(name, value, options)
+            self._calls.add(Call(name, kind, values, emit, self._where))
+            return
+        self._own_log(name, value, **self._grouped(options))
+        if not options.get("rank_zero_only"):
+            self._calls.add(Call(name, Kind.SHOWN, values, _nothing, self._where))
+
+    def log_ratio(
+        self, name: str, total: torch.Tensor, count: torch.Tensor, options: Options
+    ) -> None:
+        """One call of ``cp_log``."""
+        if self._calls.is_open:
+            self._calls.add(self._ratio(self._where, name, total, count, options))
+        else:
+            self._show_ratio(name, total, count, (total, count), options)
+
+    # -- from the strategy and the callback --------------------------------------------------------
+
+    @contextmanager
+    def during_step(self) -> Iterator[None]:
+        """While a step function runs: its calls are settled when it ends."""
+        training = bool(self._trainer.training)
+        self._calls.open()
+        try:
+            yield
+            self._calls.settle(self._core, of_a_batch=True, together=training)
+        except BaseException:
+            self._calls.drop()
+            raise
+        self._calls.is_open = training and self._hooks_log
+
+    def begin_hook(self, hook: str) -> None:
+        """The first callback's turn in a hook that ends a batch or an epoch."""
+        if hook in EPOCH_ENDS:
+            self._calls.open()
+        elif self._hooks_log:
+            if self._calls.is_open:  # what was logged since the step, for callbacks that monitor it
+                self._calls.settle(self._core, of_a_batch=True, together=True)
+            self._calls.open()
+
+    def end_hook(self, hook: str) -> None:
+        """The module's turn, the last one, is over."""
+        if not self._calls.is_open:
+            return
+        training = hook.startswith("on_train")
+        self._calls.settle(self._core, of_a_batch=hook in BATCH_ENDS, together=training)
+        self._calls.is_open = False
+        if hook in EPOCH_ENDS:
+            self._settle_means()
+
+    def drop(self) -> None:
+        """Forget what waits."""
+        self._calls.drop()
+
+    def release(self) -> None:
+        """Leave the module as it was."""
+        self._patches.undo()
+
+    # -- helpers -----------------------------------------------------------------------------------
+
+    @property
+    def _where(self) -> str:
+        return str(self._module._current_fx_name)
+
+    def _waits(self, options: dict[str, Any]) -> bool:
+        """At an epoch's end, rank 0's own value is meant by ``rank_zero_only``."""
+        alone = options.get("rank_zero_only") and self._where in EPOCH_ENDS
+        return self._calls.is_open and not alone
+
+    def _install(self) -> None:
+        module, connector = self._module, self._trainer._logger_connector
+        own_end = connector.epoch_end_reached
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            self.log(name, value, {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs})
+
+        def log_ratio(*args: Any) -> None:
+            self.log_ratio(*args)
+
+        def epoch_end_reached() -> None:
+            own_end()
+            self._settle_means()  # before Lightning, or anybody in a hook, asks for them
+
+        self._patches.put(module, "log", log)
+        self._patches.put(module, RATIO_HOOK, log_ratio)
+        self._patches.put(connector, "epoch_end_reached", epoch_end_reached)
+        for hook in (*BATCH_ENDS, *EPOCH_ENDS):
+            self._patches.put(module, hook, self._ending(hook))
+
+    def _ending(self, hook: str) -> Callable[..., Any]:
+        own = getattr(self._module, hook)
+
+        @functools.wraps(own)
+        def ending(*args: Any, **kwargs: Any) -> Any:
+            result = own(*args, **kwargs)
+            self.end_hook(hook)
+            return result
+
+        return ending
+
+    def _agree(self, mine: bool) -> bool:
+        flag = torch.tensor(float(mine))
+        return bool(all_sum(flag, self._core.mesh.control_group(Flat.LOSS)))
+
+    def _emitter(self, name: str, value: Any, options: dict[str, Any]) -> Callable[..., None]:
+        where, options = self._where, self._grouped(options)
+        cache = value._forward_cache if isinstance(value, Metric) else None
+        if isinstance(value, torch.Tensor) and not options.get("enable_graph"):
+            value = value.detach().clone()  # a step may reuse it
+
+        def emit(shown: torch.Tensor | None = None) -> None:
+            with self._in_hook(where):
+                if isinstance(value, Metric):
+                    show_metric(self._own_log, name, value, cache, shown, options)
+                elif shown is None:
+                    self._own_log(name, value, **options)
+                else:
+                    self._own_log(name, as_given(shown, value), **options)
+
+        return emit
+
+    def _ratio(
+        self, where: str, name: str, total: torch.Tensor, count: torch.Tensor, options: Options
+    ) -> Call:
+        def emit(*sums: torch.Tensor) -> None:
+            with self._in_hook(where):
+                self._show_ratio(name, total, count, sums, options)
+
+        return Call(name, Kind.RATIO, [total, count], emit, where, options)
+
+    def _show_ratio(self, name: str, *values: Any) -> None:
+        show_ratio(self._module, self._own_log, name, *values, sync_on_compute=False)
+
+    def _settle_means(self) -> None:
+        """Sums and counts over all ranks; one that never logged a name waits for nobody, and adds nothing."""
+        mesh, own = self._core.mesh, {str(k): x for k, x in means_of(self._trainer).items()}
+        names = sorted(set().union(*lists_of_ranks(sorted(own), mesh.control_group(Flat.LOSS))))
+        if not names:
+            return
+        sums = torch.zeros(len(names), 2, dtype=torch.float64, device=mesh.device_type)
+        for at, name in enumerate(names):
+            if name in own:
+                sums[at] = torch.stack([own[name].total, own[name].count])
+        for name, both in zip(names, all_sum(sums, mesh.group(Flat.LOSS)), strict=True):
+            if name in own:
+                own[name].of_all = both
+
+    def _join(self, where: str, name: str, options: Options) -> Call:
+        nothing = torch.zeros((), dtype=torch.float64, device=self._module.device)
+        return self._ratio(where, name, nothing, nothing, options)
+
+    def _step_value(self, metric: Metric, options: dict[str, Any]) -> torch.Tensor | None:
+        """What a metric shows at this step, if it does."""
+        cache, on_step = metric._forward_cache, options.get("on_step")
+        if on_step is None:
+            on_step = self._trainer.training and self._where not in EPOCH_ENDS
+        shown = on_step and isinstance(cache, torch.Tensor) and cache.numel() == 1
+        return cache if shown and self._calls.is_open else None
+
+    def _grouped(self, options: dict[str, Any]) -> dict[str, Any]:
+        """What is left to synchronise once the cp group agrees: ranks with other samples."""
+        if options.get("sync_dist_group") is not None:
+            return options
+        mesh = self._core.mesh
+        if mesh.data_size == 1:  # nothing is left, and Lightning need not recommend it
+            options = {**options, "sync_dist": True}
+        return {**options, "sync_dist_group": mesh.group(Flat.DATA)}
+
+    @contextmanager
+    def _in_hook(self, where: str) -> Iterator[None]:
+        """Lightning keeps values by the hook that logged them."""
+        now = self._module._current_fx_name
+        self._module._current_fx_name = where
+        try:
+            yield
+        finally:
+            self._module._current_fx_name = now
+
+
+def _nothing() -> None:
+    """It was shown when it was logged."""

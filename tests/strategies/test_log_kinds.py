@@ -1,0 +1,180 @@
+"""Values that are no means over targets: exact where ranks agree, and where not the user is told once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.pool import run_ranks
+from tests.strategies.logs import DDP, RING_TWICE, Logs, Report, same_reports, watched
+from tests.strategies.small import RING, ULYSSES, Batch, loader, trainer_of
+
+BOTH: Any = {"on_step": True, "on_epoch": True}
+
+
+class Kinds(Logs):
+    """Logs counts, sums and flags, the same ones and a rank's own."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        loss = self.step("train", batch, batch_idx)
+        self.kept = loss.detach()
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.step("val", batch, batch_idx)
+
+    def step(self, stage: str, batch: Batch, batch_idx: int) -> torch.Tensor:
+        logits, targets = self.logits(batch).flatten(0, 1), batch["labels"].flatten()
+        valid = targets != -100
+        loss = F.cross_entropy(logits, targets)
+        total = F.cross_entropy(logits, targets, reduction="sum")
+        # the same on all ranks
+        self.log(f"{stage}_rows", len(batch["labels"]), False, True, True, True)
+        self.log(f"{stage}_index", torch.tensor(batch_idx), **BOTH)
+        self.log(f"{stage}_flag", torch.tensor(batch_idx % 2 == 0), **BOTH)
+        self.log(f"{stage}_rate", 0.1, **BOTH, reduce_fx="sum")
+        self.log(f"{stage}_third", 1 / 3, **BOTH)
+        # means over targets
+        self.log(f"{stage}_graph", loss, enable_graph=True, **BOTH)
+        self.log(f"{stage}_large", loss, reduce_fx="max", **BOTH)
+        self.log(f"{stage}_small", loss, reduce_fx=torch.min, **BOTH)
+        self.log(f"{stage}_alone", loss, rank_zero_only=True, **BOTH)
+        self.log_dict({f"{stage}_a": loss, f"{stage}_b": -loss}, logger=True, prog_bar=True)
+        # a rank's own
+        self.log(f"{stage}_own_count", int(valid.sum()), **BOTH)
+        self.log(f"{stage}_own_tensor", valid.sum(), **BOTH, sync_dist=True)
+        self.log(f"{stage}_own_sum", total, reduce_fx="sum", **BOTH)
+        self.log(f"{stage}_own_sum_fx", total, reduce_fx=torch.sum, sync_dist=True, **BOTH)
+        self.log(f"{stage}_own_flag", (batch["input_ids"] == batch_idx).any(), **BOTH)
+        return loss
+
+
+@lru_cache(maxsize=1)
+def plain() -> Report:
+    (want,) = run_ranks(1, watched, None, Kinds, test=False)
+    assert not want["told"]
+    return want
+
+
+@pytest.mark.parametrize("settings", [RING, ULYSSES])
+def test_values_of_all_kinds_are_those_of_one_process(settings: Any) -> None:
+    first, second = run_ranks(2, watched, settings, Kinds, test=False)
+    same_reports(first, plain())
+    same_reports(second, plain())
+    named = [text.split("'")[1] for text in first["told"]]
+    own = ("own_count", "own_flag", "own_sum", "own_sum_fx", "own_tensor")
+    assert named == [f"{stage}_{name}" for stage in ("train", "val") for name in own]
+    assert not second["told"]
+    assert "self.cp_log('train_own_count', total, count)" in first["told"][0]
+
+
+def test_with_data_parallelism_they_are_those_of_plain_ddp() -> None:
+    want = run_ranks(2, watched, DDP, Kinds, test=False)
+    for rank, report in enumerate(run_ranks(4, watched, RING_TWICE, Kinds, test=False)):
+        same_reports(report, want[rank // 2])
+
+
+class EpochEnds(Logs):
+    """Logs in hooks where no batch says how much a rank's value weighs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def on_train_start(self) -> None:
+        self.log("same_start", 2.5)
+        self.log("own_start", float(self.global_rank))
+
+    def on_train_epoch_start(self) -> None:
+        self.log("same_epoch_start", 7)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("same", 3.5)
+        self.log("same_sum", 3, reduce_fx="sum", sync_dist=True)
+        self.log("own", self.losses[0])
+        self.log("own_time", self.losses[0], rank_zero_only=True)
+        if self.global_rank == 1:
+            self.log("second", 8.0)
+
+
+class Kept(EpochEnds):
+    def on_train_end(self) -> None:
+        self.found = self.losses
+
+
+def test_at_epoch_ends_values_that_differ_are_averaged_and_told() -> None:
+    first, second = run_ranks(2, watched, RING, Kept, test=False)
+    a, b = first["module"][0], second["module"][0]
+    assert a != pytest.approx(b)
+    seen = [
+        {name.split(": ")[1]: x for name, x in report["seen"][-1].items()}
+        for report in (first, second)
+    ]
+    both = {
+        "same": 3.5,
+        "same_sum": 3.0,
+        "own": (a + b) / 2,
+        "same_start": 2.5,
+        "same_epoch_start": 7,
+    }
+    assert seen[0] == pytest.approx({**both, "own_start": 0.0, "own_time": a}, rel=1e-12)
+    assert seen[1] == pytest.approx(
+        {**both, "own_start": 1.0, "own_time": b, "second": 8.0}, rel=1e-12
+    )
+    named = [text.split("'")[1] for text in first["told"]]
+    assert named == ["own", "own_start"]
+    assert "Shown is the plain mean over these ranks." in first["told"][0]
+    assert "Shown is what each rank has itself." in first["told"][1]
+
+
+class Loaders(Logs):
+    """Validates on two loaders; one rank alone logs something, in a hook after backward, too."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def on_after_backward(self) -> None:
+        if self.trainer.is_global_zero:
+            self.log("alone", 0.5)
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        if self.trainer.is_global_zero:
+            self.log("alone_too", 1.5, sync_dist=True)
+
+    def val_dataloader(self) -> Any:
+        return [loader(4), loader(3)]
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = self.loss(batch)
+        self.log("val", loss, **BOTH, batch_size=2)
+        self.log(f"val_{dataloader_idx}", loss, add_dataloader_idx=False)
+        self.cp_log("count", loss.new_ones(()), 1, **BOTH)
+        self.cp_log(f"count_{dataloader_idx}", 2.0 * loss.new_ones(()), 1, add_dataloader_idx=False)
+
+
+def loaders(rank: int, world_size: int, settings: Any) -> tuple[dict[str, float], bool]:
+    module = Loaders()
+    trainer = trainer_of(world_size, settings)
+    trainer.fit(module, loader(4))
+    left = {"log", "_context_parallel_log", "on_train_batch_end"} & module.__dict__.keys()
+    left |= {"epoch_end_reached"} & trainer._logger_connector.__dict__.keys()
+    return {name: float(x) for name, x in trainer.callback_metrics.items()}, bool(left)
+
+
+def test_several_loaders_and_ranks_that_log_alone() -> None:
+    ((want, _),) = run_ranks(1, loaders, None)
+    assert "val_epoch/dataloader_idx_1" in want
+    (first, left), (second, _) = run_ranks(2, loaders, RING, timeout=30)
+    assert not left
+    assert first == pytest.approx(want, rel=1e-10)
+    alone = {"alone", "alone_too"}
+    assert second == pytest.approx({k: x for k, x in want.items() if k not in alone}, rel=1e-10)
