@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.logs.module import ModuleLog
+from lightning_cp.logs.replicated import ReplicatedMetrics
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.mixin import options_of
-from lightning_cp.module_log import ModuleLog
-from lightning_cp.replicated import ReplicatedMetrics
 
 
 class Core(Protocol):

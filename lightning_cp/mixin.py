@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.token_mean import RATIO_HOOK, show_ratio, where_counted
+from lightning_cp.logs.token_mean import RATIO_HOOK, show_ratio, where_counted
 
 
 class ContextParallelMixin:

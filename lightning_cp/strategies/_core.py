@@ -19,15 +19,15 @@ from torch.optim import Optimizer
 from lightning_cp.batch import BatchRules, ShardedBatch, unshard_output
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError
+from lightning_cp.logs.ranks import side_by_side, weighted_mean
+from lightning_cp.logs.token_mean import as_logged, where_counted
 from lightning_cp.mesh import ContextParallelMesh, Factors, Flat
 from lightning_cp.models.facts import PositionFacts
 from lightning_cp.models.swap import StepState, SwapHandle, hf_models, swap_attention
-from lightning_cp.rank_values import side_by_side, weighted_mean
 from lightning_cp.strategies._sharding import label_kind, shard_agreed, shared_with
 from lightning_cp.strategies._weighting import StepLoss
 from lightning_cp.strategies._windows import TokenWindows
 from lightning_cp.strategies.settings import Settings
-from lightning_cp.token_mean import as_logged, where_counted
 
 _log = logging.getLogger("lightning_cp")
 
@@ -248,7 +248,7 @@ class ContextParallelCore:
 
     def shown_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """What a step returns, for callbacks to read: one process's value, with this rank's gradient."""
-        return loss if self._loss is None else self._loss.shown(loss)
+        return loss if self._loss is None else self._loss.shown(loss, self.average(loss.detach()))
 
     def require_loss(self, loss: torch.Tensor | None) -> None:
         """Refuse a rank without targets whose backward would leave the others waiting."""

@@ -40,18 +40,20 @@ class StepLoss:
         return [average_weight(self._valid, rank) for rank in range(len(self._valid))]
 
     def scale(self, loss: torch.Tensor, optimizers: Iterable[Optimizer]) -> torch.Tensor:
-        """The loss to call backward on."""
+        """The loss to call backward on: it has its own value still, for hooks that read it."""
         rank = self._mesh.cp_rank
         weight = self._weight(optimizers)
         if self._valid[rank]:
-            return loss * (loss_scale(self._valid, rank) * weight)
-        self._muted = loss.detach() if self._own is None else self._own
-        return mute(loss)
+            weighted = loss * (loss_scale(self._valid, rank) * weight)
+        else:
+            self._muted = loss.detach() if self._own is None else self._own
+            weighted = mute(loss)
+        return _Shown.apply(weighted, loss.detach())  # type: ignore[return-value]
 
-    def shown(self, loss: torch.Tensor) -> torch.Tensor:
+    def shown(self, loss: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """A loss with the value of one process's, and the gradient of this rank's own."""
         self._own = loss.detach()
-        return _Shown.apply(loss, self.average_all([loss])[0])  # type: ignore[return-value]
+        return _Shown.apply(loss, value)  # type: ignore[return-value]
 
     def _weight(self, optimizers: Iterable[Optimizer]) -> float:
         """Of this data rank's mean loss in the gradient."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torchmetrics import Metric
 
-from lightning_cp.step_log import Kind
-from lightning_cp.token_mean import as_logged
+from lightning_cp.logs.settle import Kind
+from lightning_cp.logs.token_mean import as_logged
 
 ARGUMENTS = (
     "prog_bar",

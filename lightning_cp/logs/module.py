@@ -19,11 +19,11 @@ from torchmetrics import Metric
 
 from lightning_cp.comm.agreement import lists_of_ranks
 from lightning_cp.comm.reduce import all_sum
-from lightning_cp.log_hooks import BATCH_ENDS, EPOCH_ENDS, Patches, hooks_may_log
-from lightning_cp.log_values import ARGUMENTS, as_given, kind_of, show_metric
+from lightning_cp.logs.hooks import BATCH_ENDS, EPOCH_ENDS, Patches, hooks_may_log
+from lightning_cp.logs.settle import Call, Kind, Ranks, StepLog
+from lightning_cp.logs.token_mean import RATIO_HOOK, Options, means_of, show_ratio
+from lightning_cp.logs.values import ARGUMENTS, as_given, kind_of, show_metric
 from lightning_cp.mesh import Flat
-from lightning_cp.step_log import Call, Kind, Ranks, StepLog
-from lightning_cp.token_mean import RATIO_HOOK, Options, means_of, show_ratio
 
 
 class ModuleLog:

@@ -15,8 +15,8 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.logs.ranks import side_by_side
 from lightning_cp.mesh import ContextParallelMesh, Flat
-from lightning_cp.rank_values import side_by_side
 
 
 class ReplicatedMetrics:

@@ -18,9 +18,9 @@ import torch
 
 from lightning_cp.comm.agreement import lists_of_ranks
 from lightning_cp.comm.reduce import all_sum
+from lightning_cp.logs.ranks import equal, side_by_side, weighted_mean
+from lightning_cp.logs.token_mean import Options
 from lightning_cp.mesh import ContextParallelMesh, Flat
-from lightning_cp.rank_values import equal, side_by_side, weighted_mean
-from lightning_cp.token_mean import Options
 
 
 class Kind(Enum):
