@@ -1,0 +1,79 @@
+"""The mesh of a run: made once, as soon as its sizes can be known."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import nn
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.mesh import ContextParallelMesh, Factors
+from lightning_cp.strategies.settings import Settings
+
+
+class RunMesh:
+    """Owns the mesh: its groups end with this object, or with the process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._mesh: ContextParallelMesh | None = None
+
+    @property
+    def mesh(self) -> ContextParallelMesh:
+        """The mesh.
+
+        Raises:
+            ConfigError: it does not exist yet.
+        """
+        if self._mesh is None:
+            raise ConfigError(
+                "the mesh does not exist yet: processes start first, and the split of the "
+                "context-parallel ranks "
+                "may need the model. It is available from setup on, or in configure_model if num_heads, or "
+                "ulysses_size and ring_size, are given to the strategy."
+            )
+        return self._mesh
+
+    def data_rank(self, global_rank: int, world_size: int) -> int:
+        """Which sample this rank works on; known before the mesh, as context-parallel ranks are the inner."""
+        if self._mesh is not None:
+            return self._mesh.data_rank
+        return global_rank // self.settings.context_size(world_size)
+
+    def build_mesh(
+        self,
+        world_size: int,
+        device_type: str,
+        ranks_per_node: int | None,
+        model: nn.Module | None = None,
+        num_heads: int | None = None,
+    ) -> Factors | None:
+        """Make the mesh, once; ``None`` if it exists, or if the model must be known first.
+
+        Args:
+            world_size: all ranks.
+            device_type: ``cpu`` or ``cuda``.
+            ranks_per_node: the largest useful Ulysses size.
+            model: where the number of heads is looked for, if it is needed and not given.
+            num_heads: what the model declares; the setting of the same name goes first.
+
+        Raises:
+            ConfigError: sizes that do not fit the world or the heads.
+        """
+        cp_size = self.settings.context_size(world_size)
+        heads = self.settings.known_heads(cp_size, model, num_heads)
+        waits = heads is None and self.settings.needs_heads and cp_size > 1
+        if self._mesh is not None or waits:
+            return None
+        if cp_size == 1:
+            factors = Factors(1, 1, "one rank per sample")
+        else:
+            factors = self.settings.factors(cp_size, heads, ranks_per_node)
+        self._mesh = ContextParallelMesh(
+            ring_size=factors.ring_size,
+            ulysses_size=factors.ulysses_size,
+            device_type=device_type,
+            data_parallel_replicate_size=self.settings.data_parallel_size,
+        )
+        weakref.finalize(self, self._mesh.destroy)  # with the strategy, or when the process ends
+        return factors
