@@ -53,7 +53,7 @@ class Seen(pl.Callback):
     losses: list[float] = field(default_factory=list)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: Any, loss: torch.Tensor) -> None:
-        self.losses.append(float(loss))
+        self.losses.append(float(loss.detach()))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Batch, batch_idx: int
