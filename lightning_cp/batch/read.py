@@ -7,12 +7,13 @@ sequence, is refused, because a guess would be silently wrong; the rest is repli
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from lightning_cp.batch.noted import POSITIONS
 from lightning_cp.batch.rules import KNOWN_DIMS, BatchRules
 from lightning_cp.containers import is_container, tensors_of
 from lightning_cp.errors import ConfigError, ShapeError
@@ -51,8 +52,7 @@ def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBat
     lengths = {name: tensors[name].size(dim) for name, dim in dims.items()}
     if len(set(lengths.values())) > 1:
         raise ShapeError(
-            f"the sequences of a batch must have one length, got {lengths}. Batches of several loaders can "
-            "be joined to one: pad them to one length and concatenate their rows in on_after_batch_transfer."
+            f"the sequences of a batch must have one length, got {lengths}. {_why_lengths(lengths)}"
         )
     seq_len = next(iter(lengths.values()))
     _refuse_undeclared(tensors, dims, rules, seq_len)
@@ -65,6 +65,20 @@ def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBat
     rows = next((tensors[name].size(0) for name, dim in dims.items() if dim != 0), 1)
     aligned = _aligned_labels(tensors, dims, rules)
     return WholeBatch(batch, dims, seq_len, rows, aligned, dims.get(rules.label_key, 1))
+
+
+def _why_lengths(lengths: Mapping[str, int]) -> str:
+    others = {length for name, length in lengths.items() if name != POSITIONS}
+    if len(others) == 1 and POSITIONS in lengths:
+        (whole,) = others
+        return (
+            f"Give {POSITIONS} of the whole sequence, 0 to {whole - 1} (or restarting with each document): "
+            "the strategy shards them along with the tokens."
+        )
+    return (
+        "Batches of several loaders can be joined to one: pad them to one length and concatenate their "
+        "rows in on_after_batch_transfer."
+    )
 
 
 def _aligned_labels(
@@ -123,8 +137,8 @@ def _sequence_dims(tensors: Mapping[str, torch.Tensor], rules: BatchRules) -> di
         dims[name] = dim % x.dim()
     if not dims:
         raise ConfigError(
-            f"no tensor of the batch is known to run along the sequence; it has {sorted(tensors)}. Declare "
-            "them: sequence_dims={'<name>': <dim>}, with names like '0' for tuples and 'a.b' for nested ones."
+            "no tensor of the batch is known to run along the sequence; it has "
+            f"{sorted(tensors) or 'no tensors'}. {_what_to_declare(tensors)}"
         )
     return dims
 
@@ -143,3 +157,22 @@ def _refuse_undeclared(
                 "to shard it, "
                 f"or sequence_dims={{{name!r}: None}} to give every rank all of it."
             )
+
+
+def _what_to_declare(names: Iterable[str]) -> str:
+    """Nested names are not taken for known ones: which of several inputs would a mask belong to?"""
+    nested = {name: KNOWN_DIMS.get(name.rpartition(".")[2]) for name in names if "." in name}
+    known = {name: dim for name, dim in nested.items() if dim is not None}
+    labels = [name for name in known if name.endswith(".labels")]
+    if len(labels) > 1:
+        return (
+            f"It has several labels, {', '.join(map(repr, labels))}, but a step has one loss. Batches of "
+            "several loaders can be joined to one: concatenate their rows in on_after_batch_transfer."
+        )
+    if known:
+        key = f" and label_key={labels[0]!r}" if labels else ""
+        return f"Declare what is nested: sequence_dims={known}{key}."
+    return (
+        "Declare them: sequence_dims={'<name>': <dim>}, with names like '0' for tuples and 'a.b' for nested "
+        "ones."
+    )

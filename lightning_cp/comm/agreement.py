@@ -35,6 +35,7 @@ def agree(
     what: str,
     within: Sequence[Sequence[int]] | None = None,
     error: Exception | None = None,
+    texts: Mapping[str, str] | None = None,
 ) -> list[dict[str, int]]:
     """Exchange ``facts`` and check that they are equal where they must be.
 
@@ -45,6 +46,7 @@ def agree(
         within: lists of ranks that must agree with each other; all ranks of the group by default, none if
             it is empty.
         error: what went wrong on this rank already, if anything did: then every rank raises.
+        texts: fact -> what to show of this rank's if it differs; the integer by default.
 
     Returns:
         The facts of every rank of the group; where ``within`` is given, other subgroups may have other
@@ -68,7 +70,7 @@ def agree(
                 f"{what}: ranks that share one sample are not at the same call, or were given different "
                 f"fields. This rank has: {', '.join(names)}."
             )
-        _check_equal(table, list(ranks), group, what)
+        _check_equal(table, list(ranks), group, what, texts or {})
     return table
 
 
@@ -92,6 +94,13 @@ def lists_of_ranks(items: Sequence[T], group: dist.ProcessGroup) -> list[list[T]
     lists: list[list[T]] = [[] for _ in range(group.size())]
     dist.all_gather_object(lists, list(items), group=group)
     return lists
+
+
+def same_in_the_world(value: int) -> bool:
+    """Whether every rank has this number; before there is a mesh, over the default group."""
+    every: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return len(set(every)) == 1
 
 
 def checksum(x: torch.Tensor) -> int:
@@ -118,17 +127,22 @@ def _fold(x: torch.Tensor) -> torch.Tensor:
 
 
 def _check_equal(
-    table: list[dict[str, int]], ranks: list[int], group: dist.ProcessGroup, what: str
+    table: list[dict[str, int]],
+    ranks: list[int],
+    group: dist.ProcessGroup,
+    what: str,
+    texts: Mapping[str, str],
 ) -> None:
     for name in table[0]:
-        values = [table[rank][name] for rank in ranks]
-        if len(set(values)) > 1:
-            shown = ", ".join(
-                f"rank {dist.get_global_rank(group, rank)}: {value}"
-                for rank, value in zip(ranks, values, strict=True)
+        if len({table[rank][name] for rank in ranks}) > 1:
+            own = table[dist.get_group_rank(group, dist.get_rank())][name]
+            shown: list[str] = [""] * group.size()  # all ranks have this table, and come here
+            dist.all_gather_object(shown, texts.get(name, str(own)), group=group)
+            listed = ", ".join(
+                f"rank {dist.get_global_rank(group, rank)}: {shown[rank]}" for rank in ranks
             )
             raise BatchMismatchError(
-                f"{what}: ranks that share one sample disagree on {name} ({shown}). Every rank of a "
+                f"{what}: ranks that share one sample disagree on {name} ({listed}). Every rank of a "
                 "context-parallel group must be given the same batch: shard samplers and streams over "
                 "strategy.data_parallel_size and strategy.data_rank, not over the world size; or let one "
                 "rank read for its group: batch_sync='broadcast'."

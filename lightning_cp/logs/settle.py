@@ -139,10 +139,14 @@ class StepLog:
         shared = [call for call in calls if call.key in common and not _is_ratio(call)]
         shared.sort(key=_key)
         rows = side_by_side([call.values[0] for call in shared], mesh)
-        for call, row in zip(shared, rows, strict=True):
+        alike = torch.stack([equal(row).all() for row in rows]).tolist() if rows else []
+        for call, row, same in zip(shared, rows, alike, strict=True):
             kinds = {peer[call.key] for peer in peers}
             kind = call.kind if len(kinds) == 1 else Kind.METRIC
-            self._settle_one(call, kind, row, shares)
+            if kind is Kind.MEAN and shares is not None:
+                call.emit = _given(call.emit, weighted_mean(row, shares))
+            elif not same:
+                self._settle_one(call, kind, row, shares)
 
     def _joined(self, own: list[Any], lists: list[list[Any]]) -> list[Call]:
         """Ratios that only other ranks have logged: here nothing was counted."""
@@ -157,12 +161,7 @@ class StepLog:
     def _settle_one(
         self, call: Call, kind: Kind, row: torch.Tensor, shares: list[float] | None
     ) -> None:
-        """One value out of those of all ranks of the group."""
-        if kind is Kind.MEAN and shares is not None:
-            call.emit = _given(call.emit, weighted_mean(row, shares))
-            return
-        if bool(equal(row).all()):
-            return
+        """One value out of the different ones of all ranks of the group."""
         self._tell(call.name, kind)
         if call.kind is Kind.SHOWN:
             return

@@ -174,11 +174,25 @@ class ContextParallelCore(RunMesh):
         """Whether a context-parallel step is under way."""
         return self._handle is not None and self._handle.active
 
-    def scale_loss(self, loss: torch.Tensor, optimizers: Iterable[Optimizer] = ()) -> torch.Tensor:
-        """The loss to call backward on; ``optimizers`` are all that the run has."""
+    def scale_loss(
+        self,
+        loss: torch.Tensor,
+        optimizers: Iterable[Optimizer] = (),
+        *,
+        automatic: bool = False,
+    ) -> torch.Tensor:
+        """The loss to call backward on.
+
+        Args:
+            loss: what the step computed.
+            optimizers: all that the run has.
+            automatic: gradients are zeroed after steps only.
+        """
         if self._handle is not None and self._handle.state is not None:
             self._handle.state.weighted = True
-        return loss if self._loss is None else self._loss.scale(loss, optimizers)
+        if self._loss is None:
+            return loss
+        return self._loss.scale(loss, optimizers, automatic=automatic)
 
     def end_window(self, optimizer: Optimizer, batches: int | None = None) -> None:
         """Gradients are complete: weight the targets of the whole window alike, if that was asked for."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,11 +21,11 @@ from torch.utils.data import DataLoader
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.strategies._core import ContextParallelCore
-from lightning_cp.strategies._loaders import cp_group_of, shared_loader
-from lightning_cp.strategies._order import agree_on_order
 from lightning_cp.strategies.engines import engine
 from lightning_cp.strategies.engines.ddp import check_options, without_defaults
 from lightning_cp.strategies.launch import check_ranks, check_start_method
+from lightning_cp.strategies.loaders.order import agree_on_order
+from lightning_cp.strategies.loaders.shared import cp_group_of, shared_loader
 from lightning_cp.strategies.settings import Settings
 from lightning_cp.strategies.sweeps import refuse_foreign_launcher
 
@@ -103,10 +102,18 @@ class ContextParallelFront:
         check_start_method(self._start_method)
         self._core = ContextParallelCore(settings)
         self._engine = engine(data_parallel)
-        self._loader_numbers = count()
+        self._loaders = 0
 
     _ddp_kwargs: dict[str, Any]  # a DDPStrategy's, as all else that is looked up on `self: Any`
     _start_method: str
+
+    def __repr__(self) -> str:
+        """Lightning shows it where it is given another Lightning's strategy."""
+        kind = type(self)
+        return f"<{kind.__module__}.{kind.__qualname__}, for {self._made_for}>"
+
+    _made_for: ClassVar[str]
+    """Whose strategy this is, and which one is for the other."""
 
     @property
     def mesh(self) -> ContextParallelMesh:
@@ -192,12 +199,12 @@ class ContextParallelFront:
         at_most: int | None = None,
     ) -> Any:
         """The loader, to be gone through by all ranks together; as it is where each has its own samples."""
-        if self._core.settings.context_size(self.world_size) == 1:
+        if self.world_size == 1:
             return dataloader
         if self.data_parallel_size == 1 and isinstance(dataloader, DataLoader):
             agree_on_order(dataloader, cp_group_of(self._core))
-        number = next(self._loader_numbers)
-        shared = shared_loader(dataloader, self._core, number, trains)
+        self._loaders += 1
+        shared = shared_loader(dataloader, self._core, self._loaders, trains)
         shared.agree_on_length(training=training, at_most=at_most)
         return shared
 

@@ -81,7 +81,8 @@ def shard_agreed(
         facts = _facts(whole, layout, valid)
     except Exception as refused:  # any: a rank that raised alone would leave the others waiting
         error = refused
-    table = _agree_on_batch(facts, error, mesh, training=training)
+    texts = _texts(whole) if whole is not None else {}
+    table = _agree_on_batch(facts, texts, error, mesh, training=training)
     assert whole is not None
     assert layout is not None
     if not facts["targets"]:
@@ -160,15 +161,21 @@ def _layout_of(
 
 
 def _agree_on_batch(
-    facts: dict[str, int], error: Exception | None, mesh: ContextParallelMesh, *, training: bool
+    facts: dict[str, int],
+    texts: dict[str, str],
+    error: Exception | None,
+    mesh: ContextParallelMesh,
+    *,
+    training: bool,
 ) -> list[dict[str, int]]:
     """In training all ranks agree: their gradients are averaged, so all must know of ranks without
     targets. Elsewhere only a cp group does: data ranks may have different numbers of batches."""
     size, cp = mesh.data_size, mesh.cp_size
     if not training:
-        return agree(facts, mesh.control_group(Flat.CP), what="batch", error=error)
+        return agree(facts, mesh.control_group(Flat.CP), what="batch", error=error, texts=texts)
     groups = [range(index * cp, (index + 1) * cp) for index in range(size)]
-    return agree(facts, mesh.control_group(Flat.LOSS), what="batch", within=groups, error=error)
+    group = mesh.control_group(Flat.LOSS)
+    return agree(facts, group, what="batch", within=groups, error=error, texts=texts)
 
 
 def _facts(whole: WholeBatch, layout: SequenceLayout, valid: tuple[int, ...]) -> dict[str, int]:
@@ -180,8 +187,15 @@ def _facts(whole: WholeBatch, layout: SequenceLayout, valid: tuple[int, ...]) ->
         "documents": layout.documents.checksum if layout.documents else 0,
     }
     tensors = list(tensors_of(whole.batch))
+    for name, text in _texts(whole).items():
+        facts[name] = fingerprint(text)
     for name, x in tensors[:15]:
-        facts[f"{name} (shape and dtype)"] = fingerprint((tuple(x.shape), str(x.dtype)))
         facts[f"{name} (values)"] = checksum(x)
     facts["further tensors"] = fingerprint([(name, checksum(x)) for name, x in tensors[15:]])
     return facts
+
+
+def _texts(whole: WholeBatch) -> dict[str, str]:
+    """What is shown of facts that are checksums of a text."""
+    tensors = list(tensors_of(whole.batch))[:15]
+    return {f"{name} (shape and dtype)": f"{tuple(x.shape)} {x.dtype}" for name, x in tensors}

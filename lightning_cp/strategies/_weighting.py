@@ -39,10 +39,12 @@ class StepLoss:
         """Each cp rank's share of the group's targets: what averages over ranks are weighted by."""
         return [average_weight(self._valid, rank) for rank in range(len(self._valid))]
 
-    def scale(self, loss: torch.Tensor, optimizers: Iterable[Optimizer]) -> torch.Tensor:
+    def scale(
+        self, loss: torch.Tensor, optimizers: Iterable[Optimizer], *, automatic: bool = False
+    ) -> torch.Tensor:
         """The loss to call backward on: it has its own value still, for hooks that read it."""
         rank = self._mesh.cp_rank
-        weight = self._weight(optimizers)
+        weight = self._weight(optimizers, automatic)
         if self._valid[rank]:
             weighted = loss * (loss_scale(self._valid, rank) * weight)
         else:
@@ -55,11 +57,11 @@ class StepLoss:
         self._own = loss.detach()
         return _Shown.apply(loss, value)  # type: ignore[return-value]
 
-    def _weight(self, optimizers: Iterable[Optimizer]) -> float:
+    def _weight(self, optimizers: Iterable[Optimizer], automatic: bool) -> float:
         """Of this data rank's mean loss in the gradient."""
         if self._windows is None:
             return 1.0
-        group = self._mesh.control_group(Flat.LOSS)
+        group = None if automatic else self._mesh.control_group(Flat.LOSS)
         of_window = self._windows.weight(self, self._targets, optimizers, group)
         share = sum(self._valid) / self._targets if self._targets else 0.0
         return share * self._mesh.data_size * of_window

@@ -11,8 +11,10 @@ when the window ends. A window of one batch needs nothing at its end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_cp.comm.reduce import all_sum
+from lightning_cp.errors import ConfigError
 
 
 @dataclass
@@ -48,7 +51,7 @@ class TokenWindows:
         batch: object,
         targets: int,
         optimizers: Iterable[Optimizer],
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
     ) -> float:
         """The factor on the mean loss of a batch, before its backward.
 
@@ -56,17 +59,26 @@ class TokenWindows:
             batch: tells one batch from another.
             targets: of the whole batch, on all data ranks.
             optimizers: those of the run.
-            group: all ranks whose gradients are averaged; its backend moves CPU tensors.
+            group: all ranks whose gradients are averaged, with a backend that moves CPU tensors; ``None``
+                where gradients are zeroed after steps only.
+
+        Raises:
+            ConfigError: optimizers share a parameter, whose gradient would need two sizes.
         """
         training = [each for each in optimizers if any(p.requires_grad for p in _parameters(each))]
-        self._forget_zeroed(training, group)
+        _refuse_shared(training)
+        if group is not None:
+            self._forget_zeroed(training, group)
         for optimizer in training:
             self._windows.setdefault(optimizer, _Window()).include(batch, targets)
         if not any(self._windows[each].targets > targets for each in training):
             self._unit = max(targets, 1)  # nothing is in any gradient yet
         return targets / self._unit
 
-    def _forget_zeroed(self, optimizers: list[Optimizer], group: dist.ProcessGroup) -> None:
+    def __reduce__(self) -> Any:
+        return TokenWindows, ()  # workers begin with none
+
+    def _forget_zeroed(self, optimizers: Sequence[Optimizer], group: dist.ProcessGroup) -> None:
         """Begin anew where gradients were zeroed instead of stepped along; all ranks', not one by chance."""
         if not any(each in self._windows for each in optimizers):
             return
@@ -93,6 +105,16 @@ class TokenWindows:
             for parameter in _parameters(optimizer):
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
+
+
+def _refuse_shared(optimizers: Sequence[Optimizer]) -> None:
+    counts = Counter(id(p) for each in optimizers for p in set(_parameters(each)))
+    if counts and max(counts.values()) > 1:
+        raise ConfigError(
+            "token_weighting='global' gives gradients their final size once for each optimizer, but two "
+            "optimizers of this run share parameters. Give each its own, or use "
+            "token_weighting='micro_batch'."
+        )
 
 
 def _has_gradient(optimizer: Optimizer) -> bool:

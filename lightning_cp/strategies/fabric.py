@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.strategies._front import ContextParallelFront, in_floating_point
-from lightning_cp.strategies._proxy import LoaderProxy
-from lightning_cp.strategies._random import going_on
+from lightning_cp.strategies.loaders.draws import going_on
+from lightning_cp.strategies.loaders.proxy import LoaderProxy
 
 
 class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
@@ -40,6 +40,8 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
             for scripts that shift or cut what a loader gives.
         **kwargs: as for the Trainer's strategy.
     """
+
+    _made_for = "lightning.fabric.Fabric; for the Trainer take lightning_cp.UlyssesRingStrategy"
 
     def __init__(self, *args: Any, shard_dataloaders: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -108,12 +110,21 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         if training is None:
             training = self._trains()
         if not self._core.was_sharded(batch):
-            self.end_step()
+            self._end_last_step()
         if training:
             self._core.require_label_kind()
         local = self._core.shard(batch, needs_labels=training)
         self._core.begin_step()
         return local
+
+    def _end_last_step(self) -> None:
+        try:
+            self.end_step()
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error} Or the batch before was sharded and not used: shard one at a time, each before its "
+                "forward."
+            ) from None
 
     def end_step(self) -> None:
         """The models are plain models until the next batch, for what one rank does alone.

@@ -147,13 +147,6 @@ def _check_own(start_method: str, devices: int, num_nodes: int) -> None:
             "started by hand, but MASTER_PORT is not, so they cannot meet. Unset LOCAL_RANK to let Lightning "
             "start the processes, or set MASTER_ADDR and MASTER_PORT in all of them."
         )
-    rank = node_rank * devices + local_rank
-    if _number("RANK", default=rank) != rank:
-        raise ConfigError(
-            f"RANK={os.environ['RANK']} is set, but NODE_RANK={node_rank} and LOCAL_RANK={local_rank} with "
-            f"devices={devices} make rank {rank}. Set NODE_RANK (0 to {num_nodes - 1}) on every node, or "
-            f"start with {TORCHRUN.start.format(devices=devices, num_nodes=num_nodes)}."
-        )
 
 
 def _check_local(name: str, devices: int) -> int:

@@ -95,7 +95,13 @@ class Settings:
                 value = getattr(self, name)
                 shown += [f"{name}={value}"] if value not in (None, "auto") else []
             rest, left = divmod(world_size, wanted)
-            fix = f"data_parallel_size={rest}" if not left else f"{wanted} or a multiple as devices"
+            fix = (
+                f"data_parallel_size={rest}"
+                if not left
+                else (
+                    f"{wanted} devices, or a multiple of it with data_parallel_size=<that multiple>"
+                )
+            )
             raise ConfigError(
                 f"the mesh sizes must multiply to the world size {world_size}, got "
                 f"{' x '.join(shown)}, which is "

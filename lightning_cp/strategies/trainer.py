@@ -22,13 +22,14 @@ from lightning_cp.callback import ContextParallelCallback, callback_among
 from lightning_cp.errors import ConfigError
 from lightning_cp.mixin import options_of
 from lightning_cp.strategies._front import ContextParallelFront, in_floating_point
-from lightning_cp.strategies._loaders import unshared
-from lightning_cp.strategies._random import going_on
+from lightning_cp.strategies.loaders.draws import going_on
+from lightning_cp.strategies.loaders.shared import unshared
 
 
 class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     __doc__ = ContextParallelFront.__doc__
 
+    _made_for = "lightning.pytorch.Trainer; for Fabric take lightning_cp.fabric.UlyssesRingStrategy"
     _callback: ContextParallelCallback | None = None
     _announced: weakref.ref[LightningModule] | None = None
 
@@ -96,7 +97,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._wrap_unfrozen()
+        self._wrap_what_is_trained()
         self._core.begin_step()  # ends in on_train_batch_end: backward may recompute
         with self._logging_together():
             output = super().training_step(*args, **kwargs)
@@ -133,7 +134,9 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     @override
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self.model is not None
-        scaled = self._core.scale_loss(closure_loss, self.optimizers)
+        assert self.lightning_module is not None
+        automatic = self.lightning_module.automatic_optimization
+        scaled = self._core.scale_loss(closure_loss, self.optimizers, automatic=automatic)
         loss = super().backward(scaled, *args, **kwargs)
         self._core.after_backward(self.model.parameters())
         return loss
@@ -167,11 +170,11 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
 
     # -- helpers ---------------------------------------------------------------------------------
 
-    def _wrap_unfrozen(self) -> None:
-        """Parameters unfrozen since the model was wrapped are averaged from here on, too."""
+    def _wrap_what_is_trained(self) -> None:
+        """Layers may be frozen and unfrozen while a model trains."""
         module = self.lightning_module
         assert module is not None
-        if self._engine.left_out(module):
+        if not self._engine.is_current(module):
             self.model = module
             self.configure_ddp()
 
@@ -213,6 +216,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         """All ranks read the same samples, as one process does; Lightning's sampler would shuffle them."""
         assert self.lightning_module is not None
         connector: Any = self.lightning_module.trainer._accelerator_connector
+        assert hasattr(connector, "use_distributed_sampler")  # Lightning's own, and private
         connector.use_distributed_sampler = False
 
     def _announce(self, module: LightningModule, swapped: list[str]) -> None:

@@ -18,10 +18,13 @@ RUN = "torch.distributed.run"
 
 
 def test_one_word_and_no_import(tmp_path: Path) -> None:
-    """``python script.py``: torch calls the entry point, Lightning starts the second process."""
-    path = installed_path(tmp_path)
+    """``python script.py``: torch calls the entry point, Lightning starts the second process.
+
+    It keeps the RANK that a platform has set for the one process that it knows of.
+    """
+    variables = {"PYTHONPATH": installed_path(tmp_path), "RANK": "0", "WORLD_SIZE": "1"}
     script = SCRIPTS / "trainer.py"
-    with program(tmp_path, script, tmp_path, "2", "1", "ulysses_ring", PYTHONPATH=path) as started:
+    with program(tmp_path, script, tmp_path, "2", "1", "ulysses_ring", **variables) as started:
         printed = finish(started)
     assert printed.count("context parallel: ulysses 2 x ring 1") == 1
     came_to_the_same(tmp_path)

@@ -57,7 +57,8 @@ def test_workers_of_fabric(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("callbacks", [[], [ContextParallelCallback()]], ids=["ours", "the user's"])
 def test_what_spawned_workers_are_sent_can_be_pickled(callbacks: list[Any]) -> None:
-    strategy = UlyssesRingStrategy(start_method="spawn", mode="ring", sequence_dims={"a": 1})
+    settings: Any = {"mode": "ring", "sequence_dims": {"a": 1}, "token_weighting": "global"}
+    strategy = UlyssesRingStrategy(start_method="spawn", **settings)
     trainer = pl.Trainer(strategy=strategy, devices=2, callbacks=callbacks, **QUIET)
     sent: Any = pickle.loads(pickle.dumps((trainer, Declared())))[0]
     assert sent.strategy._core.settings == strategy._core.settings

@@ -179,7 +179,7 @@ def unscaled(rank: int, world_size: int, run: Run) -> Result:
     from lightning_cp.strategies._weighting import StepLoss
 
     original = StepLoss.scale
-    StepLoss.scale = lambda self, loss, optimizers: torch.nan_to_num(loss)  # type: ignore[method-assign]
+    StepLoss.scale = lambda self, loss, optimizers, automatic: torch.nan_to_num(loss)  # type: ignore[method-assign]
     try:
         return execute(rank, world_size, run)
     finally:

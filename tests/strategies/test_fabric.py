@@ -267,7 +267,10 @@ def test_sharding_twice() -> None:
     [
         ("labels", "it is not known how PlainLlama reads its labels"),
         ("own attention", "no attention call was intercepted"),
-        ("never called", "no attention call was intercepted"),
+        (
+            "never called",
+            "no attention call was intercepted.*Or the batch before was sharded and not used",
+        ),
         ("unfrozen", r"embed\.weight \(1 in all\) were frozen when fabric\.setup"),
         ("not sharded", r"backward without a sharded batch.*shard_batch"),
     ],

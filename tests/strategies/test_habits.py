@@ -167,6 +167,26 @@ class Frozen(Logged):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
 
 
+class TakingTurns(pl.Callback):
+    """One half of the layers learns in even epochs, the other in odd ones, and all in the last."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        parameters = list(pl_module.parameters())
+        for index, parameter in enumerate(parameters):
+            turn = (index < len(parameters) // 2) == (trainer.current_epoch % 2 == 0)
+            parameter.requires_grad_(turn or trainer.current_epoch == 3)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.on_train_epoch_start(trainer, pl_module)
+
+
+class Momentless(Logged):
+    """An optimizer that leaves alone what has no gradient."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
 class AnExample(Logged):
     """Knows an input for summaries and graphs."""
 
@@ -236,6 +256,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
         },
     ),
     "finetuning": (Frozen, lambda: {"callbacks": [Freezing()]}),
+    "taking turns": (Momentless, lambda: {"callbacks": [TakingTurns()], "max_epochs": 4}),
     "bars": (Logged, {"enable_progress_bar": True}),
     "timer": (Logged, lambda: {"callbacks": [callbacks.Timer("00:01:00:00")]}),
     "graph in TensorBoard": (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import csv
+import pickle
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.text import Perplexity
 
 from tests.pool import run_ranks
-from tests.strategies.small import Batch, Small, loader, trainer_of
+from tests.strategies.small import Batch, Small, alone, loader, trainer_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You called .*needs to be floating:UserWarning"),
@@ -220,3 +222,50 @@ def test_a_rank_may_log_alone() -> None:
     assert first == pytest.approx(want, rel=1e-10)
     own = {"loss": want["loss"], "other": 9.0, "val_loss": want["val_loss"]}
     assert second == pytest.approx(own, rel=1e-10)
+
+
+class Copying(pl.Callback):
+    """Keeps a copy of the module as it is while it trains, and one that was pickled; only rank 0 does."""
+
+    copies: tuple[Any, ...] = ()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        pl_module.log("own", 3.0)
+        trainer_, pl_module._trainer = pl_module._trainer, None
+        self.copies = copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module))
+        pl_module._trainer = trainer_
+
+
+class Ending(Small):
+    """Has a hook of its own, and logs in it."""
+
+    ended = 0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        self.log("loss", loss := self.loss(batch))
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        self.ended += 1
+
+
+def copied(rank: int, world_size: int) -> list[int]:
+    copying = Copying()
+    module = Ending()
+    callbacks = [copying] if rank == 0 else []
+    trainer_of(world_size, SETTINGS["ring"], callbacks=callbacks).fit(module, loader(4))
+    counts: list[int] = []
+    for other in copying.copies:
+        before = other.ended
+        alone()
+        torch.set_default_dtype(torch.float64)
+        trainer_of(1, None).fit(other, loader(4))
+        counts.append(other.ended - before)
+    return [*counts, module.ended]
+
+
+def test_copies_of_a_module_are_modules_of_their_own() -> None:
+    """Made by a callback that only one rank has, while the module trains."""
+    assert run_ranks(2, copied, timeout=60) == [[2, 2, 2], [2]]

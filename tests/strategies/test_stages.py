@@ -131,6 +131,35 @@ def alone(case: str) -> Any:
     return run_ranks(1, CASES[case], None)[0]
 
 
+# -- random numbers of ranks that have drawn differently before ----------------------------------------
+
+
+class Draws(Small):
+    """Draws in its steps."""
+
+    drawn = 0.0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.drawn = float(torch.rand(()))
+        return super().training_step(batch, batch_idx)
+
+
+def drawn_after(rank: int, world_size: int, ahead: bool) -> float:
+    pl.seed_everything(5, verbose=False)
+    module = Draws()
+    torch.rand(rank if ahead else 1)
+    trainer_of(world_size, RING).fit(module, loader(2))
+    return module.drawn
+
+
+def test_ranks_that_drew_differently_are_set_to_the_seed() -> None:
+    first, second = run_ranks(2, drawn_after, True)
+    assert first == second
+    alike = run_ranks(2, drawn_after, False)
+    assert alike == [alike[0]] * 2
+    assert alike[0] != first, "where ranks were alike they go on from where they were"
+
+
 # -- inference mode: Lightning leaves it out on gloo, and CUDA users always have it --------------------
 
 

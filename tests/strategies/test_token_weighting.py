@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_cp.errors import ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
-from tests.pool import run_ranks
+from tests.pool import expect_on_every_rank, run_ranks
 from tests.pool.environment import PoolEnvironment
 from tests.strategies.small import (
     Batch,
@@ -252,3 +253,19 @@ def test_optimizers_with_windows_of_their_own(emptied: bool) -> None:
     (alone_,) = run_ranks(1, alternating, None, emptied)
     for got in run_ranks(4, alternating, 2, emptied):
         close(got, alone_)
+
+
+class Sharing(Alternating):
+    """Both optimizers have all parameters."""
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.05) for _ in range(2)]
+
+
+def sharing(rank: int, world_size: int) -> None:
+    trainer_of(world_size, settings_of(1)).fit(Sharing(True), Plan(1, 1).loader(0))
+
+
+def test_optimizers_that_share_parameters_are_refused() -> None:
+    match = "two optimizers of this run share parameters"
+    expect_on_every_rank(2, sharing, error=ConfigError, match=match)

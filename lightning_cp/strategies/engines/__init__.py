@@ -29,6 +29,10 @@ class Engine(Protocol):
         """The module to call instead of ``module``; parameters equal on all ranks afterwards."""
         ...
 
+    def is_current(self, module: nn.Module) -> bool:
+        """Whether the same parameters are trained as when the module was wrapped."""
+        ...
+
     def left_out(self, module: nn.Module) -> list[str]:
         """Names of parameters that are trained now, but were frozen when their module was wrapped."""
         ...

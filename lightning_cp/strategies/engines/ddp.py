@@ -35,7 +35,10 @@ class DDPEngine:
         options: Mapping[str, Any],
     ) -> DistributedDataParallel:
         """Broadcast the weights of the group's first rank, and average gradients from then on."""
-        self._averaged |= {id(p): ref(p) for p in module.parameters() if p.requires_grad}
+        for parameter in module.parameters():
+            self._averaged.pop(id(parameter), None)
+            if parameter.requires_grad:
+                self._averaged[id(parameter)] = ref(parameter)
         # A side stream, as PyTorch's CUDA notes ask for DDP construction.
         on_cuda = device.type == "cuda"
         with torch.cuda.stream(torch.cuda.Stream()) if on_cuda else nullcontext():
@@ -46,20 +49,25 @@ class DDPEngine:
                 **options,
             )
 
-    def left_out(self, module: nn.Module) -> list[str]:
-        """Names of parameters that are trained now, but were frozen when their module was wrapped.
+    def is_current(self, module: nn.Module) -> bool:
+        """Whether the same parameters are trained as when the module was wrapped.
 
-        DistributedDataParallel averages those that it saw trained when it was made, and no others.
+        DistributedDataParallel averages those that it saw trained when it was made and no others, and waits
+        for each of them.
         """
+        return all(p.requires_grad == self._averages(p) for p in module.parameters())
+
+    def left_out(self, module: nn.Module) -> list[str]:
+        """Names of parameters that are trained now, but were frozen when their module was wrapped."""
         return [
             name
             for name, p in module.named_parameters()
-            if p.requires_grad and self._averaged.get(id(p), _nothing)() is not p
+            if p.requires_grad and not self._averages(p)
         ]
 
-
-def _nothing() -> None:
-    """A reference to no parameter."""
+    def _averages(self, parameter: nn.Parameter) -> bool:
+        known = self._averaged.get(id(parameter))
+        return known is not None and known() is parameter
 
 
 def without_defaults(options: Mapping[str, Any]) -> dict[str, Any]:

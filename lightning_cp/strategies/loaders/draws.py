@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 
-from lightning_cp.comm.agreement import fingerprint
+from lightning_cp.comm.agreement import fingerprint, same_in_the_world
 
 State = dict[str, Any]
 
@@ -54,9 +53,7 @@ def going_on() -> Iterator[None]:
     """
     before = random_state()
     yield
-    marks: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(marks, _mark(before))
-    if len(set(marks)) == 1:
+    if same_in_the_world(_mark(before)):
         _set_rng_states(before)
 
 

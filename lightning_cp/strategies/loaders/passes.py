@@ -10,8 +10,8 @@ from lightning_cp.comm.agreement import agree, checksum, fingerprint
 from lightning_cp.comm.parcel import Parcel, broadcast_parcel, pack
 from lightning_cp.containers import tensors_of
 from lightning_cp.mesh import ContextParallelMesh, Flat
-from lightning_cp.strategies._random import drawn_since, follow, random_state
-from lightning_cp.strategies._uneven import (
+from lightning_cp.strategies.loaders.draws import drawn_since, follow, random_state
+from lightning_cp.strategies.loaders.uneven import (
     refuse_ends,
     refuse_other_calls,
     refuse_same_stream,
@@ -66,6 +66,7 @@ class Pass(Iterator[Any]):
             except Exception as refused:  # told to all with the first batch
                 self._error = refused
         if self._shares is not None:
+            self._agree_on_loader()
             parcel = pack(drawn_since(before)) if self._reads else None
             follow(broadcast_parcel(parcel, self._shares))
 
@@ -83,6 +84,11 @@ class Pass(Iterator[Any]):
             return fetched.batch
         follow(draws)
         return batch
+
+    def _agree_on_loader(self) -> None:
+        group = self._mesh.control_group(Flat.CP)
+        table = agree({"loader": self._name}, group, what="loader", within=[])
+        refuse_other_calls([row["loader"] for row in table], self._name, group)
 
     def _fetch(self) -> _Fetched:
         if not self._reads:

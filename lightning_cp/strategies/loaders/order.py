@@ -18,7 +18,7 @@ def agree_on_order(dataloader: DataLoader[Any], group: GroupOf) -> None:
     """Have a shuffling loader draw the same order on all ranks; others are left as they are.
 
     Each rank draws a seed as one process would, and the first rank's is taken: from the same random state,
-    which they have as a rule (``_random.going_on``), it is the order of one process, and ranks agree whatever
+    which they have as a rule (``draws.going_on``), it is the order of one process, and ranks agree whatever
     their states are.
 
     Args:
