@@ -168,3 +168,9 @@ def test_the_picture_is_drawn_from_the_csv(tmp_path: Path) -> None:
     assert read_points(metrics, "absent") == ([], [])
     draw_losses(metrics, picture, entropy=4.5)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_single_process_in_a_sweep_over_devices(tmp_path: Path) -> None:
+    _, printed = trained(tmp_path, "strategy=single", "trainer.devices=2")
+    assert "strategy=single is one process: trainer.devices=2 is left aside" in printed
+    assert re.search(r"processes +1,", printed)

@@ -56,6 +56,8 @@ class Run:
     def processes(self) -> int | None:
         """How many it had; None if that was left to Lightning."""
         devices = self.settings.get("trainer.devices")
+        if self.settings.get("strategy") == "auto" and isinstance(devices, int):
+            return 1  # strategy=single, whatever a sweep asks of the others
         if isinstance(devices, list):
             devices = len(devices)
         return devices * self.settings.get("trainer.num_nodes", 1) if type(devices) is int else None

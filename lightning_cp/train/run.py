@@ -94,10 +94,9 @@ def make_trainer(
         TQDMProgressBar(refresh_rate=10),
     ]
     logger = CSVLogger(files.folder, name=files.metrics.parent.name, version="")
-    if HydraConfig.get().runtime.choices["strategy"] == "single" and config.trainer.devices != 1:
-        _say(
-            f"strategy=single is one process: trainer.devices={config.trainer.devices} is left aside"
-        )
+    devices = config.trainer.devices
+    if config.strategy == "auto" and isinstance(devices, int) and devices > 1:
+        _say(f"strategy=single is one process: trainer.devices={devices} is left aside")
         config.trainer.devices = 1  # a sweep over modes and devices may have its baseline
     return instantiate(config.trainer, logger=logger, callbacks=callbacks)
 

@@ -34,6 +34,13 @@ def test_the_largest_relative_deviation_and_its_step(tmp_path: Path) -> None:
     assert verdict([found]).startswith("pass: no loss is further than 0.0001 from its baseline")
 
 
+def test_a_single_process_is_one_whatever_the_sweep_asks_of_others(tmp_path: Path) -> None:
+    one = run_folder(tmp_path / "one", devices=4, strategy="auto")
+    two = run_folder(tmp_path / "two", devices=4)
+    assert [run.processes for run in read_runs([one, two])] == [1, 4]
+    assert len(compared(one, two)) == 1
+
+
 @pytest.mark.parametrize(("factor", "usual"), [(1.02, "but within"), (1.06, "and beyond even")])
 def test_a_deviation_above_the_tolerance_fails_and_the_floor_is_named(
     tmp_path: Path, factor: float, usual: str
