@@ -269,3 +269,24 @@ def copied(rank: int, world_size: int) -> list[int]:
 def test_copies_of_a_module_are_modules_of_their_own() -> None:
     """Made by a callback that only one rank has, while the module trains."""
     assert run_ranks(2, copied, timeout=60) == [[2, 2, 2], [2]]
+
+
+class OwnHook(pl.Callback):
+    """Logs after a batch."""
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        pl_module.log("own", 3.0)
+
+
+def logged_by_one_callback(rank: int, world_size: int) -> dict[str, float]:
+    callbacks = [OwnHook()] if rank == 0 else []
+    trainer = trainer_of(world_size, SETTINGS["ring"], callbacks=callbacks)
+    trainer.fit(Small(), loader(4))
+    return {name: float(x) for name, x in trainer.callback_metrics.items()}
+
+
+def test_a_callback_that_only_one_rank_has_may_log() -> None:
+    """The module has no hooks, so that only this rank knows of one."""
+    assert run_ranks(2, logged_by_one_callback, timeout=30) == [{"own": 3.0}, {}]
