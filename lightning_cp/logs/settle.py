@@ -76,7 +76,9 @@ class StepLog:
         join: a ratio that only other ranks have logged, by its hook, its name and its options.
     """
 
-    def __init__(self, warn: Callable[[str], None], join: Callable[[str, str, Options], Call]):
+    def __init__(
+        self, warn: Callable[[str], None], join: Callable[[str, str, Options], Call]
+    ) -> None:
         self._warn = warn
         self._join = join
         self._told: set[str] = set()

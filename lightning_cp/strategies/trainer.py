@@ -42,6 +42,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
+        """Connect the processes and, if its sizes are known, make the mesh."""
         self._attach_callback()
         self._check_launcher()
         with going_on():
@@ -53,6 +54,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        """Swap attention, fix how batches are read and what is logged, and wrap the model."""
         module = self.lightning_module
         assert module is not None
         options = options_of(module)
@@ -73,6 +75,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        """A loader that all ranks go through together, its workers seeded by the data rank."""
         dataloader = unshared(dataloader)
         self._seed_workers(dataloader, overwrite=False)  # the Trainer has not set one yet
         dataloader = super().process_dataloader(dataloader)
@@ -88,6 +91,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
+        """This rank's part of a batch, after the user's own transforms."""
         batch = super().batch_to_device(batch, device, dataloader_idx)
         module = self.lightning_module
         assert self._callback is not None
@@ -97,6 +101,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step on this rank's tokens; callbacks read one process's loss."""
         self._wrap_what_is_trained()
         self._core.begin_step()  # ends in on_train_batch_end: backward may recompute
         with self._logging_together():
@@ -149,6 +154,8 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
+        """Step along gradients of their final size; see ``token_weighting``."""
+
         def to_the_end() -> Any:  # what reads gradients comes after it: hooks, clipping
             result = closure()
             self._end_window(optimizer)
