@@ -19,6 +19,8 @@ from lightning_cp.compare.runs import find_runs, read_runs
 from lightning_cp.config_files import config_dir
 from lightning_cp.errors import ConfigError, LightningCPError
 
+INTERRUPTED = 130  # what a shell reports for Ctrl-C
+
 
 def compare(config: DictConfig, folder: Path) -> bool:
     """Compare the configured runs.
@@ -89,6 +91,9 @@ def main(config: DictConfig) -> None:
         hint = "(HYDRA_FULL_ERROR=1 shows where it was raised.)"
         print(f"{type(error).__name__}: {error}\n{hint}", file=sys.stderr)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("\nInterrupted; the runs that were made so far are kept.", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
     if not agreed:
         raise SystemExit(1)
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import csv
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +48,25 @@ def test_a_run_that_fails_stops_no_other_and_fails_the_comparison(tmp_path: Path
     assert "pass: no loss is further" in done.stdout
     assert "FAIL: 1 runs did not come to their end: broken." in done.stdout
     assert [row["run"] for row in table(tmp_path)] == ["alone", "again"]
+
+
+def test_ctrl_c_ends_it_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lightning_cp.compare", f"hydra.run.dir={tmp_path / 'out'}"]
+    process = subprocess.Popen(
+        [*command, runs_of(alone="strategy=single", again="strategy=single")],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    began = process.stdout.read(len("[1/2]"))
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
+    _, errors = process.communicate(timeout=60)
+    assert began == "[1/2]"
+    assert process.returncode == 130
+    assert errors.strip() == "Interrupted; the runs that were made so far are kept."
 
 
 @pytest.mark.slow
