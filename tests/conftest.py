@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
@@ -14,6 +15,11 @@ from hypothesis import HealthCheck, settings
 from tests import pool
 
 torch.set_num_threads(1)
+# A shell that starts this in the background, or nohup, leaves these ignored, also in what tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Nothing that depends on how busy the machine is: no deadline, no check of the generating speed.
 settings.register_profile(
     "suite", max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow]
