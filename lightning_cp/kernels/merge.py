@@ -47,21 +47,48 @@ class Accumulator:
         self._dtype = dtype
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
+        self._max: torch.Tensor | None = None
 
-    def add(self, row: int, q_start: int, out_BLHD: torch.Tensor, lse_BHL: torch.Tensor) -> None:
-        """Merge the result of queries ``q_start ..`` of one batch row (or of ``ALL_ROWS``)."""
+    def add(
+        self,
+        row: int,
+        q_start: int,
+        out_BLHD: torch.Tensor,
+        lse_BHL: torch.Tensor,
+        max_BHL: torch.Tensor | None = None,
+    ) -> None:
+        """Merge the result of queries ``q_start ..`` of one batch row (or of ``ALL_ROWS``).
+
+        Args:
+            row: the batch row.
+            q_start: the first query.
+            out_BLHD: partial output.
+            lse_BHL: its log-sum-exp, -inf where a query saw no key.
+            max_BHL: the largest score of each query, -inf without keys; if ``Scores.max_logits``.
+        """
+        rows, queries = batch_rows(row), slice(q_start, q_start + out_BLHD.shape[1])
+        if max_BHL is not None:
+            peak = self.max_logits[rows, :, queries]
+            torch.maximum(peak, max_BHL.to(peak.dtype), out=peak)
         if self._out is None and out_BLHD.shape == self._q.shape:
             self._out, self._lse = out_BLHD.to(self._dtype), lse_BHL.to(self._dtype)
             return
         out, lse = self._buffers()
-        rows = batch_rows(row)
-        queries = slice(q_start, q_start + out_BLHD.shape[1])
         merge(out[rows, queries], lse[rows, :, queries], out_BLHD, lse_BHL)
 
     def result(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """``out`` [B, L, H, D] in ``dtype`` and ``lse`` [B, H, L] in the accumulation dtype."""
         out, lse = self._buffers()
         return out.to(dtype), lse
+
+    @property
+    def max_logits(self) -> torch.Tensor:
+        """The largest score of each query, float32 [B, H, L]; -inf where none was given."""
+        if self._max is None:
+            batch, queries, heads, _ = self._q.shape
+            shape = (batch, heads, queries)
+            self._max = self._q.new_full(shape, -torch.inf, dtype=torch.float32)
+        return self._max
 
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._out is None or self._lse is None:

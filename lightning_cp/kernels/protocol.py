@@ -17,12 +17,22 @@ from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.layout.tiles import Mask, Tile
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scores:
-    """How scores are made from q and k: ``softmax_scale * q.k`` under ``mask``."""
+    """How scores are made from q and k, in this order (flash-attn's), under ``mask``.
+
+    ``s = softmax_scale * q.k``; with a cap ``s = softcap * tanh(s / softcap)``; with slopes
+    ``s -= slope * |i - j + tile.delta|`` for query i and key j of the tile: the global distance.
+    """
 
     softmax_scale: float
     mask: Mask
+    softcap: float = 0.0
+    """0.0 is none. Feature ``softcap``."""
+    alibi_slopes: torch.Tensor | None = None
+    """float32 [heads] or [B, heads], of the query heads that are given. Feature ``alibi``."""
+    max_logits: bool = False
+    """Whether to give ``Accumulator.add`` the row maxima of ``s`` too. Feature ``max_logits``."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,7 @@ class Request:
     masks: frozenset[str]
     """Mask kinds of the tiles: full, causal, band."""
     needs: frozenset[str] = frozenset()
-    """Score features beyond scale: softcap, alibi, sinks, dropout."""
+    """Beyond scale and mask: softcap, alibi, max_logits. Sinks need no kernel."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,7 @@ class Capabilities:
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
     features: frozenset[str] = frozenset()
+    """Of those that ``Request.needs`` may name."""
 
     def refusal(self, request: Request) -> str | None:
         """Why the request is not covered, or ``None`` if it is."""
