@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.aten import AtenCpuFlash, AtenCudaCudnn, AtenCudaFlash
 from lightning_cp.kernels.protocol import Capabilities as Capabilities
@@ -39,19 +41,50 @@ def select_kernel(name: str, request: Request) -> Kernel:
         ConfigError: an unknown name, or no kernel covers the request; says why for each.
     """
     every = kernels()
-    if name != "auto" and name not in every and name not in ALIASES:
-        known = ", ".join(["auto", *ALIASES, *every])
-        raise ConfigError(f"unknown kernel {name!r}. Known: {known}.")
-    names = tuple(every) if name == "auto" else ALIASES.get(name, (name,))
     refusals: list[str] = []
-    for candidate in names:
+    for candidate in _candidates(name, every):
         reason = every[candidate].capabilities.refusal(request)
         if reason is None:
             return every[candidate]
         refusals.append(f"{candidate} {reason}")
     raise ConfigError(
-        f"no kernel can do what kernel={name!r} was asked: device {request.device_type}, "
-        f"{request.dtype}, head dim {request.head_dim}, masks {listed(request.masks)}"
-        + (f", {listed(request.needs)}" if request.needs else "")
-        + f". Passed over: {'; '.join(refusals)}."
+        f"no kernel can do what kernel={name!r} was asked: {_shown(request)}. "
+        f"Passed over: {'; '.join(refusals)}."
+    )
+
+
+def explain_kernels(name: str, request: Request) -> str:
+    """What :func:`select_kernel` does with a request, and why: one line per kernel, fastest first.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    every = kernels()
+    candidates = _candidates(name, every)
+    reasons = {each: kernel.capabilities.refusal(request) for each, kernel in every.items()}
+    chosen = next((each for each in candidates if reasons[each] is None), None)
+    lines = [f"kernel={name!r} for {_shown(request)}: {chosen or 'none can do it'}"]
+    for each, reason in reasons.items():
+        if each == chosen:
+            verdict = "chosen"
+        elif each not in candidates:
+            verdict = f"not among kernel={name!r}" + (f"; {reason}" if reason else "")
+        else:
+            verdict = reason or f"could do it, but {chosen} comes first"
+        lines.append(f"  {each}: {verdict}")
+    return "\n".join(lines)
+
+
+def _candidates(name: str, every: Mapping[str, Kernel]) -> tuple[str, ...]:
+    """The kernels that a name stands for, fastest first."""
+    if name != "auto" and name not in every and name not in ALIASES:
+        known = ", ".join(["auto", *ALIASES, *every])
+        raise ConfigError(f"unknown kernel {name!r}. Known: {known}.")
+    return tuple(every) if name == "auto" else ALIASES.get(name, (name,))
+
+
+def _shown(request: Request) -> str:
+    return (
+        f"device {request.device_type}, {request.dtype}, head dim {request.head_dim}, "
+        f"masks {listed(request.masks)}" + (f", {listed(request.needs)}" if request.needs else "")
     )

@@ -4,7 +4,8 @@ Forward: for each block of queries, pass over the keys of all its tiles block by
 online softmax, and divide by the sum once at the end. Backward: recompute the weights of each block
 from the *merged* log-sum-exp, ``p = exp(s - lse)``, and with ``delta = rowsum(dout * out)`` take
 ``dv = p' dout``, ``ds = p (dout v' - delta)``, ``dq = ds k``, ``dk = ds' q``
-(Dao 2023, arXiv 2307.08691, algorithms 1 and 2). No tensor made here is larger than a block.
+(Dao 2023, arXiv 2307.08691, algorithms 1 and 2); a cap multiplies ``ds`` by its own derivative,
+``1 - (s / softcap)^2``. No tensor made here is larger than a block.
 
 Within a block, the G query heads that share a K/V head lie end to end, so that one matmul serves
 them and K and V are never repeated: q [B, K, G*i, D], k and v [B, K, j, D], scores [B, K, G*i, j].
@@ -49,6 +50,7 @@ class ReferenceKernel:
             device_types=None,
             dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
             masks=frozenset({"full", "causal", "band"}),
+            features=frozenset({"softcap", "alibi", "max_logits"}),
         )
 
     def forward(
@@ -65,14 +67,15 @@ class ReferenceKernel:
         for block in _query_blocks(tiles, self.block_q):
             rows, queries = batch_rows(block.row), slice(block.start, block.end)
             q = _group(q_BLHD[rows, queries], kv_heads, dtype) * scores.softmax_scale
-            softmax = _OnlineSoftmax(q)
-            for keys, hidden in _key_blocks(block, scores.mask, self.block_k, q.device):
-                k, v = (x[rows, keys].transpose(1, 2).to(dtype) for x in (k_BLKD, v_BLKD))
-                softmax.add(_score(q, k, hidden), v)
-            out, lse = softmax.result()
+            softmax, slopes = _OnlineSoftmax(q), _slopes(scores, block.row, kv_heads, dtype)
+            for part in _key_blocks(block, scores.mask, self.block_k, q.device):
+                k, v = (x[rows, part.keys].transpose(1, 2).to(dtype) for x in (k_BLKD, v_BLKD))
+                softmax.add(_bias(_cap(q @ k.mT, scores.softcap), part, slopes), v)
+            out, lse, peak = softmax.result()
             length = block.end - block.start
-            lse_BHL = lse.unflatten(2, (-1, length)).flatten(1, 2)
-            state.add(block.row, block.start, _ungroup(out, length), lse_BHL)
+            lse_BHL, peak_BHL = (x.unflatten(2, (-1, length)).flatten(1, 2) for x in (lse, peak))
+            maxima = peak_BHL if scores.max_logits else None
+            state.add(block.row, block.start, _ungroup(out, length), lse_BHL, maxima)
 
     def backward(
         self,
@@ -100,14 +103,17 @@ class ReferenceKernel:
             lse = lse_BHL[rows, :, queries].unflatten(1, (kv_heads, -1)).flatten(2)
             # A query without keys has weights exp(s - inf) = 0, where s - -inf would be NaN.
             lse = lse.to(dtype).masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1)
-            dq = torch.zeros_like(q)
-            for keys, hidden in _key_blocks(block, scores.mask, self.block_k, q.device):
-                k, v = (x[rows, keys].transpose(1, 2).to(dtype) for x in (k_BLKD, v_BLKD))
-                weights = torch.exp(_score(q, k, hidden) - lse)
+            dq, slopes = torch.zeros_like(q), _slopes(scores, block.row, kv_heads, dtype)
+            for part in _key_blocks(block, scores.mask, self.block_k, q.device):
+                k, v = (x[rows, part.keys].transpose(1, 2).to(dtype) for x in (k_BLKD, v_BLKD))
+                capped = _cap(q @ k.mT, scores.softcap)
+                weights = torch.exp(_bias(capped, part, slopes) - lse)
                 dscores = weights * (dout @ v.mT - delta)
+                if scores.softcap:
+                    dscores *= 1 - (capped / scores.softcap).square()
                 dq += dscores @ k
-                dk_BLKD[rows, keys] += (dscores.mT @ q).transpose(1, 2)
-                dv_BLKD[rows, keys] += (weights.mT @ dout).transpose(1, 2)
+                dk_BLKD[rows, part.keys] += (dscores.mT @ q).transpose(1, 2)
+                dv_BLKD[rows, part.keys] += (weights.mT @ dout).transpose(1, 2)
             dq_BLHD[rows, queries] += _ungroup(dq, block.end - block.start) * scores.softmax_scale
 
 
@@ -133,10 +139,10 @@ class _OnlineSoftmax:
         self._weighted = self._weighted * decay.unsqueeze(-1) + weights @ v
         self._peak = peak
 
-    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output [B, K, G*i, D] and log-sum-exp [B, K, G*i]; 0 and -inf without any key."""
+    def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Output [B, K, G*i, D], log-sum-exp and maximum [B, K, G*i]; 0, -inf, -inf without keys."""
         divisor = self._total.masked_fill(self._total == 0, 1.0).unsqueeze(-1)
-        return self._weighted / divisor, self._peak + self._total.log()
+        return self._weighted / divisor, self._peak + self._total.log(), self._peak
 
 
 class _QueryBlock(NamedTuple):
@@ -161,10 +167,20 @@ def _query_blocks(tiles: Sequence[Tile], size: int) -> Iterator[_QueryBlock]:
                 yield _QueryBlock(row, first, min(first + size, end), here)
 
 
+class _KeyBlock(NamedTuple):
+    """Some keys of a tile, as a block of queries sees them; ``ahead`` is key minus query [i, j]."""
+
+    keys: slice
+    ahead: torch.Tensor
+    """In global positions."""
+    hidden: torch.Tensor | None
+    """Which pairs [i, j] are hidden; ``None``: none is."""
+
+
 def _key_blocks(
     block: _QueryBlock, mask: Mask, size: int, device: torch.device
-) -> Iterator[tuple[slice, torch.Tensor | None]]:
-    """Blocks of keys that some query sees, with which pairs [i, j] are hidden (``None``: none is).
+) -> Iterator[_KeyBlock]:
+    """Blocks of keys that some query sees.
 
     In tile coordinates query i sees the keys ``i + low .. i + high``.
     """
@@ -173,16 +189,13 @@ def _key_blocks(
         left, right = _reach(tile, mask)
         low, high = tile.delta - left, tile.delta + right
         seen = range(max(0, first + low), min(tile.k_len, last + high + 1))
+        queries = torch.arange(first, last + 1, device=device).unsqueeze(-1) + tile.delta
         for start in seen[::size]:
             end = min(start + size, seen.stop)
             keys = slice(tile.k_start + start, tile.k_start + end)
-            if last + low <= start and end - 1 <= first + high:
-                yield keys, None
-                continue
-            ahead = torch.arange(start, end, device=device) - torch.arange(
-                first, last + 1, device=device
-            ).unsqueeze(-1)
-            yield keys, (ahead < low) | (ahead > high)
+            ahead = torch.arange(start, end, device=device) - queries
+            all_seen = last + low <= start and end - 1 <= first + high
+            yield _KeyBlock(keys, ahead, None if all_seen else (ahead < -left) | (ahead > right))
 
 
 def _reach(tile: Tile, mask: Mask) -> tuple[int, int]:
@@ -192,13 +205,28 @@ def _reach(tile: Tile, mask: Mask) -> tuple[int, int]:
     return (UNBOUNDED, 0) if tile.mask == "causal" else (mask.left, mask.right)
 
 
-def _score(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
-    """Scores [B, K, G*i, j] of scaled queries, -inf where ``hidden`` [i, j]."""
-    scores = q @ k.mT
-    if hidden is None:
-        return scores
-    grouped = scores.unflatten(2, (-1, hidden.shape[0]))
-    return grouped.masked_fill_(hidden, -torch.inf).flatten(2, 3)
+def _cap(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+    """``softcap * tanh(scores / softcap)``; the scores themselves if it is 0."""
+    return torch.tanh(scores / softcap) * softcap if softcap else scores
+
+
+def _slopes(scores: Scores, row: int, kv_heads: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """The slopes [B or 1, K, G, 1, 1] of a batch row (or of all)."""
+    if scores.alibi_slopes is None:
+        return None
+    slopes = scores.alibi_slopes.to(dtype)
+    of_rows = slopes[batch_rows(row)] if slopes.dim() == 2 else slopes.unsqueeze(0)
+    return of_rows.unflatten(1, (kv_heads, -1))[..., None, None]
+
+
+def _bias(scores: torch.Tensor, part: _KeyBlock, slopes: torch.Tensor | None) -> torch.Tensor:
+    """Scores [B, K, G*i, j] less the slopes times the distance; -inf where a pair is hidden."""
+    grouped = scores.unflatten(2, (-1, part.ahead.shape[0]))
+    if slopes is not None:
+        grouped = grouped - slopes * part.ahead.abs()
+    if part.hidden is not None:
+        grouped = grouped.masked_fill(part.hidden, -torch.inf)
+    return grouped.flatten(2, 3)
 
 
 def _group(x_BLHD: torch.Tensor, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
