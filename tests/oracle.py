@@ -22,17 +22,44 @@ Intervals = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Attention:
-    """Results of one attention call in float64; gradients are those of ``(out * dout).sum()``."""
+    """Results of one attention call in float64; gradients are those of ``(out * dout).sum()``.
+
+    ``dsinks`` [H] where there are sinks; ``max_logits`` [B, H, S], the largest score of each query,
+    where it was asked for.
+    """
 
     out: torch.Tensor
     lse: torch.Tensor
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
+    dsinks: torch.Tensor | None = None
+    max_logits: torch.Tensor | None = None
 
     def items(self) -> list[tuple[str, torch.Tensor]]:
-        """(name, tensor) of each result."""
-        return [(field.name, getattr(self, field.name)) for field in fields(self)]
+        """(name, tensor) of each result that there is."""
+        every = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return [(name, x) for name, x in every if x is not None]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What is done to scaled scores: capped, then less ``slope * distance``; a sink is one more.
+
+    Args:
+        softcap: where ``softcap * tanh(score / softcap)`` levels off; 0 is nowhere.
+        alibi_slopes: ``[H]`` or ``[B, H]``.
+        sinks: ``[H]``, logits of a key that every query with keys sees, and that has no value.
+        max_logits: whether the largest score of each query is wanted, sinks aside.
+    """
+
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    max_logits: bool = False
+
+
+PLAIN = Scores()
 
 
 def visible_pairs(
@@ -77,26 +104,45 @@ def attend(
     dout_BSHD: torch.Tensor,
     visible: torch.Tensor,
     softmax_scale: float | None = None,
+    how: Scores = PLAIN,
 ) -> Attention:
     """Attention and its gradients, in float64 whatever the dtype of the inputs.
 
     Args:
         visible: bool ``[rows, S, S]`` as from ``visible_pairs``; one row stands for all.
         softmax_scale: factor of the scores; ``None`` is ``1 / sqrt(head dim)``.
+        how: what is done to them then.
     """
     q, k, v = (x.detach().double().requires_grad_() for x in (q_BSHD, k_BSKD, v_BSKD))
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     group = q.shape[2] // k.shape[2]
     keys, values = (x.repeat_interleave(group, dim=2) for x in (k, v))
-    scores = scale * torch.einsum("bihd,bjhd->bhij", q, keys)
+    scores = _change(scale * torch.einsum("bihd,bjhd->bhij", q, keys), how)
     scores = scores.masked_fill(~visible[:, None], -math.inf)
+    largest = scores.detach().amax(-1) if how.max_logits else None
+    blind = ~visible.any(dim=-1)[:, None, :, None]
+    sinks: list[torch.Tensor] = []
+    if how.sinks is not None:  # one more column of scores, whose weight meets no value
+        sinks = [how.sinks.detach().double().requires_grad_()]
+        column = sinks[0].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column.masked_fill(blind, -math.inf)], dim=-1)
     lse = torch.logsumexp(scores, dim=-1)
     # A row that sees nothing would be 0/0: it is softmaxed over zeros, then weighted with 0.
-    blind = ~visible.any(dim=-1)[:, None, :, None]
     weights = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
-    out = torch.einsum("bhij,bjhd->bihd", weights, values)
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout_BSHD.detach().double())
-    return Attention(out.detach(), lse.detach(), dq, dk, dv)
+    out = torch.einsum("bhij,bjhd->bihd", weights[..., : keys.shape[1]], values)
+    dq, dk, dv, *ds = torch.autograd.grad(out, (q, k, v, *sinks), dout_BSHD.detach().double())
+    return Attention(out.detach(), lse.detach(), dq, dk, dv, ds[0] if ds else None, largest)
+
+
+def _change(scores: torch.Tensor, how: Scores) -> torch.Tensor:
+    """Scaled scores [B, H, S, S], capped and biased."""
+    if how.softcap:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
+    if how.alibi_slopes is not None:
+        queries, keys = (torch.arange(n, dtype=torch.float64) for n in scores.shape[2:])
+        slopes = how.alibi_slopes.double().view(-1, scores.shape[1], 1, 1)
+        scores = scores - slopes * (queries[:, None] - keys[None, :]).abs()
+    return scores
 
 
 def attention(
@@ -109,10 +155,11 @@ def attention(
     window: tuple[int, int] = (-1, -1),
     documents: Sequence[Intervals] | None = None,
     softmax_scale: float | None = None,
+    how: Scores = PLAIN,
 ) -> Attention:
     """What one process computes; arguments as in ``visible_pairs`` and ``attend``."""
     visible = visible_pairs(q_BSHD.shape[1], causal=causal, window=window, documents=documents)
-    return attend(q_BSHD, k_BSKD, v_BSKD, dout_BSHD, visible, softmax_scale)
+    return attend(q_BSHD, k_BSKD, v_BSKD, dout_BSHD, visible, softmax_scale, how)
 
 
 def void_outputs(
@@ -126,6 +173,7 @@ def void_outputs(
     window: tuple[int, int] = (-1, -1),
     documents: Sequence[Intervals] | None = None,
     softmax_scale: float | None = None,
+    how: Scores = PLAIN,
 ) -> dict[str, Attention]:
     """Results that a test must not accept, by what is wrong with them.
 
@@ -137,12 +185,15 @@ def void_outputs(
     """
     length = q_BSHD.shape[1]
     visible = visible_pairs(length, causal=causal, window=window, documents=documents)
+    per_query = q_BSHD.new_zeros(q_BSHD.shape[0], q_BSHD.shape[2], length).double()
     none = Attention(
         q_BSHD.double() * 0,
-        q_BSHD.new_zeros(q_BSHD.shape[0], q_BSHD.shape[2], length).double(),
+        per_query,
         q_BSHD.double() * 0,
         k_BSKD.double() * 0,
         v_BSKD.double() * 0,
+        None if how.sinks is None else how.sinks.double() * 0,
+        per_query if how.max_logits else None,
     )
     if len(positions) < 2:
         return {"zero": none}
@@ -150,7 +201,7 @@ def void_outputs(
     for rank, held in enumerate(positions):
         rank_of[held[held < length]] = rank
     own = rank_of[:, None] == rank_of[None, :]
-    local = attend(q_BSHD, k_BSKD, v_BSKD, dout_BSHD, visible & own, softmax_scale)
+    local = attend(q_BSHD, k_BSKD, v_BSKD, dout_BSHD, visible & own, softmax_scale, how)
     return {"zero": none, "local": local}
 
 
@@ -167,7 +218,7 @@ def assert_not_vacuous(
     tolerance: float | Mapping[str, float],
     error: Callable[[torch.Tensor, torch.Tensor], float] = max_error,
 ) -> None:
-    """Require that each of out, lse, dq, dk, dv would fail its tolerance in each void result.
+    """Require that each result would fail its tolerance in each void result.
 
     Args:
         tolerance: what the test allows, for all results or by name.

@@ -8,11 +8,12 @@ import torch
 
 from lightning_cp.attention.function import ContextParallelAttention
 from lightning_cp.attention.keep import Stash, current_stash
-from lightning_cp.attention.plan import AttentionPlan, make_plan
+from lightning_cp.attention.plan import AttentionPlan, check_call, make_plan, request_of
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.attention.ulysses import q_to_tokens
 from lightning_cp.comm.agreement import agree, fingerprint
 from lightning_cp.errors import ConfigError
+from lightning_cp.kernels.api import explain_kernels
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh, Flat
 
@@ -31,6 +32,7 @@ def context_parallel_attention(
     exchange: str = "ring",
     kernel: str = "auto",
     return_lse: Literal[False] = False,
+    return_max_logits: Literal[False] = False,
 ) -> torch.Tensor: ...
 
 
@@ -46,7 +48,24 @@ def context_parallel_attention(
     exchange: str = "ring",
     kernel: str = "auto",
     return_lse: Literal[True],
+    return_max_logits: Literal[False] = False,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def context_parallel_attention(
+    q_BLHD: torch.Tensor,
+    k_BLKD: torch.Tensor,
+    v_BLKD: torch.Tensor,
+    *,
+    mesh: ContextParallelMesh,
+    layout: SequenceLayout,
+    spec: AttentionSpec | None = None,
+    exchange: str = "ring",
+    kernel: str = "auto",
+    return_lse: bool = False,
+    return_max_logits: Literal[True],
+) -> tuple[torch.Tensor, ...]: ...
 
 
 def context_parallel_attention(
@@ -60,7 +79,8 @@ def context_parallel_attention(
     exchange: str = "ring",
     kernel: str = "auto",
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    return_max_logits: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Exact attention over the whole sequence, of which every rank holds the tokens ``layout`` gives it.
 
     All ranks of the cp group call it together. Before data moves they agree that they make the same
@@ -75,13 +95,16 @@ def context_parallel_attention(
         spec: mask and score semantics; causal by default.
         exchange: how keys reach the queries over the ring axis: ``ring``.
         kernel: ``auto``, ``aten``, ``reference``, or one kernel's own name.
-        return_lse: also return the log-sum-exp [B, H, L] (no gradient flows through it).
+        return_lse: also return the log-sum-exp [B, H, L], sinks included (no gradient flows through it).
+        return_max_logits: also return the largest score of each query, as it enters the softmax and
+            without sinks: float32 [B, H, L] (no gradient).
 
     Returns:
-        ``out`` [B, L, H, D], and the lse if asked for. Tokens of padding get out 0 and lse -inf.
+        ``out`` [B, L, H, D]; then the lse and the largest scores, of those the ones asked for. Tokens of
+        padding get out 0 and -inf.
 
     Raises:
-        ShapeError: q, k, v do not fit each other or the layout.
+        ShapeError: q, k, v do not fit each other or the layout, or slopes or sinks do not fit q.
         ConfigError: heads that do not split, or nothing that can do what is asked.
         BatchMismatchError: ranks of the cp group make different calls.
         RankFailure: another rank's call was refused.
@@ -92,8 +115,11 @@ def context_parallel_attention(
     facts: dict[str, int] = {}
     try:
         check_exchange(exchange)
-        plan = make_plan(q_BLHD, k_BLKD, v_BLKD, mesh, layout, spec, kernel)
+        plan = make_plan(
+            q_BLHD, k_BLKD, v_BLKD, mesh, layout, spec, kernel, max_logits=return_max_logits
+        )
         facts = _facts(q_BLHD, k_BLKD, layout, spec, plan)
+        facts["what is returned"] = 2 * return_max_logits + return_lse
     except Exception as refused:  # any: a rank that raised alone would leave the others waiting
         error = refused
     stash = current_stash()
@@ -114,23 +140,57 @@ def attend(
     plan: AttentionPlan,
     *,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Execute a plan that the ranks have agreed on already (once per batch, by the strategy)."""
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Execute a plan that the ranks have agreed on already (once per batch, by the strategy).
+
+    Returns:
+        ``out``; with more to return, a tuple of it, the lse, and the plan's largest scores.
+    """
     stash = current_stash()
     with torch.autocast(q_BLHD.device.type, enabled=False):  # kernels choose their own precision
-        out, lse = ContextParallelAttention.apply(q_BLHD, k_BLKD, v_BLKD, plan, stash)  # type: ignore[misc]
-    return (out, _lse_to_tokens(lse, plan, stash)) if return_lse else out
+        out, lse, peak = ContextParallelAttention.apply(  # type: ignore[misc]
+            q_BLHD, k_BLKD, v_BLKD, plan.sinks, plan, stash
+        )
+    wanted = ((lse, return_lse), (peak, plan.scores.max_logits))
+    more = [_to_tokens(x, plan, stash) for x, asked in wanted if asked]
+    return (out, *more) if more else out
 
 
-def _lse_to_tokens(lse_BHT: torch.Tensor, plan: AttentionPlan, stash: Stash | None) -> torch.Tensor:
-    """The lse [B, H, L] of this rank's own tokens, from those [B, h, T] of its heads."""
+def _to_tokens(
+    x_BHT: torch.Tensor | None, plan: AttentionPlan, stash: Stash | None
+) -> torch.Tensor:
+    """A number per query and head [B, H, L] of this rank's own tokens, from those [B, h, T] of its heads."""
     if stash is not None and stash.replaying:
         return stash.replay()[0]
-    lse_TBH1 = lse_BHT.permute(2, 0, 1).unsqueeze(-1)
-    lse_BHL = q_to_tokens(lse_TBH1, plan).squeeze(-1).transpose(1, 2)
+    assert x_BHT is not None
+    x_BHL = q_to_tokens(x_BHT.permute(2, 0, 1).unsqueeze(-1), plan).squeeze(-1).transpose(1, 2)
     if stash is not None:
-        stash.record(lse_BHL)
-    return lse_BHL
+        stash.record(x_BHL)
+    return x_BHL
+
+
+def explain(
+    q_BLHD: torch.Tensor,
+    k_BLKD: torch.Tensor,
+    v_BLKD: torch.Tensor,
+    *,
+    mesh: ContextParallelMesh,
+    layout: SequenceLayout,
+    spec: AttentionSpec | None = None,
+    kernel: str = "auto",
+    return_max_logits: bool = False,
+) -> str:
+    """Which kernel a call with these arguments gets, and why each other one is passed over.
+
+    Computes and communicates nothing; any rank may ask alone.
+
+    Raises:
+        ShapeError: q, k, v do not fit each other or the layout, or slopes or sinks do not fit q.
+        ConfigError: an unknown kernel, a layout of another mesh.
+    """
+    spec = spec or AttentionSpec()
+    check_call(q_BLHD, k_BLKD, v_BLKD, mesh, layout, spec)
+    return explain_kernels(kernel, request_of(q_BLHD, spec, max_logits=return_max_logits))
 
 
 def check_exchange(exchange: str) -> None:
@@ -160,5 +220,11 @@ def _facts(
         "layout (checksum)": fingerprint((layout.ring_size, layout.ulysses_size, layout.kind)),
         "documents (checksum)": fingerprint(documents.checksum if documents else 0),
         "mask (checksum)": fingerprint((spec.mask, spec.softmax_scale, spec.softcap)),
+        "alibi slopes (checksum)": fingerprint(_shape(spec.alibi_slopes)),
+        "sinks (checksum)": fingerprint(_shape(spec.sinks)),
         "kernel (checksum)": fingerprint(plan.kernel.name),
     }
+
+
+def _shape(x: torch.Tensor | None) -> tuple[int, ...] | None:
+    return None if x is None else tuple(x.shape)

@@ -10,12 +10,15 @@ from torch.autograd.function import once_differentiable
 from lightning_cp.attention.keep import Stash
 from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.ring import ring_backward, ring_forward
+from lightning_cp.attention.sinks import add_sinks, sink_gradients
 from lightning_cp.attention.ulysses import (
     kv_gradients_to_tokens,
     q_to_heads,
     q_to_tokens,
     to_heads,
 )
+from lightning_cp.kernels.api import accumulate_dtype
+from lightning_cp.kernels.merge import Accumulator
 
 
 class ContextParallelAttention(torch.autograd.Function):
@@ -38,9 +41,11 @@ class ContextParallelAttention(torch.autograd.Function):
               dkv [T,B,2k,D] -> dk, dv [B,L,K,D]         all-to-all over ulysses, summed where shared
     ========  =========================================  ==============================================
 
-    lse [B, h, T] is returned without gradient. With a replaying stash, forward computes and
-    communicates nothing: out and lse come from the stash, and q, kv and out are exchanged in backward
-    (a recording one drops what it saves, so that exchanging them again costs no memory).
+    lse [B, h, T], and the largest scores like it if the plan wants them (else None), are returned without
+    gradient. Sinks [H] are added to the merged out and lse, so that what is kept and saved has them. With
+    a replaying stash, forward computes and communicates nothing: out and lse come from the stash (None for
+    the largest scores), and q, kv and out are exchanged in backward (a recording one drops what it saves,
+    so that exchanging them again costs no memory).
     """
 
     @staticmethod
@@ -49,38 +54,56 @@ class ContextParallelAttention(torch.autograd.Function):
         q_BLHD: torch.Tensor,
         k_BLKD: torch.Tensor,
         v_BLKD: torch.Tensor,
+        sinks_H: torch.Tensor | None,
         plan: AttentionPlan,
         stash: Stash | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         ctx.plan = plan
         ctx.exchanged = stash is None
+        peak: torch.Tensor | None = None
         if stash is not None and stash.replaying:
             out_BLHD, lse = stash.replay()
         else:
             q, kv = to_heads(q_BLHD, k_BLKD, v_BLKD, plan)
-            out, lse = ring_forward(q, kv, plan)
+            out, lse, peak = _finish(ring_forward(q, kv, plan), q, sinks_H, plan)
             out_BLHD = q_to_tokens(out, plan)
             if stash is None:
-                ctx.save_for_backward(q, kv, out, lse)
+                ctx.save_for_backward(q, kv, out, lse, sinks_H)
             else:
                 stash.record(out_BLHD, lse)
         if stash is not None:  # a recomputation must save what the forward saved
-            ctx.save_for_backward(q_BLHD, k_BLKD, v_BLKD, out_BLHD, lse)
-        ctx.mark_non_differentiable(lse)
-        return out_BLHD, lse
+            ctx.save_for_backward(q_BLHD, k_BLKD, v_BLKD, out_BLHD, lse, sinks_H)
+        ctx.mark_non_differentiable(*(x for x in (lse, peak) if x is not None))
+        return out_BLHD, lse, peak
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout_BLHD: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout_BLHD: torch.Tensor, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
         plan: AttentionPlan = ctx.plan
         if ctx.exchanged:
-            q, kv, out, lse = ctx.saved_tensors
+            q, kv, out, lse, sinks = ctx.saved_tensors
         else:
-            q_BLHD, k_BLKD, v_BLKD, out_BLHD, lse = ctx.saved_tensors
+            q_BLHD, k_BLKD, v_BLKD, out_BLHD, lse, sinks = ctx.saved_tensors
             q, kv = to_heads(q_BLHD, k_BLKD, v_BLKD, plan)
             out = q_to_heads(out_BLHD, plan)
         dtype = q.dtype
-        dq, dkv = ring_backward(q_to_heads(dout_BLHD, plan), q, kv, out, lse, plan)
+        dout = q_to_heads(dout_BLHD, plan)
+        dq, dkv = ring_backward(dout, q, kv, out, lse, plan)
         dq_BLHD = q_to_tokens(dq.to(dtype), plan)
         dk_BLKD, dv_BLKD = kv_gradients_to_tokens(dkv, plan, dtype)
-        return dq_BLHD, dk_BLKD, dv_BLKD, None, None
+        dsinks: torch.Tensor | None = None
+        if ctx.needs_input_grad[3]:
+            dsinks = sink_gradients(dout, out, lse, sinks, plan.heads, plan.ulysses_rank)
+        return dq_BLHD, dk_BLKD, dv_BLKD, dsinks, None, None
+
+
+def _finish(
+    state: Accumulator, q_TBHD: torch.Tensor, sinks_H: torch.Tensor | None, plan: AttentionPlan
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """``out`` [T, B, h, D] in q's dtype, ``lse`` and largest scores [B, h, T]; sinks come after all keys."""
+    out_BLHD, lse = state.result(accumulate_dtype(q_TBHD.dtype))
+    if sinks_H is not None:
+        first, last = plan.heads.q_range(plan.ulysses_rank)
+        out_BLHD, lse = add_sinks(out_BLHD, lse, sinks_H[first:last])
+    peak = state.max_logits if plan.scores.max_logits else None
+    return out_BLHD.to(q_TBHD.dtype).transpose(0, 1), lse, peak

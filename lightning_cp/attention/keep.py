@@ -4,8 +4,8 @@ Without it, a checkpointed block repeats attention *and its communication* when 
 ``keep_attention`` is a ``context_fn`` for ``torch.utils.checkpoint.checkpoint(use_reentrant=False)``:
 each checkpointed region keeps the results of its attention calls, in order, and the recomputation
 takes them from there (Li et al. 2023, arXiv 2310.03294, section 3.3). It costs
-``L * H * (D * itemsize + 4)`` bytes per call, batch row and rank, and ``4 * L * H`` more where the lse is
-asked for.
+``L * H * (D * itemsize + 4)`` bytes per call, batch row and rank, and ``4 * L * H`` more for the lse and
+for the largest scores, where they are asked for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 
 Kept = tuple[torch.Tensor, ...]
-"""out [B, L, H, D] and lse [B, h, T] of one call; the lse [B, H, L] after them, if it was asked for."""
+"""out [B, L, H, D] and lse [B, h, T] of one call, sinks included; then [B, H, L] of what else is returned."""
 
 
 class Stash:

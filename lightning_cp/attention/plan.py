@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 
+from lightning_cp.attention.sinks import check_sinks
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.errors import ShapeError
 from lightning_cp.kernels.api import Kernel, Request, Scores, select_kernel
@@ -23,6 +24,8 @@ class AttentionPlan:
     schedule: RankSchedule
     scores: Scores
     kernel: Kernel
+    sinks: torch.Tensor | None = None
+    """[H], of all query heads."""
 
     @property
     def ulysses_rank(self) -> int:
@@ -49,23 +52,37 @@ def make_plan(
     layout: SequenceLayout,
     spec: AttentionSpec,
     kernel: str,
+    *,
+    max_logits: bool = False,
 ) -> AttentionPlan:
     """Check this rank's inputs and decide how the call is executed; moves nothing.
 
     Raises:
-        ShapeError: q, k and v do not fit each other or the layout.
+        ShapeError: q, k and v do not fit each other or the layout, or slopes or sinks do not fit q.
         ConfigError: heads that do not split, a layout of another mesh, or no kernel for the request.
     """
-    check_inputs(q_BLHD, k_BLKD, v_BLKD, layout)
-    mesh.require_layout(layout)
+    check_call(q_BLHD, k_BLKD, v_BLKD, mesh, layout, spec)
     heads = HeadSplit(q_BLHD.shape[2], k_BLKD.shape[2], mesh.ulysses_size)
     part = schedule(layout, None, spec.mask).rank(mesh.ring_rank)
-    head_dim = q_BLHD.shape[3]
-    chosen = _select(
-        kernel,
-        Request(q_BLHD.device.type, q_BLHD.dtype, head_dim, _mask_kinds(spec), spec.needs),
-    )
-    return AttentionPlan(mesh, heads, part, Scores(spec.scale(head_dim), spec.mask), chosen)
+    chosen = _select(kernel, request_of(q_BLHD, spec, max_logits=max_logits))
+    slopes = _own_slopes(spec, heads, mesh.ulysses_rank)
+    scale = spec.scale(q_BLHD.shape[3])
+    scores = Scores(scale, spec.mask, float(spec.softcap), slopes, max_logits)
+    return AttentionPlan(mesh, heads, part, scores, chosen, spec.sinks)
+
+
+def request_of(q_BLHD: torch.Tensor, spec: AttentionSpec, *, max_logits: bool = False) -> Request:
+    """What a call asks of a kernel."""
+    device, needs = q_BLHD.device.type, spec.needs | {"max_logits"} if max_logits else spec.needs
+    return Request(device, q_BLHD.dtype, q_BLHD.shape[3], _mask_kinds(spec), needs)
+
+
+def _own_slopes(spec: AttentionSpec, heads: HeadSplit, ulysses_rank: int) -> torch.Tensor | None:
+    """The slopes of this rank's query heads."""
+    if spec.alibi_slopes is None:
+        return None
+    first, last = heads.q_range(ulysses_rank)
+    return spec.alibi_slopes[..., first:last].contiguous()
 
 
 @lru_cache(maxsize=64)
@@ -78,6 +95,26 @@ def _mask_kinds(spec: AttentionSpec) -> frozenset[str]:
     if spec.mask.window != (-1, -1):
         return frozenset({"full", "causal", "band"})
     return frozenset({"full", "causal"} if spec.causal else {"full"})
+
+
+def check_call(
+    q_BLHD: torch.Tensor,
+    k_BLKD: torch.Tensor,
+    v_BLKD: torch.Tensor,
+    mesh: ContextParallelMesh,
+    layout: SequenceLayout,
+    spec: AttentionSpec,
+) -> None:
+    """Check that everything that is given fits together.
+
+    Raises:
+        ShapeError: q, k and v do not fit each other or the layout, or slopes or sinks do not fit q.
+        ConfigError: a layout of another mesh.
+    """
+    check_inputs(q_BLHD, k_BLKD, v_BLKD, layout)
+    spec.check_slopes(q_BLHD)
+    check_sinks(spec.sinks, q_BLHD)
+    mesh.require_layout(layout)
 
 
 def check_inputs(

@@ -21,14 +21,8 @@ from lightning_cp.layout.tiles import Hop, Ranges, Tile, num_keys
 from lightning_cp.mesh import Axis
 
 
-def ring_forward(
-    q_TBHD: torch.Tensor, kv_TBKD: torch.Tensor, plan: AttentionPlan
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of this rank's queries over the whole sequence.
-
-    Returns:
-        ``out`` [T, B, h, D] in q's dtype and ``lse`` [B, h, T] in the accumulation dtype.
-    """
+def ring_forward(q_TBHD: torch.Tensor, kv_TBKD: torch.Tensor, plan: AttentionPlan) -> Accumulator:
+    """Attention of this rank's queries over the whole sequence: [B, T, h, D] in the accumulation dtype."""
     q_BLHD = q_TBHD.transpose(0, 1)
     state = Accumulator(q_BLHD, accumulate_dtype(q_TBHD.dtype))
     travel = _KeyTravel(kv_TBKD, plan)
@@ -37,8 +31,7 @@ def ring_forward(
         if tiles:
             k, v = _local_heads(kv, plan)
             plan.kernel.forward(q_BLHD, k, v, tiles, plan.scores, state)
-    out_BLHD, lse = state.result(q_TBHD.dtype)
-    return out_BLHD.transpose(0, 1), lse
+    return state
 
 
 def ring_backward(

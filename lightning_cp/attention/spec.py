@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import Mask
 
 
@@ -20,8 +20,9 @@ class AttentionSpec:
         softmax_scale: factor on q.k; ``None`` is ``head_dim ** -0.5``.
         window: (left, right) distances still visible; -1 is unbounded.
         softcap: cap of the scores, ``softcap * tanh(score / softcap)``; 0.0 is off.
-        alibi_slopes: one slope per query head, a bias linear in the distance.
-        sinks: one logit per query head that takes part in the softmax only.
+        alibi_slopes: float32 [H] or [B, H], a bias ``-slope * |distance|`` after the cap; no gradient.
+        sinks: [H], one logit per query head that takes part in the softmax only; differentiable. Each
+            rank's gradient is its own share, as any replicated parameter's is.
         dropout_p: must be 0.0: a mask that equals the unsharded one cannot be drawn.
 
     Raises:
@@ -48,6 +49,11 @@ class AttentionSpec:
             raise ConfigError(f"softmax_scale must be finite and not 0, got {scale}.")
         if not math.isfinite(self.softcap) or self.softcap < 0:
             raise ConfigError(f"softcap must be 0.0 (off) or positive, got {self.softcap}.")
+        if self.alibi_slopes is not None and self.alibi_slopes.requires_grad:
+            raise ConfigError(
+                "alibi_slopes with requires_grad=True cannot be used: no gradient flows to them. Pass "
+                "alibi_slopes.detach(), or a buffer."
+            )
         _ = self.mask  # validates the window
 
     @property
@@ -57,13 +63,28 @@ class AttentionSpec:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Score features that a kernel must declare."""
-        asked = {
-            "softcap": self.softcap != 0.0,
-            "alibi": self.alibi_slopes is not None,
-            "sinks": self.sinks is not None,
-        }
+        """Score features that a kernel must declare; sinks are added to what any of them returns."""
+        asked = {"softcap": self.softcap != 0.0, "alibi": self.alibi_slopes is not None}
         return frozenset(name for name, wanted in asked.items() if wanted)
+
+    def check_slopes(self, q_BLHD: torch.Tensor) -> None:
+        """Check that the slopes fit the queries.
+
+        Raises:
+            ShapeError: naming both, or slopes that are not finite (where looking costs nothing: on CPU).
+        """
+        slopes = self.alibi_slopes
+        if slopes is None:
+            return
+        batch, _, heads, _ = q_BLHD.shape
+        fits = tuple(slopes.shape) in ((heads,), (batch, heads))
+        if not fits or slopes.dtype != torch.float32 or slopes.device != q_BLHD.device:
+            raise ShapeError(
+                f"alibi_slopes must be float32, [{heads}] or [{batch}, {heads}], on {q_BLHD.device} for q "
+                f"{tuple(q_BLHD.shape)}, got {tuple(slopes.shape)} {slopes.dtype} on {slopes.device}."
+            )
+        if slopes.device.type == "cpu" and not bool(slopes.isfinite().all()):
+            raise ShapeError(f"alibi_slopes must be finite, got {slopes.tolist()}.")
 
     def scale(self, head_dim: int) -> float:
         """The factor on q.k."""

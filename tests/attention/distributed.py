@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,13 +16,15 @@ from tests.pool import run_ranks
 
 
 class Shards(NamedTuple):
-    """One rank's out [B, L, H, D], lse [B, H, L] and gradients."""
+    """One rank's out [B, L, H, D], lse [B, H, L] and gradients; its share of the sinks' gradient [H]."""
 
     out: torch.Tensor
     lse: torch.Tensor
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
+    dsinks: torch.Tensor | None = None
+    max_logits: torch.Tensor | None = None
 
 
 @contextmanager
@@ -48,13 +50,19 @@ def attend_shards(
     q, k, v, dout = (
         mesh.shard(x, layout, pad_value=pad_value) for x in tensors or problem.tensors()
     )
-    for x in (q, k, v):
+    spec = problem.spec
+    leaves = [q, k, v] if spec.sinks is None else [q, k, v, spec.sinks]
+    for x in leaves:
         x.requires_grad_()
-    out, lse = context_parallel_attention(
-        q, k, v, mesh=mesh, layout=layout, spec=problem.spec, kernel=kernel, return_lse=True
-    )
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
-    return Shards(*(x.detach().contiguous() for x in (out, lse, dq, dk, dv)))
+    how: dict[str, Any] = {"mesh": mesh, "layout": layout, "spec": spec, "kernel": kernel}
+    if problem.max_logits:
+        how["return_max_logits"] = True
+    out, lse, *peak = context_parallel_attention(q, k, v, **how, return_lse=True)
+    dq, dk, dv, *dsinks = torch.autograd.grad(out, leaves, dout)
+    shards = Shards(*(x.detach().contiguous() for x in (out, lse, dq, dk, dv)))
+    if dsinks:
+        shards = shards._replace(dsinks=dsinks[0])
+    return shards._replace(max_logits=peak[0].contiguous()) if peak else shards
 
 
 def attend_all(
@@ -68,9 +76,15 @@ def attend_all(
 def joined(problem: Problem, grid: Grid, shards: Sequence[Shards]) -> oracle.Attention:
     """The whole sequence, in original order and length, from every rank's part."""
     layout = problem.layout(grid)
-    out, lse, dq, dk, dv = zip(*shards, strict=True)
+    out, lse, dq, dk, dv, dsinks, peak = zip(*shards, strict=True)
     outs = (layout.unshard(parts, dim=1) for parts in (dq, dk, dv))
-    return oracle.Attention(layout.unshard(out, dim=1), layout.unshard(lse, dim=2), *outs)
+    return oracle.Attention(
+        layout.unshard(out, dim=1),
+        layout.unshard(lse, dim=2),
+        *outs,
+        torch.stack(dsinks).sum(0) if problem.sinks else None,
+        layout.unshard(peak, dim=2) if problem.max_logits else None,
+    )
 
 
 def answers(problems: Sequence[Problem], grid: Grid, kernel: str) -> list[oracle.Attention]:

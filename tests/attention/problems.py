@@ -46,11 +46,46 @@ class Problem:
     window: tuple[int, int] = (-1, -1)
     dtype: torch.dtype = torch.float64
     head_dim: int = 8
+    scale: float | None = None
+    softcap: float = 0.0
+    alibi: int = 0
+    """Dims of the slopes: 1 is a slope per head, 2 one per row and head, 0 none."""
+    sinks: bool = False
+    max_logits: bool = False
+    """Whether the largest score of each query is asked for too."""
 
     @property
     def spec(self) -> AttentionSpec:
-        """The mask in the package's terms."""
-        return AttentionSpec(causal=self.causal, window=self.window)
+        """The mask and the scores in the package's terms."""
+        return AttentionSpec(
+            causal=self.causal,
+            softmax_scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            alibi_slopes=self.slopes,
+            sinks=self.sink_logits,
+        )
+
+    @property
+    def scores(self) -> oracle.Scores:
+        """What is done to scores, in the oracle's terms."""
+        return oracle.Scores(self.softcap, self.slopes, self.sink_logits, self.max_logits)
+
+    @property
+    def slopes(self) -> torch.Tensor | None:
+        """Of both signs and all different, so that a bias of another head or row shows."""
+        if not self.alibi:
+            return None
+        count = self.heads[0] * (BATCH if self.alibi == 2 else 1)
+        slopes = 0.3 * torch.cos(torch.arange(count, dtype=torch.float32) + 0.5)
+        return slopes.view(BATCH, -1) if self.alibi == 2 else slopes
+
+    @property
+    def sink_logits(self) -> torch.Tensor | None:
+        """As large as a sum over many keys, and all different."""
+        if not self.sinks:
+            return None
+        return (2.0 + torch.sin(3.0 * torch.arange(self.heads[0]))).to(self.dtype)
 
     def layout(self, grid: Grid) -> SequenceLayout:
         """The layout over a grid of ranks, with the problem's documents."""
@@ -75,9 +110,10 @@ class Problem:
         heads = "{}/{} heads".format(*self.heads)
         mask = "causal" if self.causal else "full"
         window = "" if self.window == (-1, -1) else f", window {self.window}"
-        return (
-            f"{self.sequences}, {mask}{window}, {heads}, {str(self.dtype).removeprefix('torch.')}"
-        )
+        names = ("scale", "softcap", "alibi", "sinks", "max_logits")
+        scores = "".join(f", {name} {getattr(self, name)}" for name in names if getattr(self, name))
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.sequences}, {mask}{window}, {heads}{scores}, {dtype}"
 
 
 @dataclass(frozen=True)
@@ -150,6 +186,8 @@ def expected(problem: Problem) -> oracle.Attention:
         causal=problem.causal,
         window=problem.window,
         documents=SEQUENCES[problem.sequences].documents,
+        softmax_scale=problem.scale,
+        how=problem.scores,
     )
 
 
@@ -162,4 +200,6 @@ def voids(problem: Problem, grid: Grid) -> dict[str, oracle.Attention]:
         causal=problem.causal,
         window=problem.window,
         documents=SEQUENCES[problem.sequences].documents,
+        softmax_scale=problem.scale,
+        how=problem.scores,
     )

@@ -1,5 +1,7 @@
 """Every mode against the dense float64 answer: out, lse, dq, dk and dv of the whole sequence.
 
+Where there are sinks, their gradient too (the sum of the ranks'), and the largest scores where asked for.
+
 A row is a grid of ranks and a kernel; its cells differ in mask, heads, sequences and dtype. No cell
 would accept zeros, or ranks that do not communicate.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +20,8 @@ from tests import oracle
 from tests.attention import report
 from tests.attention.distributed import answers
 from tests.attention.problems import GRIDS, HEADS, SEQUENCES, Grid, Problem, expected, voids
+
+Change = dict[str, Any]
 
 KERNELS = ("reference", "aten")
 MASKS = {"causal": True, "full": False}
@@ -43,6 +48,35 @@ def default_cells(grid: Grid, kernel: str) -> list[Problem]:
     if kernel == "reference":
         cells += [Problem(heads["gqa"], "rows", window=window) for window in WINDOWS]
         cells.append(Problem(last, "dense", causal=False, window=WINDOWS[1]))
+    return cells + scores_cells(grid, kernel)
+
+
+CAP, SCALE = 1.5, 0.7
+FEATURES: dict[str, Change] = {
+    "softcap": {"softcap": CAP},
+    "alibi": {"alibi": 1},
+    "sinks": {"sinks": True},
+    "scale": {"scale": SCALE},
+}
+EVERY: Change = {"softcap": CAP, "alibi": 2, "sinks": True, "scale": SCALE, "max_logits": True}
+
+
+def scores_cells(grid: Grid, kernel: str) -> list[Problem]:
+    """Each change of the scores on every kind of sequence; with windows, and all of them together."""
+    pairs, last = HEADS[grid.ulysses], list(HEADS[grid.ulysses].values())[-1]
+    sequences = ("dense", "packed", "rows")
+    if kernel == "aten":
+        cells = [Problem(last, name, sinks=True) for name in sequences]
+        cells.append(Problem(pairs["gqa"], "rows", causal=False, sinks=True, scale=SCALE))
+        return [*cells, Problem(pairs["gqa"], "dense", sinks=True, dtype=torch.bfloat16)]
+    cells = [
+        Problem(last, name, **change) for name, change in product(sequences, FEATURES.values())
+    ]
+    cells += [Problem(pairs["gqa"], "rows", window=(9, -1), **how) for how in FEATURES.values()]
+    cells += [Problem(pairs["gqa"], name, causal=False, **EVERY) for name in sequences]
+    cells.append(Problem(pairs["mqa"], "dense", False, (5, 12), **EVERY))
+    for dtype in DTYPES[1:]:
+        cells.append(Problem(pairs["gqa"], "rows", dtype=dtype, **EVERY))
     return cells
 
 
@@ -81,7 +115,8 @@ def check(cells: list[Problem], grid: Grid, kernel: str) -> None:
         check_dtypes(cell, answer)
         error, want = measure(cell), expected(cell)
         found = {name: error(got, getattr(want, name)) for name, got in answer.items()}
-        report.lines[str(grid), kernel].add(cell.dtype, found, allowed[cell])
+        shown = {name: found[name] for name in found if name != "max_logits"}  # always float32
+        report.lines[str(grid), kernel].add(cell.dtype, shown, allowed[cell])
         # `not <=` so that NaN fails too.
         worse = {name: found[name] for name in found if not found[name] <= allowed[cell][name]}
         if worse:
@@ -111,18 +146,24 @@ _one_rank: dict[tuple[str, Problem], oracle.Attention] = {}
 def limits(cell: Problem, alone: oracle.Attention | None) -> dict[str, float]:
     """The largest error that each result may have.
 
-    float64: 1e-11. float32: twice what one rank gets, and 1e-6. bfloat16: twice (out, and lse, which
-    is float32) or three times (gradients) what one rank gets, in norm.
+    float64: 1e-11 (1e-6 for the largest scores, which are float32 always). float32: twice what one rank
+    gets, and 1e-6. bfloat16: twice (out, and lse and largest scores, which are float32) or three times
+    (gradients) what one rank gets, in norm.
     """
     want = dict(expected(cell).items())
     if alone is None:
-        return dict.fromkeys(want, 1e-11)
+        return {name: 1e-6 if name == "max_logits" else 1e-11 for name in want}
     if cell.dtype == torch.float32:
         return {n: 2 * oracle.max_error(got, want[n]) + 1e-6 for n, got in alone.items()}
-    factor = {"out": 2, "lse": 2, "dq": 3, "dk": 3, "dv": 3}
+    gradients = {"dq", "dk", "dv", "dsinks"}
     return {
-        n: factor[n] * norm_error(got, want[n]) + 1e-6 * (n == "lse") for n, got in alone.items()
+        n: (3 if n in gradients else 2) * norm_error(got, want[n]) + 1e-6 * (n in WIDE)
+        for n, got in alone.items()
     }
+
+
+WIDE = {"lse", "max_logits"}
+"""Results that are not rounded to the inputs' dtype."""
 
 
 def norm_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -138,4 +179,5 @@ def check_dtypes(cell: Problem, answer: oracle.Attention) -> None:
     """Results have the dtype of the inputs, the lse that of the sums."""
     wide = torch.float64 if cell.dtype == torch.float64 else torch.float32
     for name, got in answer.items():
-        assert got.dtype == (wide if name == "lse" else cell.dtype), (str(cell), name, got.dtype)
+        want = {"lse": wide, "max_logits": torch.float32}.get(name, cell.dtype)
+        assert got.dtype == want, (str(cell), name, got.dtype)

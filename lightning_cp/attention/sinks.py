@@ -1,0 +1,85 @@
+"""Attention sinks: one logit per query head that takes part in the softmax and has no value.
+
+A sink is one more key with value 0, which every query that sees a key sees too. So it needs no kernel:
+after the last merge ``lse' = logaddexp(lse, sink)`` and ``out' = out exp(lse - lse')``. Backward of the
+tiles is exact with the merged ``out'`` and ``lse'`` as it is, and by the softmax's derivative
+``dsink = -sum exp(sink - lse') rowsum(dout out')`` over the queries of a head
+(gpt-oss; Xiao et al. 2023, arXiv 2309.17453).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_cp.errors import ShapeError
+from lightning_cp.layout import HeadSplit
+
+_TOKENS_AT_ONCE = 4096
+"""Bounds the temporaries of the gradient."""
+
+
+def check_sinks(sinks_H: torch.Tensor | None, q_BLHD: torch.Tensor) -> None:
+    """Check that there is one sink per query head, beside the queries.
+
+    Raises:
+        ShapeError: naming both.
+    """
+    if sinks_H is None:
+        return
+    fits = sinks_H.shape == (q_BLHD.shape[2],) and sinks_H.is_floating_point()
+    if not fits or sinks_H.device != q_BLHD.device:
+        raise ShapeError(
+            f"sinks must be one floating-point logit per query head, [{q_BLHD.shape[2]}] on "
+            f"{q_BLHD.device} for q {tuple(q_BLHD.shape)}, got {tuple(sinks_H.shape)} {sinks_H.dtype} on "
+            f"{sinks_H.device}."
+        )
+
+
+def add_sinks(
+    out_BLHD: torch.Tensor, lse_BHL: torch.Tensor, sinks_H: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``out', lse'`` of merged ``out, lse`` in the accumulation dtype; ``out`` is changed in place.
+
+    Args:
+        out_BLHD: [B, L, h, D].
+        lse_BHL: [B, h, L], -inf for a query that saw no key (padding): it sees no sink either.
+        sinks_H: the sinks [h] of these heads.
+    """
+    sinks = sinks_H.to(lse_BHL.dtype).unsqueeze(-1)
+    whole = torch.logaddexp(lse_BHL, sinks).masked_fill(lse_BHL == -torch.inf, -torch.inf)
+    weight = torch.exp(lse_BHL - whole.masked_fill(whole == -torch.inf, 0.0))
+    return out_BLHD.mul_(weight.transpose(1, 2).unsqueeze(-1)), whole
+
+
+def sink_gradients(
+    dout_TBHD: torch.Tensor,
+    out_TBHD: torch.Tensor,
+    lse_BHT: torch.Tensor,
+    sinks_H: torch.Tensor,
+    heads: HeadSplit,
+    ulysses_rank: int,
+) -> torch.Tensor:
+    """This rank's share of the gradient, [H] in the sinks' dtype: its own queries and heads; 0 elsewhere.
+
+    Args:
+        dout_TBHD: [T, B, h, D].
+        out_TBHD: ``out'`` like it.
+        lse_BHT: ``lse'`` [B, h, T] in the accumulation dtype.
+        sinks_H: all sinks [H].
+        heads: how heads are split.
+        ulysses_rank: whose heads these are.
+    """
+    own = slice(*heads.q_range(ulysses_rank))
+    dtype = lse_BHT.dtype
+    sinks = sinks_H[own].to(dtype).unsqueeze(-1)
+    total = torch.zeros_like(sinks_H, dtype=dtype)
+    parts = (
+        dout_TBHD.split(_TOKENS_AT_ONCE),
+        out_TBHD.split(_TOKENS_AT_ONCE),
+        lse_BHT.split(_TOKENS_AT_ONCE, dim=2),
+    )
+    for dout, out, lse in zip(*parts, strict=True):
+        weight = torch.exp(sinks - lse.masked_fill(lse == -torch.inf, torch.inf))
+        share_TBH = (dout.to(dtype) * out.to(dtype)).sum(-1)
+        total[own] -= (weight * share_TBH.permute(1, 2, 0)).sum((0, 2))
+    return total.to(sinks_H.dtype)
