@@ -219,8 +219,8 @@ def _facts(
         "sequence length": layout.seq_len,
         "layout (checksum)": fingerprint((layout.ring_size, layout.ulysses_size, layout.kind)),
         "documents (checksum)": fingerprint(documents.checksum if documents else 0),
-        "mask (checksum)": fingerprint((spec.mask, spec.softmax_scale, spec.softcap)),
         "alibi slopes (checksum)": fingerprint(_shape(spec.alibi_slopes)),
+        "mask (checksum)": fingerprint((spec.mask, spec.softmax_scale, spec.softcap)),
         "sinks (checksum)": fingerprint(_shape(spec.sinks)),
         "kernel (checksum)": fingerprint(plan.kernel.name),
     }

@@ -23,6 +23,8 @@ class AttentionPlan:
     heads: HeadSplit
     schedule: RankSchedule
     scores: Scores
+    request: Request
+    """What was asked of the kernel."""
     kernel: Kernel
     sinks: torch.Tensor | None = None
     """[H], of all query heads."""
@@ -64,11 +66,12 @@ def make_plan(
     check_call(q_BLHD, k_BLKD, v_BLKD, mesh, layout, spec)
     heads = HeadSplit(q_BLHD.shape[2], k_BLKD.shape[2], mesh.ulysses_size)
     part = schedule(layout, None, spec.mask).rank(mesh.ring_rank)
-    chosen = _select(kernel, request_of(q_BLHD, spec, max_logits=max_logits))
+    request = request_of(q_BLHD, spec, max_logits=max_logits)
     slopes = _own_slopes(spec, heads, mesh.ulysses_rank)
     scale = spec.scale(q_BLHD.shape[3])
     scores = Scores(scale, spec.mask, float(spec.softcap), slopes, max_logits)
-    return AttentionPlan(mesh, heads, part, scores, chosen, spec.sinks)
+    chosen = _select(kernel, request)
+    return AttentionPlan(mesh, heads, part, scores, request, chosen, spec.sinks)
 
 
 def request_of(q_BLHD: torch.Tensor, spec: AttentionSpec, *, max_logits: bool = False) -> Request:

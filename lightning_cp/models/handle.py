@@ -19,6 +19,7 @@ from lightning_cp.attention.plan import make_plan
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.comm.agreement import agree
 from lightning_cp.errors import ConfigError
+from lightning_cp.kernels.api import Request
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.models.facts import PositionFacts
@@ -82,6 +83,8 @@ class SwapHandle:
         self.mesh = mesh
         self.kernel = kernel
         self.state: StepState | None = None
+        self.requests: dict[Request, None] = {}
+        """What attention calls have asked of a kernel, each kind once."""
         self.report: list[str] = []
         self.warned: set[str] = set()
         """Models of which something was said once."""
@@ -113,7 +116,9 @@ class SwapHandle:
         state = self.state
         assert state is not None
         q, k, v = _autocast(q_BLHD, k_BLKD, v_BLKD)
-        out = attend(q, k, v, make_plan(q, k, v, self.mesh, state.layout, spec, self.kernel))
+        plan = make_plan(q, k, v, self.mesh, state.layout, spec, self.kernel)
+        self.requests[plan.request] = None
+        out = attend(q, k, v, plan)
         assert isinstance(out, torch.Tensor)
         if out.requires_grad:
             out.register_hook(state.note_gradient)

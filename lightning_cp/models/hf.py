@@ -38,8 +38,8 @@ def swap_hf(model: Any, handle: SwapHandle) -> None:
     if not _uses_interface(model):
         raise ConfigError(
             f"{type(model).__name__} does not use transformers' attention interface, so its attention cannot "
-            "be swapped (0 modules). Use a model that does (most current ones), or a strategy without "
-            "context parallelism."
+            f"be swapped (0 modules). {_ALIBI if _has_alibi(model) else ''}Use a model that does "
+            "(most current ones), or a strategy without context parallelism."
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(
@@ -61,6 +61,19 @@ def swap_hf(model: Any, handle: SwapHandle) -> None:
 
 def _uses_interface(model: Any) -> bool:
     return bool(type(model)._can_set_attn_implementation())
+
+
+_ALIBI = (
+    "It adds an ALiBi bias to its scores in attention of its own. ALiBi is exact in "
+    "context_parallel_attention(..., spec=AttentionSpec(alibi_slopes=...)), which a model of your own can "
+    "call. "
+)
+
+
+def _has_alibi(model: Any) -> bool:
+    """BLOOM and MPT have the bias always, Falcon where its config says so."""
+    names = vars(sys.modules[type(model).__module__])
+    return any("alibi" in name for name in names) and bool(getattr(model.config, "alibi", True))
 
 
 def _hf_modules(model: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf_mask import EXPRESSIBLE, MaskNote
 
 READ = {"sliding_window", "softcap", "s_aux"}
-"""Arguments that become part of the spec; a kernel that lacks one of them (softcap, sinks) refuses it."""
+"""Arguments that become part of the spec; a kernel that lacks a cap refuses it."""
 
 HARMLESS = {
     # Positions and documents: rotary embeddings are applied before the call, documents are in the layout.
@@ -83,8 +83,9 @@ def _refuse_unknown(name: str, kwargs: dict[str, Any]) -> None:
     if unknown:
         raise ConfigError(
             f"{name} passes {', '.join(f'{key}=' for key in unknown)} to attention, which is not sharded: "
-            "ignoring it could be silently wrong. What is sharded beside the mask: scaling and "
-            "sliding_window. If it comes from the step's own call of the model, leave it out there."
+            "ignoring it could be silently wrong. What is sharded beside the mask: scaling, "
+            "sliding_window, softcap and s_aux (sinks). If it comes from the step's own call of the model, "
+            "leave it out there."
         )
 
 

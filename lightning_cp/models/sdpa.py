@@ -57,7 +57,8 @@ def _check(
         raise ConfigError(
             f"a dense attn_mask of shape {tuple(attn_mask.shape)} cannot be sharded. What can be expressed: "
             "is_causal, packed documents (cu_seqlens or segment_ids in the batch) and padding. Call "
-            "scaled_dot_product_attention without attn_mask."
+            "scaled_dot_product_attention without attn_mask; for a bias by distance (ALiBi), call "
+            "context_parallel_attention with AttentionSpec(alibi_slopes=...)."
         )
     if query.dim() != 4:
         raise ConfigError(

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_cp.batch import BatchRules, ShardedBatch, unshard_output
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError
+from lightning_cp.kernels.api import Request, explain_kernels
 from lightning_cp.logs.ranks import side_by_side, weighted_mean
 from lightning_cp.logs.token_mean import as_logged, where_counted
 from lightning_cp.mesh import Flat
@@ -39,6 +40,7 @@ class ContextParallelCore(RunMesh):
         super().__init__(settings)
         self.rules = BatchRules()
         self._handle: SwapHandle | None = None
+        self._requests: dict[Request, None] = {}
         self._model: nn.Module | None = None
         self._part: ShardedBatch | None = None
         self._loss: StepLoss | None = None
@@ -82,7 +84,14 @@ class ContextParallelCore(RunMesh):
         self._needs_loss = needs_labels
         self._model = model
         self._handle = swap_attention(model, self.mesh, settings.kernel, options.get("modules"))
+        self._requests = self._handle.requests
         return self._handle.report
+
+    def explain(self) -> str:
+        """Which kernel each kind of attention call got so far, and why each other one did not."""
+        kernel = self.settings.kernel
+        lines = [explain_kernels(kernel, request) for request in self._requests]
+        return "\n".join(lines) or "no attention call came through context parallelism yet"
 
     def require_label_kind(self) -> None:
         """Refuse to train where nothing says how labels are read.

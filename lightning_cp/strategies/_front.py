@@ -135,6 +135,10 @@ class ContextParallelFront:
         """Ranks that share a sample draw the same one."""
         return {"num_replicas": self.data_parallel_size, "rank": self.data_rank}
 
+    def explain(self) -> str:
+        """Which kernel each kind of attention call got so far, and why each other one was passed over."""
+        return self._core.explain()
+
     def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """A local tensor of the current step, whole, in original order and length, on every rank."""
         return self._core.unshard_tensor(x, dim)

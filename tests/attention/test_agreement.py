@@ -37,6 +37,8 @@ class Call:
     documents: tuple[int, ...] | None = None
     spec: AttentionSpec = CAUSAL
     kernel: str = "reference"
+    returned: str = ""
+    """What to return beside the output."""
     short_by: int = 0
     """Tokens that are missing from what the layout says."""
 
@@ -53,6 +55,9 @@ DIFFERENT: dict[str, Call] = {
     "documents": Call(documents=(0, 20, 47)),
     "mask": Call(spec=AttentionSpec(causal=False)),
     "kernel": Call(kernel="aten"),
+    "alibi slopes": Call(spec=AttentionSpec(alibi_slopes=torch.ones(4))),
+    "sinks": Call(spec=AttentionSpec(sinks=torch.ones(4))),
+    "what is returned": Call(returned="return_lse"),
 }
 
 
@@ -66,9 +71,9 @@ def make(rank: int, world_size: int, calls: dict[int, Call], grid: Grid) -> None
     k = torch.zeros(*shape, call.kv_heads, call.head_dim, dtype=call.dtype)
     with mesh_of(grid) as mesh, Wire() as wire:
         try:
-            context_parallel_attention(
-                q, k, k, mesh=mesh, layout=layout, spec=call.spec, kernel=call.kernel
-            )
+            returned: dict[str, Any] = {call.returned: True} if call.returned else {}
+            how: dict[str, Any] = {"spec": call.spec, "kernel": call.kernel, **returned}
+            context_parallel_attention(q, k, k, mesh=mesh, layout=layout, **how)
         finally:
             moved = set(wire.counts) & {"alltoall_base_", "send", "recv_"}
             assert not moved, f"data moved although the ranks disagree: {moved}"
@@ -91,6 +96,7 @@ def test_a_different_call_is_named_on_every_rank(field: str, grid: Grid) -> None
 OTHER_SPECS = {
     "window": AttentionSpec(window=(5, -1)),
     "scale": AttentionSpec(softmax_scale=0.5),
+    "cap": AttentionSpec(softcap=30.0),
 }
 
 

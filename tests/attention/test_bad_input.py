@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cp.attention.api import context_parallel_attention
+from lightning_cp.attention.api import context_parallel_attention, explain
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import Documents, SequenceLayout
@@ -135,20 +135,53 @@ def test_settings_that_cannot_be_executed(case: str) -> None:
     refuse(changes, ConfigError, match)
 
 
-FEATURES = {
-    "softcap": AttentionSpec(softcap=30.0),
-    "alibi": AttentionSpec(alibi_slopes=torch.ones(4)),
-    "sinks": AttentionSpec(sinks=torch.ones(4)),
+FEATURES: dict[str, Change] = {
+    "softcap": {"spec": AttentionSpec(softcap=30.0)},
+    "alibi": {"spec": AttentionSpec(alibi_slopes=torch.ones(4))},
+    "max_logits": {"return_max_logits": True},
 }
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_features_that_no_kernel_has_name_every_kernel(feature: str) -> None:
-    passed_over = (
-        f".*, {feature}. Passed over: aten_cuda_flash runs on cuda, not cpu; .*"
-        f"aten_cpu_flash has no {feature}; reference has no {feature}"
-    )
-    refuse({"spec": FEATURES[feature]}, ConfigError, passed_over)
+def test_features_that_a_kernel_lacks_name_it(feature: str) -> None:
+    match = f".*, {feature}. Passed over: .*aten_cpu_flash has no {feature}"
+    refuse({"kernel": "aten", **FEATURES[feature]}, ConfigError, match)
+
+
+def slopes(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Change:
+    return {"spec": AttentionSpec(alibi_slopes=torch.ones(shape, dtype=dtype, device=device))}
+
+
+def sinks(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Change:
+    return {"spec": AttentionSpec(sinks=torch.ones(shape, dtype=dtype, device=device))}
+
+
+WANTED_SLOPES = (
+    r"alibi_slopes must be float32, \[4\] or \[2, 4\], on cpu for q \(2, 8, 4, 8\), got "
+)
+WANTED_SINKS = r"sinks must be one floating-point logit per query head, \[4\] on cpu for q .*, got "
+SCORES: dict[str, tuple[Change, str]] = {
+    "slopes of this rank's heads only": (slopes(2), WANTED_SLOPES + r"\(2,\)"),
+    "slopes of other rows": (slopes(3, 4), WANTED_SLOPES + r"\(3, 4\)"),
+    "slopes of one row": (slopes(1, 4), WANTED_SLOPES + r"\(1, 4\)"),
+    "one slope": (slopes(), WANTED_SLOPES + r"\(\)"),
+    "dtype of slopes": (slopes(4, dtype=torch.bfloat16), WANTED_SLOPES + ".*torch.bfloat16"),
+    "device of slopes": (slopes(4, device="meta"), WANTED_SLOPES + ".* on meta"),
+    "infinite slopes": (
+        {"spec": AttentionSpec(alibi_slopes=torch.tensor([1, 2, math.inf, 3]))},
+        r"alibi_slopes must be finite, got \[1.0, 2.0, inf, 3.0\]",
+    ),
+    "sinks of this rank's heads only": (sinks(2), WANTED_SINKS + r"\(2,\)"),
+    "sinks per row": (sinks(2, 4), WANTED_SINKS + r"\(2, 4\)"),
+    "dtype of sinks": (sinks(4, dtype=torch.int64), WANTED_SINKS + ".*torch.int64"),
+    "device of sinks": (sinks(4, device="meta"), WANTED_SINKS + ".* on meta"),
+}
+
+
+@pytest.mark.parametrize("case", SCORES)
+def test_slopes_and_sinks_that_do_not_fit(case: str) -> None:
+    changes, match = SCORES[case]
+    refuse(changes, ShapeError, match)
 
 
 @pytest.mark.parametrize(
@@ -162,12 +195,44 @@ def test_features_that_no_kernel_has_name_every_kernel(feature: str) -> None:
         ({"window": (3,)}, r"window must be \(left, right\)"),
         ({"softcap": -1.0}, r"softcap must be 0.0 \(off\) or positive, got -1.0"),
         ({"softcap": math.nan}, "softcap must be"),
+        (
+            {"alibi_slopes": torch.ones(4, requires_grad=True)},
+            "alibi_slopes with requires_grad=True cannot be used: no gradient flows to them.*detach",
+        ),
     ],
     ids=str,
 )
 def test_a_spec_that_means_nothing(setting: Change, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         AttentionSpec(**setting)
+
+
+def explain_one(rank: int, world_size: int) -> list[str]:
+    """What different calls are told, without communicating."""
+    layout, spec = SequenceLayout(LENGTH, 2, 2), AttentionSpec(softcap=30.0, sinks=torch.ones(4))
+    q = tensor()
+    told: list[str] = []
+    with mesh_of(GRID) as mesh, Wire() as wire:
+        for kernel in ("auto", "aten") if not rank else ():
+            told.append(explain(q, q, q, mesh=mesh, layout=layout, spec=spec, kernel=kernel))
+        told.append(explain(q, q, q, mesh=mesh, layout=layout, return_max_logits=True))
+        with pytest.raises(ShapeError, match="shard it first"):
+            explain(*[tensor(2, 32)] * 3, mesh=mesh, layout=layout)
+    assert not wire.counts
+    return told
+
+
+def test_one_rank_may_ask_which_kernel_it_gets() -> None:
+    (auto, aten, largest), *_ = run_ranks(4, explain_one)
+    assert auto.startswith(
+        "kernel='auto' for device cpu, torch.float32, head dim 8, masks causal, full, "
+    )
+    assert "softcap: reference\n" in auto
+    assert "\n  aten_cpu_flash: has no softcap\n" in auto
+    assert "sinks" not in auto, "no kernel needs to have them"
+    assert "softcap: none can do it\n" in aten
+    assert "\n  reference: not among kernel='aten'" in aten
+    assert "\n  aten_cpu_flash: has no max_logits\n" in largest
 
 
 def test_documents_of_another_length() -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cp.attention.api import context_parallel_attention
 from lightning_cp.attention.keep import Stash, current_stash, keep_attention
+from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh
 from tests.attention.distributed import mesh_of
@@ -44,6 +45,8 @@ class Block:
     weights: list[torch.Tensor]
     kernel: str
     use_lse: bool = False
+    sinks: torch.Tensor | None = None
+    """With them, the scores are capped too, and the largest are looked at."""
     runs: list[dict[str, int]] = field(default_factory=list)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,19 +62,15 @@ class Block:
     def _layer(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         qkv = (x @ weight).unflatten(-1, (-1, DIM))
         q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
-        found = context_parallel_attention(
-            q,
-            k,
-            v,
-            mesh=self.mesh,
-            layout=self.layout,
-            kernel=self.kernel,
-            return_lse=self.use_lse,
-        )
-        if isinstance(found, torch.Tensor):
-            return x + torch.tanh(found.flatten(2))
-        out, lse = found
-        return x + torch.tanh((out * lse.sigmoid().transpose(1, 2).unsqueeze(-1)).flatten(2))
+        how: dict[str, Any] = {"mesh": self.mesh, "layout": self.layout, "kernel": self.kernel}
+        if self.sinks is not None:
+            how["spec"] = AttentionSpec(sinks=self.sinks, softcap=0.5)
+            how["return_max_logits"] = True
+        found: Any = context_parallel_attention(q, k, v, **how, return_lse=self.use_lse)
+        out, *others = found if isinstance(found, tuple) else (found,)
+        for other in others:
+            out = out * other.sigmoid().transpose(1, 2).unsqueeze(-1)
+        return x + torch.tanh(out.flatten(2))
 
 
 @dataclass(frozen=True)
@@ -105,6 +104,7 @@ def differentiate(
     kernel: str,
     backwards: int,
     use_lse: bool = False,
+    with_sinks: bool = False,
 ) -> dict[str, Result]:
     """Gradients after some backwards through one graph, each way."""
     found: dict[str, Result] = {}
@@ -114,11 +114,14 @@ def differentiate(
                 continue  # PyTorch's reentrant kind cannot go through a graph twice
             block, x = make_block(mesh, grid, layers, kernel, torch.float64)
             block.use_lse = use_lse
+            if with_sinks:
+                sinks = 0.5 + torch.arange(HEADS, dtype=torch.float64)
+                block.sinks = sinks.requires_grad_()
             out = run(block, x)
             with Wire() as wire:
                 for index in range(backwards):
                     out.square().sum().backward(retain_graph=index + 1 < backwards)
-            leaves = [x, *block.weights]
+            leaves = [x, *block.weights, *([block.sinks] if block.sinks is not None else [])]
             assert current_stash() is None
             found[how] = Result([leaf.grad for leaf in leaves], block.runs, wire.counts)  # type: ignore[misc]
     return found
@@ -155,6 +158,20 @@ def test_a_kept_recomputation_communicates_nothing(grid: Grid, layers: int, use_
         assert kept.backward == {
             op: plain.backward.get(op, 0) + again.get(op, 0) for op in plain.backward | again
         }
+
+
+@pytest.mark.parametrize("use_lse", [False, True])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_sinks_and_largest_scores_are_kept(grid: Grid, use_lse: bool) -> None:
+    """The sinks' gradient too, and nothing is communicated when a block is run again."""
+    args = (grid, 2, "reference", 2, use_lse, True)
+    for found in run_ranks(grid.world_size, differentiate, *args):
+        plain, kept = found["plain"], found["kept"]
+        assert all(gradient.abs().sum() > 0 for gradient in plain.gradients)
+        for how in ("recomputed", "kept"):
+            for one, two in zip(plain.gradients, found[how].gradients, strict=True):
+                assert torch.equal(one, two), how
+        assert kept.runs == [plain.runs[0], {}, {}]
 
 
 def keep_sizes(

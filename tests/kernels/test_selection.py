@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.kernels.api import Request, kernels, select_kernel
+from lightning_cp.kernels.api import Request, explain_kernels, kernels, select_kernel
 
 CPU = Request("cpu", torch.float32, 64, frozenset({"full", "causal"}))
 CUDA = replace(CPU, device_type="cuda", dtype=torch.bfloat16)
@@ -23,6 +23,7 @@ WINDOW = frozenset({"full", "causal", "band"})
         ("reference", CPU, "reference"),
         ("auto", replace(CPU, masks=WINDOW), "reference"),
         ("auto", replace(CPU, device_type="xpu"), "reference"),
+        ("auto", replace(CPU, needs=frozenset({"softcap", "alibi", "max_logits"})), "reference"),
         ("auto", CUDA, "aten_cuda_flash"),
         ("auto", replace(CUDA, masks=WINDOW), "aten_cuda_flash"),
         ("aten_cuda_cudnn", CUDA, "aten_cuda_cudnn"),
@@ -50,7 +51,7 @@ def test_chosen(name: str, request_: Request, chosen: str) -> None:
         ("aten_cuda_flash", replace(CUDA, head_dim=20), "takes head dims divisible by 8, not 20"),
         ("aten_cpu_flash", replace(CPU, masks=WINDOW), "aten_cpu_flash has no band mask"),
         ("aten_cuda_cudnn", replace(CUDA, masks=WINDOW), "aten_cuda_cudnn has no band mask"),
-        ("reference", replace(CPU, needs=frozenset({"softcap"})), "reference has no softcap"),
+        ("aten", replace(CPU, needs=frozenset({"softcap"})), "aten_cpu_flash has no softcap"),
         ("reference", replace(CPU, dtype=torch.int64), "not torch.int64"),
     ],
 )
@@ -60,12 +61,28 @@ def test_refused(name: str, request_: Request, match: str) -> None:
 
 
 def test_refusal_names_the_request_and_every_kernel_that_was_passed_over() -> None:
-    request_ = replace(CPU, dtype=torch.complex64, needs=frozenset({"alibi", "sinks"}))
+    request_ = replace(CPU, dtype=torch.complex64, needs=frozenset({"alibi", "softcap"}))
     with pytest.raises(ConfigError) as caught:
         select_kernel("auto", request_)
     text = str(caught.value)
-    assert "device cpu, torch.complex64, head dim 64, masks causal, full, alibi, sinks" in text
+    assert "device cpu, torch.complex64, head dim 64, masks causal, full, alibi, softcap" in text
     assert all(f"{name} " in text for name in kernels())
+
+
+def test_an_explanation_has_a_line_for_every_kernel() -> None:
+    text = explain_kernels("auto", replace(CPU, needs=frozenset({"alibi"})))
+    head, *lines = text.splitlines()
+    assert head.endswith("masks causal, full, alibi: reference")
+    assert [line.split(":")[0].strip() for line in lines] == list(kernels())
+    assert "  aten_cpu_flash: has no alibi" in lines
+    assert "  reference: chosen" in lines
+    others = explain_kernels("auto", CPU).splitlines()
+    assert "  reference: could do it, but aten_cpu_flash comes first" in others
+    asked = explain_kernels("reference", CPU).splitlines()
+    assert "  aten_cpu_flash: not among kernel='reference'" in asked
+    assert "none can do it" in explain_kernels("aten_cuda_flash", CPU)
+    with pytest.raises(ConfigError, match="unknown kernel 'flashy'"):
+        explain_kernels("flashy", CPU)
 
 
 def test_names_are_their_own() -> None:

@@ -101,10 +101,3 @@ def test_chunked_attention_is_refused(chunk: int) -> None:
         2, parallel, case, 1, 2, error=ConfigError, timeout=20,
         match=rf"attends in chunks \(attention_chunk_size={chunk}\).*sequence has 37 tokens",
     )  # fmt: skip
-
-
-def test_sinks_are_refused_until_a_kernel_has_them() -> None:
-    case = Case(model="gpt_oss", window=5)
-    expect_on_every_rank(
-        2, parallel, case, 1, 2, error=ConfigError, match="reference has no sinks", timeout=20
-    )

@@ -13,6 +13,9 @@ WIDE = 1000
 """A window that hides nothing."""
 
 
+CAP = 2.0
+"""Of the scores of a capped model."""
+
 NEED_EAGER = {"Gemma2ForCausalLM", "GptOssForCausalLM"}
 """Models for which transformers has no other attention in one process; its softmax is float32."""
 
@@ -69,11 +72,13 @@ def qwen2(asked: Asked) -> Any:
     return make("Qwen2ForCausalLM", asked, **window, max_window_layers=1)
 
 
-def gemma2(asked: Asked) -> Any:
-    """Sliding and full layers alternate; the cap of its scores, which no kernel has yet, is off."""
-    caps: Options = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-    scale: Options = {"head_dim": 8, "query_pre_attn_scalar": 8}
-    return make("Gemma2ForCausalLM", asked, sliding_window=window_of(asked), **caps, **scale)
+def gemma2(asked: Asked, cap: float | None = None) -> Any:
+    """Sliding and full layers alternate; weights are so large that a cap of a few units matters."""
+    caps: Options = {"attn_logit_softcapping": cap, "final_logit_softcapping": cap and 30.0}
+    scale: Options = {"head_dim": 8, "query_pre_attn_scalar": 5}
+    weights: Options = {} if cap is None else {"initializer_range": 0.3}
+    window: Options = {"sliding_window": window_of(asked)}
+    return make("Gemma2ForCausalLM", asked, **window, **caps, **scale, **weights)
 
 
 def gemma3(asked: Asked) -> Any:
@@ -105,9 +110,9 @@ def phimoe(asked: Asked) -> Any:
 
 
 def gpt_oss(asked: Asked) -> Any:
-    """Sinks, and alternating windows."""
+    """Sinks, and alternating windows; weights so large that heads differ."""
     experts: Options = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
-    window: Options = {"sliding_window": window_of(asked)}
+    window: Options = {"sliding_window": window_of(asked), "initializer_range": 0.3}
     return make("GptOssForCausalLM", asked, **experts, **window)
 
 
@@ -147,6 +152,8 @@ ZOO: dict[str, Callable[[Asked], Any]] = {
     "mistral": mistral,
     "qwen2": qwen2,
     "gemma2": gemma2,
+    "gemma2_capped": lambda asked: gemma2(asked, CAP),
+    "gemma2_almost_uncapped": lambda asked: gemma2(asked, 1e6),
     "gemma3": gemma3,
     "modernbert": modernbert,
     "phimoe": phimoe,

@@ -1,0 +1,171 @@
+"""Models that change their scores: capped ones and sinks equal one process; ALiBi is refused by name.
+
+One process runs transformers' eager attention, which has the order: scale, cap, mask, sinks. Its softmax in
+float32 is taken in float64 here, so that the comparison sees everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.models import swap_attention
+from tests.models import steps
+from tests.models.steps import Case, Outcome, make_model, parallel, start
+from tests.models.test_windows import difference
+from tests.pool import run_ranks
+
+SIZES = {
+    "ring 2": (1, 2),
+    "ulysses 2": (2, 1),
+    "hybrid 2x2": (2, 2),
+    "ring 3": (1, 3),
+    "ulysses 4": (4, 1),
+}
+LIMIT = 1e-10
+SINKS = [f"model.layers.{layer}.self_attn.sinks" for layer in range(2)]
+
+
+@contextmanager
+def softmax_in_float64() -> Iterator[None]:
+    """Models ask for float32, whatever they were given."""
+    plain = F.softmax
+
+    def softmax(
+        x: torch.Tensor, dim: int | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return plain(x, dim=dim, dtype=None if x.dtype == torch.float64 else dtype)
+
+    with mock.patch.object(F, "softmax", softmax):
+        yield
+
+
+def one_process(case: Case) -> Outcome:
+    with softmax_in_float64():
+        return steps.one_process(replace(case, checkpoint=""))
+
+
+def without_sinks(case: Case) -> Outcome:
+    """One process, whose sinks weigh nothing."""
+
+    def made(case: Case) -> Any:
+        model = make_model(case)
+        for name, parameter in model.named_parameters():
+            if name in SINKS:
+                nn.init.constant_(parameter, -1e9)
+        return model
+
+    with mock.patch.object(steps, "make_model", made):
+        return one_process(case)
+
+
+VOID: dict[str, Callable[[Case], Outcome]] = {
+    "gemma2_capped": lambda case: one_process(replace(case, model="gemma2_almost_uncapped")),
+    "gpt_oss": without_sinks,
+}
+"""What one process computes without the feature."""
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    # One process takes packed rows of gpt-oss for one document, which is refused.
+    [
+        ("gemma2_capped", "both"),
+        ("gemma2_capped", "packed"),
+        ("gpt_oss", "both"),
+        ("gpt_oss", "plain"),
+    ],
+)
+def test_caps_and_sinks_equal_one_process(model: str, batch: str, size: str) -> None:
+    check(Case(model=model, window=5, batch=batch, use_cache=batch != "packed"), *SIZES[size])
+
+
+@pytest.mark.parametrize("checkpoint", ["reentrant", "plain", "keep"])
+@pytest.mark.parametrize("model", VOID)
+def test_blocks_that_are_run_again_give_the_same(model: str, checkpoint: str) -> None:
+    check(Case(model=model, checkpoint=checkpoint), 2, 2)
+
+
+def check(case: Case, ulysses: int, ring: int) -> None:
+    """Loss, the logits of tokens that are not padding, and every gradient, that of sinks too."""
+    want, batch = one_process(case), steps.make_batch(case)
+    seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    assert difference(only(VOID[case.model](case), seen), only(want, seen)) > 1e6 * LIMIT
+    if case.model == "gpt_oss":
+        assert all(float(want.gradients[name].abs().min()) > 1e6 * LIMIT for name in SINKS)
+    for got in run_ranks(ulysses * ring, parallel, case, ulysses, ring, timeout=30):
+        assert got.loss == pytest.approx(want.loss, rel=LIMIT)
+        assert difference(only(got, seen), only(want, seen)) <= LIMIT
+        assert got.calls == (4 if case.checkpoint else 2), (
+            "one call a layer, twice if it is run again"
+        )
+
+
+def only(outcome: Outcome, seen: torch.Tensor) -> Outcome:
+    """Without the logits of padding, which one process computes and nobody uses."""
+    return replace(outcome, logits=outcome.logits[seen])
+
+
+# -- which kernel they get ---------------------------------------------------------------------------
+
+
+def explained(rank: int, world_size: int) -> tuple[str, str]:
+    """What a core says before and after a step; its strategies hand it on."""
+    case = Case(model="gemma2_capped", window=5)
+    model = make_model(case)
+    core = start(1, 2, model)
+    before = core.explain()
+    steps.step_of(core, case, model, world_size)
+    core.detach()
+    return before, core.explain()
+
+
+def test_a_step_explains_its_kernels() -> None:
+    for before, after in run_ranks(2, explained, timeout=30):
+        assert before == "no attention call came through context parallelism yet"
+        assert after.count("kernel='auto' for ") == 2, "sliding and full layers"
+        assert after.count("softcap: reference\n") == 2
+        assert "  aten_cpu_flash: has no softcap\n" in after
+
+
+# -- ALiBi: none of these models has transformers' attention interface --------------------------------
+
+
+def with_alibi(name: str) -> Any:
+    import transformers
+
+    made: dict[str, tuple[str, dict[str, Any]]] = {
+        "bloom": ("Bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2}),
+        "falcon": ("Falcon", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}),
+        "mpt": ("Mpt", {"d_model": 16, "n_layers": 1, "n_heads": 2}),
+    }
+    family, sizes = made[name.removesuffix("_rotary")]
+    if family == "Falcon":
+        sizes["alibi"] = not name.endswith("rotary")
+    config = getattr(transformers, f"{family}Config")(vocab_size=43, **sizes)
+    return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon", "mpt"])
+def test_models_with_alibi_are_refused_by_name(name: str) -> None:
+    mesh: Any = None
+    match = r"ForCausalLM does not use transformers' attention interface.*ALiBi bias.*alibi_slopes="
+    with pytest.raises(ConfigError, match=match):
+        swap_attention(with_alibi(name), mesh)
+
+
+def test_alibi_is_not_blamed_where_there_is_none() -> None:
+    mesh: Any = None
+    with pytest.raises(ConfigError, match="FalconForCausalLM does not use") as caught:
+        swap_attention(with_alibi("falcon_rotary"), mesh)
+    assert "ALiBi" not in str(caught.value)
