@@ -42,7 +42,7 @@ class Attention:
         return [(name, x) for name, x in every if x is not None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scores:
     """What is done to scaled scores: capped, then less ``slope * distance``; a sink is one more.
 

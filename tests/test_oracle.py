@@ -77,9 +77,56 @@ def test_lse_and_gradients_by_their_formulas() -> None:
             assert oracle.max_error(found.dk[row, :, head], dscore.T @ qs) < 1e-13
 
 
+SLOPES = 0.3 * torch.cos(torch.arange(8, dtype=torch.float64)).view(2, 4)
+SINKS = torch.tensor([0.5, -1.0, 2.0, 3.0], dtype=torch.float64)
+
+
+def test_slopes_and_sinks_agree_with_pytorch() -> None:
+    """With a bias for each pair; a sink is one more key whose K and V are 0 and whose bias is the sink."""
+    q, k, v, dout = inputs(kv_heads=4)
+    how = oracle.Scores(alibi_slopes=SLOPES, sinks=SINKS, max_logits=True)
+    found = oracle.attention(q, k, v, dout, causal=True, softmax_scale=0.3, how=how)
+    a, b, c = (x.transpose(1, 2).requires_grad_() for x in (q, k, v))
+    sinks = SINKS.clone().requires_grad_()
+    distance = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)[None]).abs()
+    bias = (-SLOPES[..., None, None] * distance).masked_fill(
+        torch.ones(LENGTH, LENGTH).triu(1).bool(), -math.inf
+    )
+    column = sinks.view(1, 4, 1, 1).expand(2, 4, LENGTH, 1)
+    keys, values = (F.pad(x, (0, 0, 0, 1)) for x in (b, c))
+    out = F.scaled_dot_product_attention(a, keys, values, torch.cat([bias, column], -1), scale=0.3)
+    dq, dk, dv, ds = torch.autograd.grad(out, (a, b, c, sinks), dout.transpose(1, 2))
+    for name, expected in {"out": out, "dq": dq, "dk": dk, "dv": dv}.items():
+        assert oracle.max_error(getattr(found, name), expected.transpose(1, 2)) < 1e-13, name
+    assert oracle.max_error(found.dsinks, ds) < 1e-13  # type: ignore[arg-type]
+    scores = 0.3 * a @ b.mT + bias
+    assert oracle.max_error(found.max_logits, scores.amax(-1)) < 1e-13  # type: ignore[arg-type]
+    whole = torch.cat([scores, column], -1).logsumexp(-1)
+    assert oracle.max_error(found.lse, whole) < 1e-13
+
+
+def test_a_cap_and_its_gradients_by_their_formulas() -> None:
+    """A cap comes before the slopes; ds goes through its derivative, 1 / cosh(s / cap)^2."""
+    q, k, v, dout = inputs(kv_heads=4)
+    how = oracle.Scores(softcap=0.7, alibi_slopes=SLOPES[0])
+    found = oracle.attention(q, k, v, dout, causal=False, softmax_scale=0.5, how=how)
+    distance = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)[None]).abs()
+    for row in range(2):
+        for head in range(4):
+            qs, ks, vs, ds = (x[row, :, head] for x in (q, k, v, dout))
+            scaled = 0.5 * qs @ ks.T
+            p = torch.softmax(0.7 * torch.tanh(scaled / 0.7) - SLOPES[0, head] * distance, dim=1)
+            dp = ds @ vs.T
+            dscore = 0.5 * p * (dp - (p * dp).sum(1, keepdim=True)) / torch.cosh(scaled / 0.7) ** 2
+            assert oracle.max_error(found.out[row, :, head], p @ vs) < 1e-13
+            assert oracle.max_error(found.dq[row, :, head], dscore @ ks) < 1e-13
+            assert oracle.max_error(found.dk[row, :, head], dscore.T @ qs) < 1e-13
+
+
 def test_a_query_without_keys_gives_nothing() -> None:
     q, k, v, dout = inputs()
-    found = oracle.attention(q, k, v, dout, causal=True, documents=DOCUMENTS)
+    how = oracle.Scores(sinks=SINKS, max_logits=True)
+    found = oracle.attention(q, k, v, dout, causal=True, documents=DOCUMENTS, how=how)
     for name, tensor in found.items():
         assert not tensor.isnan().any(), name
     assert (found.lse[0, :, 11] == -math.inf).all()

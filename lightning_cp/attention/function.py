@@ -10,15 +10,13 @@ from torch.autograd.function import once_differentiable
 from lightning_cp.attention.keep import Stash
 from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.ring import ring_backward, ring_forward
-from lightning_cp.attention.sinks import add_sinks, sink_gradients
+from lightning_cp.attention.sinks import sink_gradients
 from lightning_cp.attention.ulysses import (
     kv_gradients_to_tokens,
     q_to_heads,
     q_to_tokens,
     to_heads,
 )
-from lightning_cp.kernels.api import accumulate_dtype
-from lightning_cp.kernels.merge import Accumulator
 
 
 class ContextParallelAttention(torch.autograd.Function):
@@ -65,7 +63,7 @@ class ContextParallelAttention(torch.autograd.Function):
             out_BLHD, lse = stash.replay()
         else:
             q, kv = to_heads(q_BLHD, k_BLKD, v_BLKD, plan)
-            out, lse, peak = _finish(ring_forward(q, kv, plan), q, sinks_H, plan)
+            out, lse, peak = ring_forward(q, kv, plan)
             out_BLHD = q_to_tokens(out, plan)
             if stash is None:
                 ctx.save_for_backward(q, kv, out, lse, sinks_H)
@@ -95,15 +93,3 @@ class ContextParallelAttention(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             dsinks = sink_gradients(dout, out, lse, sinks, plan.heads, plan.ulysses_rank)
         return dq_BLHD, dk_BLKD, dv_BLKD, dsinks, None, None
-
-
-def _finish(
-    state: Accumulator, q_TBHD: torch.Tensor, sinks_H: torch.Tensor | None, plan: AttentionPlan
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """``out`` [T, B, h, D] in q's dtype, ``lse`` and largest scores [B, h, T]; sinks come after all keys."""
-    out_BLHD, lse = state.result(accumulate_dtype(q_TBHD.dtype))
-    if sinks_H is not None:
-        first, last = plan.heads.q_range(plan.ulysses_rank)
-        out_BLHD, lse = add_sinks(out_BLHD, lse, sinks_H[first:last])
-    peak = state.max_logits if plan.scores.max_logits else None
-    return out_BLHD.to(q_TBHD.dtype).transpose(0, 1), lse, peak

@@ -30,6 +30,12 @@ class AttentionPlan:
     """[H], of all query heads."""
 
     @property
+    def own_sinks(self) -> torch.Tensor | None:
+        """The sinks [h] of this rank's query heads, without their graph."""
+        first, last = self.heads.q_range(self.ulysses_rank)
+        return None if self.sinks is None else self.sinks.detach()[first:last]
+
+    @property
     def ulysses_rank(self) -> int:
         """Place in the Ulysses group."""
         return self.mesh.ulysses_rank
@@ -67,25 +73,19 @@ def make_plan(
     heads = HeadSplit(q_BLHD.shape[2], k_BLKD.shape[2], mesh.ulysses_size)
     part = schedule(layout, None, spec.mask).rank(mesh.ring_rank)
     request = request_of(q_BLHD, spec, max_logits=max_logits)
-    slopes = _own_slopes(spec, heads, mesh.ulysses_rank)
     scale = spec.scale(q_BLHD.shape[3])
-    scores = Scores(scale, spec.mask, float(spec.softcap), slopes, max_logits)
+    every = Scores(scale, spec.mask, float(spec.softcap), spec.alibi_slopes, max_logits)
+    scores = every.of_heads(*heads.q_range(mesh.ulysses_rank))
     chosen = _select(kernel, request)
     return AttentionPlan(mesh, heads, part, scores, request, chosen, spec.sinks)
 
 
 def request_of(q_BLHD: torch.Tensor, spec: AttentionSpec, *, max_logits: bool = False) -> Request:
     """What a call asks of a kernel."""
-    device, needs = q_BLHD.device.type, spec.needs | {"max_logits"} if max_logits else spec.needs
-    return Request(device, q_BLHD.dtype, q_BLHD.shape[3], _mask_kinds(spec), needs)
-
-
-def _own_slopes(spec: AttentionSpec, heads: HeadSplit, ulysses_rank: int) -> torch.Tensor | None:
-    """The slopes of this rank's query heads."""
-    if spec.alibi_slopes is None:
-        return None
-    first, last = heads.q_range(ulysses_rank)
-    return spec.alibi_slopes[..., first:last].contiguous()
+    needs = spec.needs | ({"max_logits"} if max_logits else set())
+    return Request(
+        q_BLHD.device.type, q_BLHD.dtype, q_BLHD.shape[3], _mask_kinds(spec), frozenset(needs)
+    )
 
 
 @lru_cache(maxsize=64)

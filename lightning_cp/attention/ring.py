@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from lightning_cp.attention.plan import AttentionPlan
+from lightning_cp.attention.sinks import Attended, finish
 from lightning_cp.attention.ulysses import unpair
 from lightning_cp.comm.ring import Transfer, start_transfer
 from lightning_cp.kernels.api import accumulate_dtype
@@ -21,8 +22,8 @@ from lightning_cp.layout.tiles import Hop, Ranges, Tile, num_keys
 from lightning_cp.mesh import Axis
 
 
-def ring_forward(q_TBHD: torch.Tensor, kv_TBKD: torch.Tensor, plan: AttentionPlan) -> Accumulator:
-    """Attention of this rank's queries over the whole sequence: [B, T, h, D] in the accumulation dtype."""
+def ring_forward(q_TBHD: torch.Tensor, kv_TBKD: torch.Tensor, plan: AttentionPlan) -> Attended:
+    """Attention of this rank's queries [T, B, h, D] over the whole sequence."""
     q_BLHD = q_TBHD.transpose(0, 1)
     state = Accumulator(q_BLHD, accumulate_dtype(q_TBHD.dtype))
     travel = _KeyTravel(kv_TBKD, plan)
@@ -31,7 +32,8 @@ def ring_forward(q_TBHD: torch.Tensor, kv_TBKD: torch.Tensor, plan: AttentionPla
         if tiles:
             k, v = _local_heads(kv, plan)
             plan.kernel.forward(q_BLHD, k, v, tiles, plan.scores, state)
-    return state
+    attended = finish(state, q_TBHD.dtype, plan.own_sinks, max_logits=plan.scores.max_logits)
+    return attended._replace(out=attended.out.transpose(0, 1))
 
 
 def ring_backward(

@@ -9,9 +9,12 @@ tiles is exact with the merged ``out'`` and ``lse'`` as it is, and by the softma
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from lightning_cp.errors import ShapeError
+from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.layout import HeadSplit
 
 _TOKENS_AT_ONCE = 4096
@@ -33,6 +36,27 @@ def check_sinks(sinks_H: torch.Tensor | None, q_BLHD: torch.Tensor) -> None:
             f"{q_BLHD.device} for q {tuple(q_BLHD.shape)}, got {tuple(sinks_H.shape)} {sinks_H.dtype} on "
             f"{sinks_H.device}."
         )
+
+
+class Attended(NamedTuple):
+    """Attention of some queries over all keys, sinks included."""
+
+    out: torch.Tensor
+    """[B, L, h, D] in the inputs' dtype."""
+    lse: torch.Tensor
+    """[B, h, L] in the accumulation dtype."""
+    max_logits: torch.Tensor | None
+    """float32 [B, h, L], the largest score of each query, sinks aside; if it was asked for."""
+
+
+def finish(
+    state: Accumulator, dtype: torch.dtype, sinks_H: torch.Tensor | None, *, max_logits: bool
+) -> Attended:
+    """The result of all tiles, with the sinks [h] of the state's heads; rounded to ``dtype`` at the end."""
+    out, lse = state.result(state.dtype)
+    if sinks_H is not None:
+        out, lse = add_sinks(out, lse, sinks_H)
+    return Attended(out.to(dtype), lse, state.max_logits if max_logits else None)
 
 
 def add_sinks(

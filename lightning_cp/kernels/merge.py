@@ -44,7 +44,7 @@ class Accumulator:
 
     def __init__(self, q_BLHD: torch.Tensor, dtype: torch.dtype) -> None:
         self._q = q_BLHD
-        self._dtype = dtype
+        self.dtype = dtype
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
         self._max: torch.Tensor | None = None
@@ -71,7 +71,7 @@ class Accumulator:
             peak = self.max_logits[rows, :, queries]
             torch.maximum(peak, max_BHL.to(peak.dtype), out=peak)
         if self._out is None and out_BLHD.shape == self._q.shape:
-            self._out, self._lse = out_BLHD.to(self._dtype), lse_BHL.to(self._dtype)
+            self._out, self._lse = out_BLHD.to(self.dtype), lse_BHL.to(self.dtype)
             return
         out, lse = self._buffers()
         merge(out[rows, queries], lse[rows, :, queries], out_BLHD, lse_BHL)
@@ -93,6 +93,6 @@ class Accumulator:
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._out is None or self._lse is None:
             batch, queries, heads, _ = self._q.shape
-            out = torch.zeros_like(self._q, dtype=self._dtype)
+            out = torch.zeros_like(self._q, dtype=self.dtype)
             self._out, self._lse = out, out.new_full((batch, heads, queries), -torch.inf)
         return self._out, self._lse

@@ -8,7 +8,7 @@ queries], natural logarithm, float32 (float64 for float64 inputs), -inf where a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -33,6 +33,12 @@ class Scores:
     """float32 [heads] or [B, heads], of the query heads that are given. Feature ``alibi``."""
     max_logits: bool = False
     """Whether to give ``Accumulator.add`` the row maxima of ``s`` too. Feature ``max_logits``."""
+
+    def of_heads(self, first: int, last: int) -> Scores:
+        """The same for the query heads ``first .. last``."""
+        if self.alibi_slopes is None:
+            return self
+        return replace(self, alibi_slopes=self.alibi_slopes[..., first:last].contiguous())
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class ReferenceKernel:
                 weights = torch.exp(_bias(capped, part, slopes) - lse)
                 dscores = weights * (dout @ v.mT - delta)
                 if scores.softcap:
-                    dscores *= 1 - (capped / scores.softcap).square()
+                    dscores *= _cap_derivative(capped, scores.softcap)
                 dq += dscores @ k
                 dk_BLKD[rows, part.keys] += (dscores.mT @ q).transpose(1, 2)
                 dv_BLKD[rows, part.keys] += (weights.mT @ dout).transpose(1, 2)
@@ -208,6 +208,11 @@ def _reach(tile: Tile, mask: Mask) -> tuple[int, int]:
 def _cap(scores: torch.Tensor, softcap: float) -> torch.Tensor:
     """``softcap * tanh(scores / softcap)``; the scores themselves if it is 0."""
     return torch.tanh(scores / softcap) * softcap if softcap else scores
+
+
+def _cap_derivative(capped: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Of what :func:`_cap` returned, by the scores that it was given: ``1 - tanh^2``."""
+    return 1 - (capped / softcap).square()
 
 
 def _slopes(scores: Scores, row: int, kv_heads: int, dtype: torch.dtype) -> torch.Tensor | None:

@@ -77,11 +77,12 @@ def joined(problem: Problem, grid: Grid, shards: Sequence[Shards]) -> oracle.Att
     """The whole sequence, in original order and length, from every rank's part."""
     layout = problem.layout(grid)
     out, lse, dq, dk, dv, dsinks, peak = zip(*shards, strict=True)
-    outs = (layout.unshard(parts, dim=1) for parts in (dq, dk, dv))
     return oracle.Attention(
         layout.unshard(out, dim=1),
         layout.unshard(lse, dim=2),
-        *outs,
+        layout.unshard(dq, dim=1),
+        layout.unshard(dk, dim=1),
+        layout.unshard(dv, dim=1),
         torch.stack(dsinks).sum(0) if problem.sinks else None,
         layout.unshard(peak, dim=2) if problem.max_logits else None,
     )

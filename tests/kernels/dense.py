@@ -48,6 +48,8 @@ class Problem:
     seq_len: int = 53
     head_dim: int = 8
     batch: int = 2
+    how: oracle.Scores = oracle.PLAIN
+    """What is done to scaled scores; sinks are no kernel's matter."""
 
     @property
     def documents(self) -> Documents | None:
@@ -81,14 +83,20 @@ class Problem:
 @lru_cache(maxsize=256)
 def dense(problem: Problem) -> Answer:
     """The answer in float64."""
-    return dense_attention(*problem.tensors(), problem.visible())
+    return dense_attention(*problem.tensors(), problem.visible(), problem.how)
 
 
 def dense_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, visible: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    visible: torch.Tensor,
+    how: oracle.Scores = oracle.PLAIN,
 ) -> Answer:
     """The oracle's answer, given ``visible`` [B or 1, queries, keys]."""
-    return Answer(*(x for _, x in oracle.attend(q, k, v, dout, visible, SCALE).items()))
+    found = oracle.attend(q, k, v, dout, visible, SCALE, how)
+    return Answer(*(getattr(found, name) for name in Answer._fields))
 
 
 def sharded(
@@ -121,9 +129,11 @@ class Rank:
         self.kernel = kernel
         self.layout = layout
         self.rank = rank
-        self.scores = Scores(SCALE, problem.mask)
-        self.dtype = problem.dtype
-        plan = schedule(layout, problem.documents, problem.mask).rank(rank)
+        how, self.dtype = problem.how, problem.dtype
+        mask = replace(problem.mask, uses_distance=how.alibi_slopes is not None)
+        self.scores = Scores(SCALE, mask, how.softcap, how.alibi_slopes, how.max_logits)
+        self.state: Accumulator | None = None
+        plan = schedule(layout, problem.documents, mask).rank(rank)
         self.hops = plan.hops[:num_hops]
 
     def forward(
@@ -131,7 +141,7 @@ class Rank:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``out`` and ``lse`` of this rank's queries."""
         queries = self.layout.shard(q, self.rank)
-        state = Accumulator(queries, accumulate_dtype(self.dtype))
+        state = self.state = Accumulator(queries, accumulate_dtype(self.dtype))
         for hop in self.hops:
             keys, values = self._received(hop, k), self._received(hop, v)
             self.kernel.forward(queries, keys, values, hop.packed_tiles, self.scores, state)
