@@ -68,6 +68,7 @@ def scores_cells(grid: Grid, kernel: str) -> list[Problem]:
     if kernel == "aten":
         cells = [Problem(last, name, sinks=True) for name in sequences]
         cells.append(Problem(pairs["gqa"], "rows", causal=False, sinks=True, scale=SCALE))
+        cells.append(Problem(pairs["gqa"], "short", sinks=True))
         return [*cells, Problem(pairs["gqa"], "dense", sinks=True, dtype=torch.bfloat16)]
     cells = [
         Problem(last, name, **change) for name, change in product(sequences, FEATURES.values())
@@ -75,6 +76,7 @@ def scores_cells(grid: Grid, kernel: str) -> list[Problem]:
     cells += [Problem(pairs["gqa"], "rows", window=(9, -1), **how) for how in FEATURES.values()]
     cells += [Problem(pairs["gqa"], name, causal=False, **EVERY) for name in sequences]
     cells.append(Problem(pairs["mqa"], "dense", False, (5, 12), **EVERY))
+    cells.append(Problem(pairs["gqa"], "short", **EVERY))
     for dtype in DTYPES[1:]:
         cells.append(Problem(pairs["gqa"], "rows", dtype=dtype, **EVERY))
     return cells

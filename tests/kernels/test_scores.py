@@ -79,6 +79,7 @@ def test_the_largest_scores(kernel: str, how: str, mask: str, documents: str, la
     problem = replace(problem_of(mask, how, documents), how=scores)
     q, k, v, dout = problem.tensors()
     want = oracle.attend(q, k, v, dout, problem.visible(), SCALE, scores).max_logits
+    assert want is not None
     chosen, spread = KERNELS[kernel], LAYOUTS[layout]
     for rank in range(spread.ring_size):
         part = Rank(problem, chosen, spread, rank)
