@@ -103,7 +103,8 @@ def sink_gradients(
         lse_BHT.split(_TOKENS_AT_ONCE, dim=2),
     )
     for dout, out, lse in zip(*parts, strict=True):
-        weight = torch.exp(sinks - lse.masked_fill(lse == -torch.inf, torch.inf))
-        share_TBH = (dout.to(dtype) * out.to(dtype)).sum(-1)
-        total[own] -= (weight * share_TBH.permute(1, 2, 0)).sum((0, 2))
+        blind = lse == -torch.inf  # padding, whose dout may be anything
+        weight = torch.exp(sinks - lse.masked_fill(blind, torch.inf))
+        share_BHT = (dout.to(dtype) * out.to(dtype)).sum(-1).permute(1, 2, 0)
+        total[own] -= (weight * share_BHT.masked_fill(blind, 0.0)).sum((0, 2))
     return total.to(sinks_H.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -179,6 +179,16 @@ HEADS: dict[int, dict[str, tuple[int, int]]] = {
     8: {"mha": (8, 8), "gqa": (16, 4), "mqa": (8, 1), "straddling": (24, 3)},
 }
 """By Ulysses size. Straddling: some rank's query heads use K/V heads unequally often."""
+
+
+EVERY: dict[str, Any] = {
+    "softcap": 1.5,
+    "alibi": 2,
+    "sinks": True,
+    "scale": 0.7,
+    "max_logits": True,
+}
+"""All that can be done to the scores of a problem, and asked of them."""
 
 
 @lru_cache(maxsize=512)

@@ -19,7 +19,7 @@ import torch
 from tests import oracle
 from tests.attention import report
 from tests.attention.distributed import answers
-from tests.attention.problems import GRIDS, HEADS, SEQUENCES, Grid, Problem, expected, voids
+from tests.attention.problems import EVERY, GRIDS, HEADS, SEQUENCES, Grid, Problem, expected, voids
 
 Change = dict[str, Any]
 
@@ -51,14 +51,12 @@ def default_cells(grid: Grid, kernel: str) -> list[Problem]:
     return cells + scores_cells(grid, kernel)
 
 
-CAP, SCALE = 1.5, 0.7
 FEATURES: dict[str, Change] = {
-    "softcap": {"softcap": CAP},
+    "softcap": {"softcap": EVERY["softcap"]},
     "alibi": {"alibi": 1},
     "sinks": {"sinks": True},
-    "scale": {"scale": SCALE},
+    "scale": {"scale": EVERY["scale"]},
 }
-EVERY: Change = {"softcap": CAP, "alibi": 2, "sinks": True, "scale": SCALE, "max_logits": True}
 
 
 def scores_cells(grid: Grid, kernel: str) -> list[Problem]:
@@ -67,7 +65,7 @@ def scores_cells(grid: Grid, kernel: str) -> list[Problem]:
     sequences = ("dense", "packed", "rows")
     if kernel == "aten":
         cells = [Problem(last, name, sinks=True) for name in sequences]
-        cells.append(Problem(pairs["gqa"], "rows", causal=False, sinks=True, scale=SCALE))
+        cells.append(Problem(pairs["gqa"], "rows", causal=False, sinks=True, scale=0.7))
         cells.append(Problem(pairs["gqa"], "short", sinks=True))
         return [*cells, Problem(pairs["gqa"], "dense", sinks=True, dtype=torch.bfloat16)]
     cells = [
