@@ -26,6 +26,11 @@ class Shards(NamedTuple):
     dsinks: torch.Tensor | None = None
     max_logits: torch.Tensor | None = None
 
+    def same_bits(self, other: Shards) -> bool:
+        """Whether all that is there is equal; a NaN never is."""
+        pairs = zip(self, other, strict=True)
+        return all(torch.equal(a, b) for a, b in pairs if a is not None and b is not None)
+
 
 @contextmanager
 def mesh_of(grid: Grid) -> Iterator[ContextParallelMesh]:

@@ -33,7 +33,7 @@ SEQUENCES: dict[str, Sequences] = {
     "packed": Sequences(53, (((0, 1), (1, 14), (14, 30), (30, 31), (31, 53)),)),
     "rows": Sequences(53, (((0, 20), (20, 50)), ((7, 10), (10, 50)))),  # padded left and right
     "equal_rows": Sequences(53, (((0, 25), (25, 53)),) * BATCH),
-    "short": Sequences(53, (((15, 35),), ())),  # ranks, and a whole row, of padding only
+    "short": Sequences(53, (((10, 30),), ())),  # ranks, and a whole row, of padding only
 }
 
 
