@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Literal, overload
 
 import torch
 
+from lightning_cp.attention.exchange import Exchange
 from lightning_cp.attention.function import ContextParallelAttention
 from lightning_cp.attention.keep import Stash, current_stash
 from lightning_cp.attention.plan import AttentionPlan, check_call, make_plan, request_of
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.attention.ulysses import q_to_tokens
 from lightning_cp.comm.agreement import agree, fingerprint
-from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.api import explain_kernels
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh, Flat
-
-EXCHANGES = ("ring",)
 
 
 @overload
@@ -31,6 +30,9 @@ def context_parallel_attention(
     spec: AttentionSpec | None = None,
     exchange: str = "ring",
     kernel: str = "auto",
+    forward_execution: str = "two_kernel",
+    backward_execution: str = "two_kernel",
+    kv_heads_per_gather: int | None = 1,
     return_lse: Literal[False] = False,
     return_max_logits: Literal[False] = False,
 ) -> torch.Tensor: ...
@@ -47,6 +49,9 @@ def context_parallel_attention(
     spec: AttentionSpec | None = None,
     exchange: str = "ring",
     kernel: str = "auto",
+    forward_execution: str = "two_kernel",
+    backward_execution: str = "two_kernel",
+    kv_heads_per_gather: int | None = 1,
     return_lse: Literal[True],
     return_max_logits: Literal[False] = False,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -78,6 +83,9 @@ def context_parallel_attention(
     spec: AttentionSpec | None = None,
     exchange: str = "ring",
     kernel: str = "auto",
+    forward_execution: str = "two_kernel",
+    backward_execution: str = "two_kernel",
+    kv_heads_per_gather: int | None = 1,
     return_lse: bool = False,
     return_max_logits: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -93,8 +101,11 @@ def context_parallel_attention(
         mesh: the process groups.
         layout: which tokens each rank holds, and their documents.
         spec: mask and score semantics; causal by default.
-        exchange: how keys reach the queries over the ring axis: ``ring``.
+        exchange: how keys reach the queries over the ring axis: ``ring``, or ``all_gather``.
         kernel: ``auto``, ``aten``, ``reference``, or one kernel's own name.
+        forward_execution: of ``all_gather``, ``two_kernel`` or ``fused``; see :class:`Exchange`.
+        backward_execution: likewise.
+        kv_heads_per_gather: of ``all_gather``, K/V heads gathered at a time; ``None`` is all of them.
         return_lse: also return the log-sum-exp [B, H, L], sinks included (no gradient flows through it).
         return_max_logits: also return the largest score of each query, as it enters the softmax and
             without sinks: float32 [B, H, L] (no gradient).
@@ -114,9 +125,11 @@ def context_parallel_attention(
     plan: AttentionPlan | None = None
     facts: dict[str, int] = {}
     try:
-        check_exchange(exchange)
+        how = Exchange(exchange, forward_execution, backward_execution, kv_heads_per_gather)
         plan = make_plan(
-            q_BLHD, k_BLKD, v_BLKD, mesh, layout, spec, kernel, max_logits=return_max_logits
+            *(q_BLHD, k_BLKD, v_BLKD, mesh, layout, spec, kernel),
+            exchange=how,
+            max_logits=return_max_logits,
         )
         facts = _facts(q_BLHD, k_BLKD, layout, spec, plan)
         facts["what is returned"] = 2 * return_max_logits + return_lse
@@ -193,16 +206,6 @@ def explain(
     return explain_kernels(kernel, request_of(q_BLHD, spec, max_logits=return_max_logits))
 
 
-def check_exchange(exchange: str) -> None:
-    """Refuse an exchange that does not exist.
-
-    Raises:
-        ConfigError: naming those that do.
-    """
-    if exchange not in EXCHANGES:
-        raise ConfigError(f"exchange must be one of {', '.join(EXCHANGES)}, got {exchange!r}.")
-
-
 def _facts(
     q_BLHD: torch.Tensor,
     k_BLKD: torch.Tensor,
@@ -223,6 +226,7 @@ def _facts(
         "mask (checksum)": fingerprint((spec.mask, spec.softmax_scale, spec.softcap)),
         "sinks (checksum)": fingerprint(_shape(spec.sinks)),
         "kernel (checksum)": fingerprint(plan.kernel.name),
+        "exchange (checksum)": fingerprint(astuple(plan.exchange)),
     }
 
 

@@ -1,4 +1,4 @@
-"""The one autograd Function: Ulysses around the ring."""
+"""The one autograd Function: Ulysses around the ring or the all-gather."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from lightning_cp.attention.all_gather import gather_backward, gather_forward
 from lightning_cp.attention.keep import Stash
 from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.ring import ring_backward, ring_forward
@@ -17,6 +18,10 @@ from lightning_cp.attention.ulysses import (
     q_to_tokens,
     to_heads,
 )
+
+FORWARD = {"ring": ring_forward, "all_gather": gather_forward}
+BACKWARD = {"ring": ring_backward, "all_gather": gather_backward}
+"""By exchange."""
 
 
 class ContextParallelAttention(torch.autograd.Function):
@@ -37,6 +42,14 @@ class ContextParallelAttention(torch.autograd.Function):
               dkv of each hop, float32 or float64        send to r-h, receive from r+h over ring
               dq [T,B,h,D] -> [B,L,H,D]                  all-to-all over ulysses
               dkv [T,B,2k,D] -> dk, dv [B,L,K,D]         all-to-all over ulysses, summed where shared
+    ========  =========================================  ==============================================
+
+    With ``exchange="all_gather"`` the three lines of hops are, for some K/V heads at a time:
+
+    ========  =========================================  ==============================================
+    forward   kv [T,B,2k,D] -> [R*T,B,2k,D]              all-gather over ring
+    backward  kv [T,B,2k,D] -> [R*T,B,2k,D]              all-gather over ring
+              dkv [R*T,B,2k,D] -> [T,B,2k,D], wide       reduce-scatter over ring
     ========  =========================================  ==============================================
 
     lse [B, h, T], and the largest scores like it if the plan wants them (else None), are returned without
@@ -63,7 +76,7 @@ class ContextParallelAttention(torch.autograd.Function):
             out_BLHD, lse = stash.replay()
         else:
             q, kv = to_heads(q_BLHD, k_BLKD, v_BLKD, plan)
-            out, lse, peak = ring_forward(q, kv, plan)
+            out, lse, peak = FORWARD[plan.exchange.name](q, kv, plan)
             out_BLHD = q_to_tokens(out, plan)
             if stash is None:
                 ctx.save_for_backward(q, kv, out, lse, sinks_H)
@@ -86,7 +99,7 @@ class ContextParallelAttention(torch.autograd.Function):
             out = q_to_heads(out_BLHD, plan)
         dtype = q.dtype
         dout = q_to_heads(dout_BLHD, plan)
-        dq, dkv = ring_backward(dout, q, kv, out, lse, plan)
+        dq, dkv = BACKWARD[plan.exchange.name](dout, q, kv, out, lse, plan)
         dq_BLHD = q_to_tokens(dq.to(dtype), plan)
         dk_BLKD, dv_BLKD = kv_gradients_to_tokens(dkv, plan, dtype)
         dsinks: torch.Tensor | None = None

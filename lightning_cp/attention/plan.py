@@ -7,12 +7,24 @@ from functools import lru_cache
 
 import torch
 
+from lightning_cp.attention.exchange import Exchange
 from lightning_cp.attention.sinks import check_sinks
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.errors import ShapeError
 from lightning_cp.kernels.api import Kernel, Request, Scores, select_kernel
-from lightning_cp.layout import HeadSplit, RankSchedule, SequenceLayout, schedule
+from lightning_cp.layout import (
+    GatheredSchedule,
+    HeadBlock,
+    HeadSplit,
+    Hop,
+    Schedule,
+    SequenceLayout,
+    gathered_schedule,
+    schedule,
+)
 from lightning_cp.mesh import ContextParallelMesh
+
+DEFAULT_EXCHANGE = Exchange()
 
 
 @dataclass(frozen=True)
@@ -21,11 +33,12 @@ class AttentionPlan:
 
     mesh: ContextParallelMesh
     heads: HeadSplit
-    schedule: RankSchedule
+    schedule: Schedule
     scores: Scores
     request: Request
     """What was asked of the kernel."""
     kernel: Kernel
+    exchange: Exchange = DEFAULT_EXCHANGE
     sinks: torch.Tensor | None = None
     """[H], of all query heads."""
 
@@ -39,6 +52,20 @@ class AttentionPlan:
     def ulysses_rank(self) -> int:
         """Place in the Ulysses group."""
         return self.mesh.ulysses_rank
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """What this ring rank does with the keys of each ring rank, its own first."""
+        return self.schedule.rank(self.mesh.ring_rank).hops
+
+    @property
+    def gathered(self) -> GatheredSchedule:
+        """What this ring rank computes once it has gathered all keys."""
+        return gathered_schedule(self.schedule, self.mesh.ring_rank)
+
+    def blocks(self, kv_heads: int | None = None) -> tuple[HeadBlock, ...]:
+        """This rank's heads, at most ``kv_heads`` K/V heads at a time; all at once for ``None``."""
+        return self.heads.blocks(self.ulysses_rank, kv_heads)
 
     @property
     def q_ranges(self) -> list[tuple[int, int]]:
@@ -61,6 +88,7 @@ def make_plan(
     spec: AttentionSpec,
     kernel: str,
     *,
+    exchange: Exchange = DEFAULT_EXCHANGE,
     max_logits: bool = False,
 ) -> AttentionPlan:
     """Check this rank's inputs and decide how the call is executed; moves nothing.
@@ -71,13 +99,13 @@ def make_plan(
     """
     check_call(q_BLHD, k_BLKD, v_BLKD, mesh, layout, spec)
     heads = HeadSplit(q_BLHD.shape[2], k_BLKD.shape[2], mesh.ulysses_size)
-    part = schedule(layout, None, spec.mask).rank(mesh.ring_rank)
+    whole = schedule(layout, None, spec.mask)
     request = request_of(q_BLHD, spec, max_logits=max_logits)
     scale = spec.scale(q_BLHD.shape[3])
     every = Scores(scale, spec.mask, float(spec.softcap), spec.alibi_slopes, max_logits)
     scores = every.of_heads(*heads.q_range(mesh.ulysses_rank))
     chosen = _select(kernel, request)
-    return AttentionPlan(mesh, heads, part, scores, request, chosen, spec.sinks)
+    return AttentionPlan(mesh, heads, whole, scores, request, chosen, exchange, spec.sinks)
 
 
 def request_of(q_BLHD: torch.Tensor, spec: AttentionSpec, *, max_logits: bool = False) -> Request:

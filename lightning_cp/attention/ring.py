@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import torch
 
+from lightning_cp.attention.keys import KeyGradients, kernel_keys, take
 from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.sinks import Attended, finish
-from lightning_cp.attention.ulysses import unpair
 from lightning_cp.comm.ring import Transfer, start_transfer
 from lightning_cp.kernels.api import accumulate_dtype
 from lightning_cp.kernels.merge import Accumulator
-from lightning_cp.layout.tiles import Hop, Ranges, Tile, num_keys
+from lightning_cp.layout.tiles import Hop, Tile, num_keys
 from lightning_cp.mesh import Axis
 
 
@@ -26,11 +26,11 @@ def ring_forward(q_TBHD: torch.Tensor, kv_TBKD: torch.Tensor, plan: AttentionPla
     """Attention of this rank's queries [T, B, h, D] over the whole sequence."""
     q_BLHD = q_TBHD.transpose(0, 1)
     state = Accumulator(q_BLHD, accumulate_dtype(q_TBHD.dtype))
-    travel = _KeyTravel(kv_TBKD, plan)
-    for hop in plan.schedule.hops:
+    travel, (heads,) = _KeyTravel(kv_TBKD, plan), plan.blocks()
+    for hop in plan.hops:
         kv, tiles = travel.arrive(hop)
         if tiles:
-            k, v = _local_heads(kv, plan)
+            k, v = kernel_keys(kv, heads.kv_of_q)
             plan.kernel.forward(q_BLHD, k, v, tiles, plan.scores, state)
     attended = finish(state, q_TBHD.dtype, plan.own_sinks, max_logits=plan.scores.max_logits)
     return attended._replace(out=attended.out.transpose(0, 1))
@@ -52,13 +52,13 @@ def ring_backward(
     dtype = accumulate_dtype(q_TBHD.dtype)
     dq_BLHD = torch.zeros_like(q_TBHD.transpose(0, 1), dtype=dtype)
     dkv = torch.zeros_like(kv_TBKD, dtype=dtype, memory_format=torch.contiguous_format)
-    travel = _KeyTravel(kv_TBKD, plan)
+    travel, (heads,) = _KeyTravel(kv_TBKD, plan), plan.blocks()
     home = _GradientTravel(dkv, plan)
-    for hop in plan.schedule.hops:
+    for hop in plan.hops:
         kv, tiles = travel.arrive(hop)
         into = dkv if hop.index == 0 else dkv.new_zeros(num_keys(hop.recv), *dkv.shape[1:])
         if tiles:
-            with _Gradients(kv, into, plan) as (k, v, dk, dv):
+            with KeyGradients(kv, into, heads.kv_of_q) as (k, v, dk, dv):
                 plan.kernel.backward(
                     dout_TBHD.transpose(0, 1),
                     q_TBHD.transpose(0, 1),
@@ -81,7 +81,7 @@ class _KeyTravel:
     """Keys on their way: posts the next hop whenever one arrives."""
 
     def __init__(self, kv_TBKD: torch.Tensor, plan: AttentionPlan) -> None:
-        hops = plan.schedule.hops
+        hops = plan.hops
         # Token-first and contiguous: a range of keys is sent as it lies in memory.
         self._kv = kv_TBKD.contiguous() if len(hops) > 1 else kv_TBKD
         self._plan = plan
@@ -90,7 +90,7 @@ class _KeyTravel:
     def arrive(self, hop: Hop) -> tuple[torch.Tensor, tuple[Tile, ...]]:
         """Keys of ``hop`` with the tiles that index them; the next hop is posted first."""
         arrived = self._pending.wait() if self._pending is not None else None
-        hops = self._plan.schedule.hops
+        hops = self._plan.hops
         self._pending = self._post(hops[hop.index + 1]) if hop.index + 1 < len(hops) else None
         if hop.index == 0:
             return self._kv, hop.tiles
@@ -99,9 +99,8 @@ class _KeyTravel:
     def _post(self, hop: Hop) -> Transfer:
         shape = (num_keys(hop.recv), *self._kv.shape[1:]) if hop.recv else None
         group = self._plan.mesh.group(Axis.RING)
-        return start_transfer(
-            _take(self._kv, hop.send), hop.dest, shape, hop.source, self._kv, group
-        )
+        sent = take(self._kv, hop.send) if hop.send else None
+        return start_transfer(sent, hop.dest, shape, hop.source, self._kv, group)
 
 
 class _GradientTravel:
@@ -140,48 +139,3 @@ class _GradientTravel:
         sizes = [end - start for start, end in hop.send]
         for (start, end), part in zip(hop.send, received.split(sizes), strict=True):
             self._dkv[start:end] += part
-
-
-class _Gradients:
-    """K, V and gradient buffers of one hop in the kernel's shapes; folds expanded heads back."""
-
-    def __init__(self, kv_TBKD: torch.Tensor, dkv_TBKD: torch.Tensor, plan: AttentionPlan) -> None:
-        self._dkv = dkv_TBKD
-        self._index = plan.heads.kv_index(plan.ulysses_rank)
-        self._keys = _local_heads(kv_TBKD, plan)
-
-    def __enter__(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        k, v = self._keys
-        if self._index is None:
-            dk, dv = (x.transpose(0, 1) for x in unpair(self._dkv))
-        else:
-            dk, dv = (torch.zeros_like(x, dtype=self._dkv.dtype) for x in (k, v))
-        self._expanded = (dk, dv)
-        return k, v, dk, dv
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self._index is None or kind is not None:
-            return
-        index = torch.tensor(self._index, device=self._dkv.device)
-        for target, expanded in zip(unpair(self._dkv), self._expanded, strict=True):
-            target.index_add_(2, index, expanded.transpose(0, 1))
-
-
-def _local_heads(kv_TBKD: torch.Tensor, plan: AttentionPlan) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V [B, keys, heads, D]; expanded to query heads where those straddle groups."""
-    k, v = (x.transpose(0, 1) for x in unpair(kv_TBKD))
-    index = plan.heads.kv_index(plan.ulysses_rank)
-    if index is None:
-        return k, v
-    chosen = torch.tensor(index, device=kv_TBKD.device)
-    return k.index_select(2, chosen), v.index_select(2, chosen)
-
-
-def _take(kv_TBKD: torch.Tensor, ranges: Ranges) -> torch.Tensor | None:
-    """The keys of some ranges, laid end to end; no copy for a single range."""
-    if not ranges:
-        return None
-    if len(ranges) == 1:
-        start, end = ranges[0]
-        return kv_TBKD[start:end]
-    return torch.cat([kv_TBKD[start:end] for start, end in ranges])

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 
-from lightning_cp.kernels.call_per_tile import CallPerTile, Gradients, Inputs, Merged, is_causal
+from lightning_cp.kernels.call_per_tile import (
+    CallPerTile,
+    Gradients,
+    Inputs,
+    Merged,
+    is_causal,
+    square_causal,
+)
 from lightning_cp.kernels.protocol import Capabilities, Scores
-from lightning_cp.layout.tiles import Tile
+from lightning_cp.layout.tiles import Mask, Tile
 
 
 class AtenCpuFlash(CallPerTile):
@@ -22,6 +31,11 @@ class AtenCpuFlash(CallPerTile):
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
         masks=frozenset({"full", "causal"}),
     )
+
+    def calls(self, tiles: Sequence[Tile], mask: Mask) -> Iterable[Tile]:
+        """Tiles whose diagonal is at the top left, where the operator has it."""
+        for tile in super().calls(tiles, mask):
+            yield from square_causal(tile)
 
     def attend(
         self, inputs: Inputs, tile: Tile, scores: Scores

@@ -19,6 +19,7 @@ from lightning_cp.kernels.call_per_tile import (
     Merged,
     is_causal,
     replace_infinities,
+    square_causal,
 )
 from lightning_cp.kernels.flash_window import bottom_right_window, representable
 from lightning_cp.kernels.protocol import Capabilities, Scores
@@ -114,7 +115,8 @@ class AtenCudaCudnn(CallPerTile):
         Raises:
             ConfigError: a tile with a single key (a document of which a rank holds one token).
         """
-        for tile in super().calls(tiles, mask):
+        parts = (part for tile in super().calls(tiles, mask) for part in square_causal(tile))
+        for tile in parts:
             if tile.k_len == 1:
                 raise ConfigError(
                     f"kernel={self.name!r} cannot attend to a single key, but the schedule has "

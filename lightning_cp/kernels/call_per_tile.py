@@ -108,14 +108,23 @@ class CallPerTile(ABC):
 
 
 def is_causal(tile: Tile) -> bool:
-    """The operator's flag. Operators align the diagonal at different corners; a square has but one.
+    """The operator's flag, of operators that align the diagonal at the bottom right.
 
-    The schedule makes no other causal tiles: two pieces of a sequence are the same piece, cut alike
-    for queries and keys, or one is wholly ahead of the other.
+    The schedule makes no other causal tiles: the last query of one sees its last key, and no tile that
+    reaches farther is causal.
     """
-    square = tile.delta == 0 and tile.q_len == tile.k_len
-    assert tile.mask != "causal" or square, f"{tile} is causal but not square"
+    aligned = tile.delta == tile.k_len - tile.q_len >= 0
+    assert tile.mask != "causal" or aligned, f"{tile} does not end on its diagonal"
     return tile.mask == "causal"
+
+
+def square_causal(tile: Tile) -> Iterable[Tile]:
+    """The tile, in parts whose diagonal is at the top left too: a full one, and a square causal one."""
+    if tile.mask != "causal" or not tile.delta:
+        return (tile,)
+    ahead = tile.delta
+    full = tile._replace(k_len=ahead, mask="full")
+    return (full, tile._replace(k_start=tile.k_start + ahead, k_len=tile.q_len, delta=0))
 
 
 def replace_infinities(lse_BHL: torch.Tensor, value: float) -> torch.Tensor:

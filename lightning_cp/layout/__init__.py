@@ -1,7 +1,8 @@
 """Integers only: which rank holds which tokens, which documents they belong to, who computes what."""
 
 from lightning_cp.layout.documents import Documents
-from lightning_cp.layout.heads import HeadSplit
+from lightning_cp.layout.gathered import GatheredSchedule, gathered_schedule
+from lightning_cp.layout.heads import HeadBlock, HeadSplit
 from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.sequence import SequenceLayout
 from lightning_cp.layout.tiles import ALL_ROWS, Hop, RankSchedule, Schedule, Tile, schedule
@@ -10,6 +11,8 @@ from lightning_cp.layout.traffic import Traffic, attention_traffic
 __all__ = [
     "ALL_ROWS",
     "Documents",
+    "GatheredSchedule",
+    "HeadBlock",
     "HeadSplit",
     "Hop",
     "Mask",
@@ -19,5 +22,6 @@ __all__ = [
     "Tile",
     "Traffic",
     "attention_traffic",
+    "gathered_schedule",
     "schedule",
 ]

@@ -2,14 +2,25 @@
 
 Query heads split evenly. A rank receives exactly the K/V heads that its query heads use, so any
 number of K/V heads works: a K/V head used by several ranks is sent to each of them, and where the
-local query heads straddle groups unevenly the keys are expanded locally (``kv_index``).
+local query heads straddle groups unevenly the keys are expanded locally (``HeadBlock.kv_of_q``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from lightning_cp.errors import ConfigError, ShapeError
+
+
+class HeadBlock(NamedTuple):
+    """Consecutive local K/V heads of a rank, and its local query heads that use them."""
+
+    kv: tuple[int, int]
+    q: tuple[int, int]
+    kv_of_q: tuple[int, ...] | None
+    """K/V head, counted within the block, of each query head; ``None`` when plain grouping says it."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +78,30 @@ class HeadSplit:
         first, last = self.kv_range(rank)
         return last - first
 
-    def kv_index(self, rank: int) -> tuple[int, ...] | None:
-        """Local K/V head of each local query head, or ``None`` when plain grouping already says it."""
-        first_q, last_q = self.q_range(rank)
-        first_kv, _ = self.kv_range(rank)
-        index = tuple(head // self.group - first_kv for head in range(first_q, last_q))
-        per_kv, rest = divmod(self.local_heads, self.num_local_kv(rank))
-        plain = tuple(i // per_kv for i in range(self.local_heads)) if not rest else None
-        return None if index == plain else index
+    def blocks(self, rank: int, kv_heads: int | None = None) -> tuple[HeadBlock, ...]:
+        """A rank's heads, at most ``kv_heads`` K/V heads at a time; all at once for ``None``."""
+        return _blocks(self, rank, kv_heads)
 
     @property
     def shares_kv(self) -> bool:
         """Whether some K/V head is sent to more than one rank, so that its gradients are summed."""
         return sum(self.num_local_kv(rank) for rank in range(self.ulysses_size)) > self.num_kv_heads
+
+
+@lru_cache(maxsize=256)
+def _blocks(split: HeadSplit, rank: int, kv_heads: int | None) -> tuple[HeadBlock, ...]:
+    first_q, last_q = split.q_range(rank)
+    first_kv, last_kv = split.kv_range(rank)
+    used = [head // split.group for head in range(first_q, last_q)]
+    blocks: list[HeadBlock] = []
+    for first in range(first_kv, last_kv, kv_heads or last_kv - first_kv):
+        last = min(first + kv_heads, last_kv) if kv_heads else last_kv
+        index = tuple(kv - first for kv in used if first <= kv < last)
+        start = sum(kv < first for kv in used)
+        per_kv, rest = divmod(len(index), last - first)
+        plain = not rest and index == tuple(i // per_kv for i in range(len(index)))
+        queries = (start, start + len(index))
+        blocks.append(
+            HeadBlock((first - first_kv, last - first_kv), queries, None if plain else index)
+        )
+    return tuple(blocks)

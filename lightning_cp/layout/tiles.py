@@ -30,7 +30,7 @@ from lightning_cp.layout.columns import (
     pair_pieces,
     pieces_of,
 )
-from lightning_cp.layout.documents import Documents
+from lightning_cp.layout.documents import Documents, Intervals
 from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.sequence import SequenceLayout
 
@@ -161,7 +161,7 @@ class Schedule:
         size = self.layout.ring_size
         ours = coalesce(self._tiles(rank, None), joins_segments=self.mask.joins_segments)
         theirs = self._tiles(None, rank)
-        tiles = _tiles_by_source(ours, size)
+        tiles = tiles_by_source(ours, size)
         received = _ranges_by_rank(ours.k_rank, ours, self.layout)
         needed = _ranges_by_rank(theirs.q_rank, theirs, self.layout)
         hops: list[Hop] = []
@@ -171,16 +171,20 @@ class Schedule:
             hops.append(Hop(index, source, dest, tiles[source], received[source], send))
         return RankSchedule(rank, tuple(hops))
 
+    @property
+    def rows(self) -> tuple[Intervals, ...]:
+        """The documents of every row; of one row if all are equal."""
+        return self.documents.rows[:1] if self.documents.shared else self.documents.rows
+
     @cached_property
-    def _pieces(self) -> tuple[Pieces, ...]:
-        """The pieces of every rank, per row; of one row if all are equal."""
-        rows = self.documents.rows[:1] if self.documents.shared else self.documents.rows
-        return tuple(pieces_of(self.layout, intervals) for intervals in rows)
+    def pieces(self) -> tuple[Pieces, ...]:
+        """The pieces of every rank, for each of ``rows``."""
+        return tuple(pieces_of(self.layout, intervals) for intervals in self.rows)
 
     def _tiles(self, q_rank: int | None, k_rank: int | None) -> Columns:
         """Uncoalesced tiles between one (or every, ``None``) query rank and key rank."""
         parts: list[Columns] = []
-        for index, pieces in enumerate(self._pieces):
+        for index, pieces in enumerate(self.pieces):
             pairs = pair_pieces(
                 pieces.of_rank(q_rank), pieces.of_rank(k_rank), self.mask.left, self.mask.right
             )
@@ -210,7 +214,7 @@ def schedule(layout: SequenceLayout, documents: Documents | None, mask: Mask) ->
     return Schedule(layout, documents, mask)
 
 
-def _tiles_by_source(columns: Columns, ring_size: int) -> list[tuple[Tile, ...]]:
+def tiles_by_source(columns: Columns, ring_size: int) -> list[tuple[Tile, ...]]:
     """One rank's tiles, by the ring rank whose keys they use."""
     order = np.lexsort((columns.k_start, columns.q_start, columns.row, columns.k_rank))
     fields: Sequence[npt.NDArray[np.int64]] = (

@@ -3,13 +3,15 @@
 Notation: L local tokens, B batch rows, D head dim. A Ulysses all-to-all sends what the *other*
 ranks of the group receive; the share a rank keeps never leaves it. Formulas: per call, forward
 ``(U-1)/U (2A + 2K r)`` for Ulysses and keys times bytes per key for the ring, where A and K are the
-bytes of the local queries and keys and r how often a K/V head is needed (Jacobs et al. 2023,
+bytes of the local queries and keys and r how often a K/V head is needed; an all-gather sends all keys
+to all R - 1 others, ``2K(R-1)``, and in backward their gradients come home (Jacobs et al. 2023,
 arXiv 2309.14509; Liu et al. 2023, arXiv 2310.01889).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 
 from lightning_cp.layout.heads import HeadSplit
 from lightning_cp.layout.tiles import Schedule
@@ -23,19 +25,25 @@ class Traffic:
     all_to_all_bytes: int = 0
     p2p_messages: int = 0
     p2p_bytes: int = 0
+    all_gather_calls: int = 0
+    all_gather_bytes: int = 0
+    reduce_scatter_calls: int = 0
+    reduce_scatter_bytes: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.all_to_all_calls + other.all_to_all_calls,
-            self.all_to_all_bytes + other.all_to_all_bytes,
-            self.p2p_messages + other.p2p_messages,
-            self.p2p_bytes + other.p2p_bytes,
-        )
+        return Traffic(*map(add, astuple(self), astuple(other)))
 
     @property
     def total_bytes(self) -> int:
         """Bytes of every kind."""
-        return self.all_to_all_bytes + self.p2p_bytes
+        return sum(
+            (
+                self.all_to_all_bytes,
+                self.p2p_bytes,
+                self.all_gather_bytes,
+                self.reduce_scatter_bytes,
+            )
+        )
 
 
 def attention_traffic(
@@ -47,6 +55,8 @@ def attention_traffic(
     head_dim: int,
     itemsize: int,
     accumulate_itemsize: int,
+    exchange: str = "ring",
+    kv_heads_per_gather: int | None = 1,
 ) -> tuple[Traffic, Traffic]:
     """What ``cp_rank`` sends in (forward, backward) of one attention call.
 
@@ -58,19 +68,20 @@ def attention_traffic(
         head_dim: entries per head.
         itemsize: bytes per entry of q, k and v.
         accumulate_itemsize: bytes per entry of accumulated gradients (4, or 8 for float64).
+        exchange: ``ring`` or ``all_gather``.
+        kv_heads_per_gather: of ``all_gather``.
     """
     ring_rank, ulysses_rank = divmod(cp_rank, heads.ulysses_size)
     per_head = batch * head_dim
-    ring_forward, ring_backward = _ring(
-        plan,
-        ring_rank,
-        2 * heads.num_local_kv(ulysses_rank) * per_head,
-        itemsize,
-        accumulate_itemsize,
-    )
+    per_key = 2 * heads.num_local_kv(ulysses_rank) * per_head
+    if exchange == "ring":
+        over_ring = _ring(plan, ring_rank, per_key, itemsize, accumulate_itemsize)
+    else:
+        calls = len(heads.blocks(ulysses_rank, kv_heads_per_gather))
+        over_ring = _all_gather(plan, calls, per_key, itemsize, accumulate_itemsize)
     wire = accumulate_itemsize if heads.shares_kv else itemsize
     if heads.ulysses_size == 1:
-        return ring_forward, ring_backward
+        return over_ring
     tokens = plan.layout.local_len * per_head
     others = [rank for rank in range(heads.ulysses_size) if rank != ulysses_rank]
     like_q = len(others) * heads.local_heads * tokens  # q, out, dout and dq alike
@@ -78,7 +89,7 @@ def attention_traffic(
     dkv_home = len(others) * 2 * heads.num_local_kv(ulysses_rank) * tokens
     forward = Traffic(3, (2 * like_q + kv_out) * itemsize)
     backward = Traffic(3, 2 * like_q * itemsize + dkv_home * wire)
-    return ring_forward + forward, ring_backward + backward
+    return over_ring[0] + forward, over_ring[1] + backward
 
 
 def _ring(
@@ -94,3 +105,15 @@ def _ring(
         Traffic(p2p_messages=sends, p2p_bytes=keys),
         Traffic(p2p_messages=sends + returns, p2p_bytes=keys + gradients),
     )
+
+
+def _all_gather(
+    plan: Schedule, calls: int, per_key: int, itemsize: int, accumulate_itemsize: int
+) -> tuple[Traffic, Traffic]:
+    """All of a rank's keys to every other rank, in both passes; in backward the gradients of all others'."""
+    if plan.layout.ring_size == 1:
+        return Traffic(), Traffic()
+    numbers = plan.keys_rotated * per_key
+    gather = Traffic(all_gather_calls=calls, all_gather_bytes=numbers * itemsize)
+    home = Traffic(reduce_scatter_calls=calls, reduce_scatter_bytes=numbers * accumulate_itemsize)
+    return gather, gather + home

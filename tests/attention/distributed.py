@@ -60,6 +60,7 @@ def attend_shards(
     for x in leaves:
         x.requires_grad_()
     how: dict[str, Any] = {"mesh": mesh, "layout": layout, "spec": spec, "kernel": kernel}
+    how.update(grid.how)
     if problem.max_logits:
         how["return_max_logits"] = True
     out, lse, *peak = context_parallel_attention(q, k, v, **how, return_lse=True)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from lightning_cp.attention.exchange import Exchange
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.layout import Documents, SequenceLayout
 from lightning_cp.layout.sequence import LayoutKind
@@ -18,6 +19,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """q [B, S, H, D], k and v [B, S, K, D], and dout like q."""
 
 BATCH = 2
+RING = Exchange()
 
 
 class Sequences(NamedTuple):
@@ -126,6 +128,7 @@ class Grid:
     ring: int = 1
     ulysses: int = 1
     kind: LayoutKind = "zigzag"
+    exchange: Exchange = RING
 
     @property
     def world_size(self) -> int:
@@ -133,10 +136,22 @@ class Grid:
         return self.ring * self.ulysses
 
     @property
+    def how(self) -> dict[str, Any]:
+        """The exchange, in the arguments of ``context_parallel_attention``."""
+        return {
+            "exchange": self.exchange.name,
+            "forward_execution": self.exchange.forward,
+            "backward_execution": self.exchange.backward,
+            "kv_heads_per_gather": self.exchange.kv_heads_per_gather,
+        }
+
+    @property
     def mode(self) -> str:
-        """ulysses, ring or hybrid."""
+        """ulysses, ring, hybrid, or with an all-gather in place of the ring."""
         if self.ring == 1:
             return "ulysses"
+        if self.exchange.name == "all_gather":
+            return "all_gather" if self.ulysses == 1 else "all_gather over ulysses"
         return "ring" if self.ulysses == 1 else "hybrid"
 
     def __str__(self) -> str:
@@ -144,11 +159,39 @@ class Grid:
             return "one rank"
         if self.mode == "ulysses":
             return f"ulysses {self.ulysses}"
-        size = f"{self.ring}" if self.mode == "ring" else f"{self.ring}x{self.ulysses}"
-        return f"{self.mode} {size} {self.kind}"
+        size = f"{self.ring}" if self.ulysses == 1 else f"{self.ring}x{self.ulysses}"
+        if self.exchange.name == "ring":
+            return f"{self.mode} {size} {self.kind}"
+        how = self.exchange
+        stride = how.kv_heads_per_gather or "all"
+        return f"gather {size} {self.kind} {how.forward}/{how.backward} {stride}"
 
 
-GRIDS: tuple[Grid, ...] = (
+def gather(forward: str, backward: str, kv_heads: int | None = 1) -> Exchange:
+    """An all-gather of some K/V heads at a time."""
+    return Exchange("all_gather", forward, backward, kv_heads)
+
+
+GATHERS: tuple[Grid, ...] = (
+    Grid(2, exchange=gather("two_kernel", "two_kernel")),
+    Grid(2, exchange=gather("fused", "fused", 2)),
+    Grid(3, exchange=gather("two_kernel", "fused", None)),
+    Grid(4, exchange=gather("two_kernel", "two_kernel", 2)),
+    Grid(4, exchange=gather("two_kernel", "fused")),
+    Grid(4, exchange=gather("fused", "two_kernel", None)),
+    Grid(4, exchange=gather("fused", "fused")),
+    Grid(4, kind="contiguous", exchange=gather("two_kernel", "two_kernel")),
+    Grid(2, 2, exchange=gather("two_kernel", "two_kernel")),
+    Grid(2, 2, exchange=gather("fused", "fused", None)),
+    Grid(2, 3, exchange=gather("two_kernel", "fused")),
+    Grid(8, exchange=gather("two_kernel", "two_kernel")),
+    Grid(8, exchange=gather("fused", "fused", 2)),
+    Grid(4, 2, exchange=gather("fused", "two_kernel")),
+    Grid(2, 4, exchange=gather("two_kernel", "two_kernel", None)),
+)
+"""zigzag_llama3 in all four combinations of execution; sorted by world size."""
+
+RINGS: tuple[Grid, ...] = (
     Grid(1, 2),
     Grid(2),
     Grid(2, kind="contiguous"),
@@ -169,6 +212,7 @@ GRIDS: tuple[Grid, ...] = (
     Grid(4, 2),
     Grid(4, 2, kind="contiguous"),
 )
+GRIDS: tuple[Grid, ...] = tuple(sorted((*RINGS, *GATHERS), key=lambda grid: grid.world_size))
 """Sorted by world size: another size makes the ranks regroup."""
 
 HEADS: dict[int, dict[str, tuple[int, int]]] = {

@@ -14,11 +14,18 @@ from lightning_cp.layout import HeadSplit, Traffic, attention_traffic, schedule
 from lightning_cp.mesh import ContextParallelMesh
 from tests.attention.distributed import mesh_of
 from tests.attention.problems import BATCH, GRIDS, HEADS, SEQUENCES, Grid, Problem
-from tests.attention.wire import Wire
+from tests.attention.wire import ALL_GATHER, REDUCE_SCATTER, Wire
 from tests.pool import run_ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 DATA = {"alltoall_base_", "send", "recv_"}
+KINDS = {
+    "ulysses": {"alltoall_base_"},
+    "ring": {"send", "recv_"},
+    "hybrid": DATA,
+    "all_gather": {ALL_GATHER},
+    "all_gather over ulysses": {ALL_GATHER, "alltoall_base_"},
+}
 
 
 class Counted(NamedTuple):
@@ -44,7 +51,12 @@ def record_one(problem: Problem, grid: Grid, mesh: ContextParallelMesh) -> tuple
         x.requires_grad_()
     with Wire(mesh.ulysses_rank) as forward:
         out = context_parallel_attention(
-            q, k, v, mesh=mesh, layout=layout, spec=problem.spec, kernel="reference"
+            *(q, k, v),
+            mesh=mesh,
+            layout=layout,
+            spec=problem.spec,
+            kernel="reference",
+            **grid.how,
         )
     with Wire(mesh.ulysses_rank) as backward:
         out.backward(dout)
@@ -61,6 +73,8 @@ def planned(problem: Problem, grid: Grid, rank: int) -> tuple[Traffic, Traffic]:
         head_dim=problem.head_dim,
         itemsize=problem.dtype.itemsize,
         accumulate_itemsize=accumulate_dtype(problem.dtype).itemsize,
+        exchange=grid.exchange.name,
+        kv_heads_per_gather=grid.exchange.kv_heads_per_gather,
     )
 
 
@@ -89,12 +103,13 @@ def test_sends_what_the_schedule_says(grid: Grid) -> None:
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_nothing_but_exchanges_and_one_agreement(grid: Grid) -> None:
-    kinds = {"ulysses": {"alltoall_base_"}, "ring": {"send", "recv_"}, "hybrid": DATA}
+    kinds = KINDS[grid.mode]
+    home = {REDUCE_SCATTER} if grid.exchange.name == "all_gather" else set()
     problem = Problem(HEADS[grid.ulysses]["gqa"], causal=False)
     for found in run_ranks(grid.world_size, record, [problem], grid):
         forward, backward = found[0]
-        assert set(backward.counts) == kinds[grid.mode]
-        assert set(forward.counts) == kinds[grid.mode] | {"allgather_"}
+        assert set(backward.counts) == kinds | home
+        assert set(forward.counts) == kinds | {"allgather_"}
         assert forward.counts["allgather_"] == 1
 
 

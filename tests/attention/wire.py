@@ -6,9 +6,14 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cp.layout import Traffic
+
+ALL_GATHER = "_allgather_base_"
+REDUCE_SCATTER = "reduce_scatter"
+"""On CPU an all-to-all of equal parts, which are added where they arrive."""
 
 
 class Message(NamedTuple):
@@ -45,6 +50,13 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _message(self, op: str, args: tuple[Any, ...]) -> Message:
+        if op == "alltoall_base_" and not args[3]:  # equal parts: gradients that are added up
+            ranks = dist.ProcessGroup.unbox(args[2]).size()
+            others = _bytes([args[1]]) * (ranks - 1) // ranks
+            return Message(REDUCE_SCATTER, others, others)
+        if op == ALL_GATHER:
+            others = _bytes([args[1]]) * (dist.ProcessGroup.unbox(args[2]).size() - 1)
+            return Message(op, others, others)
         if op == "alltoall_base_":
             received, sent, _, received_sizes, sent_sizes = args[:5]
             return Message(
@@ -67,14 +79,12 @@ class Wire(TorchDispatchMode):
     @property
     def traffic(self) -> Traffic:
         """What was sent, in the planner's terms."""
-        exchanges = [message for message in self.messages if message.op == "alltoall_base_"]
-        sends = [message for message in self.messages if message.op == "send"]
-        return Traffic(
-            len(exchanges),
-            sum(message.sent for message in exchanges),
-            len(sends),
-            sum(message.sent for message in sends),
-        )
+        kinds = ("alltoall_base_", "send", ALL_GATHER, REDUCE_SCATTER)  # Traffic's order
+        return Traffic(*(number for kind in kinds for number in self._of(kind)))
+
+    def _of(self, op: str) -> tuple[int, int]:
+        sent = [message.sent for message in self.messages if message.op == op]
+        return len(sent), sum(sent)
 
     @property
     def received(self) -> int:

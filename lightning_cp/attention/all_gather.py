@@ -1,0 +1,170 @@
+"""All-gather: every ring rank gathers all keys once, and sends their gradients home (zigzag_llama3).
+
+Keys are gathered a few K/V heads at a time (``kv_heads_per_gather``), which bounds the memory: the next
+heads are on their way while these are computed. What arrives in rank order is put into sequence order, so
+that a chunk of queries needs one slice of it. *two_kernel* makes one kernel call per chunk on a view of its
+slice, and gradients of overlapping slices add up where they lie; *fused* makes one call for all chunks, on
+copies of their slices, and adds the copies' gradients up afterwards. Backward gathers the keys again
+instead of keeping them (Grattafiori et al. 2024, arXiv 2407.21783, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+
+import torch
+
+from lightning_cp.attention.keys import KeyGradients, kernel_keys, take
+from lightning_cp.attention.plan import AttentionPlan
+from lightning_cp.attention.sinks import Attended, finish
+from lightning_cp.comm.all_gather import PendingShards, start_all_gather, start_reduce_scatter
+from lightning_cp.kernels.api import accumulate_dtype
+from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.layout.heads import HeadBlock
+from lightning_cp.layout.tiles import Ranges
+from lightning_cp.mesh import Axis
+
+
+def gather_forward(q_TBHD: torch.Tensor, kv_TBKD: torch.Tensor, plan: AttentionPlan) -> Attended:
+    """Attention of this rank's queries [T, B, h, D] over the whole sequence; ``out`` like them."""
+    tokens, batch, heads, _ = q_TBHD.shape
+    out = torch.empty_like(q_TBHD)
+    lse = q_TBHD.new_empty(batch, heads, tokens, dtype=accumulate_dtype(q_TBHD.dtype))
+    peak = torch.empty_like(lse, dtype=torch.float32) if plan.scores.max_logits else None
+    for block, kv in _gathered(kv_TBKD, plan):
+        queries = slice(*block.q)
+        found = _attend(q_TBHD[:, :, queries].transpose(0, 1), kv, block, plan)
+        del kv  # before the next heads are put into order
+        out[:, :, queries] = found.out.transpose(0, 1)
+        lse[:, queries] = found.lse
+        if peak is not None and found.max_logits is not None:
+            peak[:, queries] = found.max_logits
+    return Attended(out, lse, peak)
+
+
+def _attend(
+    q_BLHD: torch.Tensor, kv_SBKD: torch.Tensor, block: HeadBlock, plan: AttentionPlan
+) -> Attended:
+    """Attention of a block of heads over all keys in sequence order."""
+    scores = plan.scores.of_heads(*block.q)
+    state = Accumulator(q_BLHD, accumulate_dtype(q_BLHD.dtype))
+    for call in plan.gathered.calls(plan.exchange.forward):
+        k, v = kernel_keys(take(kv_SBKD, call.slices), block.kv_of_q)
+        plan.kernel.forward(q_BLHD, k, v, call.tiles, scores, state)
+    sinks = None if plan.own_sinks is None else plan.own_sinks[slice(*block.q)]
+    return finish(state, q_BLHD.dtype, sinks, max_logits=scores.max_logits)
+
+
+def gather_backward(
+    dout_TBHD: torch.Tensor,
+    q_TBHD: torch.Tensor,
+    kv_TBKD: torch.Tensor,
+    out_TBHD: torch.Tensor,
+    lse_BHT: torch.Tensor,
+    plan: AttentionPlan,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of this rank's queries and of its own keys and values.
+
+    Returns:
+        ``dq`` [T, B, h, D] and the pair ``dkv`` [T, B, 2k, D], both in the accumulation dtype.
+    """
+    dtype = accumulate_dtype(q_TBHD.dtype)
+    dq = torch.zeros_like(q_TBHD, dtype=dtype)
+    home = _GradientsHome(torch.empty_like(kv_TBKD, dtype=dtype), plan)
+    for block, kv in _gathered(kv_TBKD, plan):
+        queries = slice(*block.q)
+        dout, q, out = (x[:, :, queries].transpose(0, 1) for x in (dout_TBHD, q_TBHD, out_TBHD))
+        dkv = torch.zeros_like(kv, dtype=dtype)
+        for call in plan.gathered.calls(plan.exchange.backward):
+            with (
+                _SliceGradients(dkv, call.slices) as into,
+                KeyGradients(take(kv, call.slices), into, block.kv_of_q) as (k, v, dk, dv),
+            ):
+                plan.kernel.backward(
+                    dout,
+                    q,
+                    k,
+                    v,
+                    out,
+                    lse_BHT[:, queries],
+                    call.tiles,
+                    plan.scores,
+                    dq[:, :, queries].transpose(0, 1),
+                    dk,
+                    dv,
+                )
+        home.leave(block, dkv)
+    return dq, home.finish()
+
+
+def _gathered(
+    kv_TBKD: torch.Tensor, plan: AttentionPlan
+) -> Iterator[tuple[HeadBlock, torch.Tensor]]:
+    """All keys in sequence order, a block of heads at a time; the next block is posted first."""
+    blocks, group = plan.blocks(plan.exchange.kv_heads_per_gather), plan.mesh.group(Axis.RING)
+    shards = [kv_TBKD[:, :, 2 * block.kv[0] : 2 * block.kv[1]] for block in blocks]
+    pending = start_all_gather(shards[0], group)
+    for index, block in enumerate(blocks):
+        arrived = pending.wait()
+        if index + 1 < len(blocks):
+            pending = start_all_gather(shards[index + 1], group)
+        yield block, take(arrived, plan.gathered.rank_order)
+
+
+class _SliceGradients:
+    """Where the gradients of one call's keys add up: in place for one slice, else in a copy."""
+
+    def __init__(self, dkv_TBKD: torch.Tensor, slices: Ranges) -> None:
+        self._parts = [dkv_TBKD[start:end] for start, end in slices]
+
+    def __enter__(self) -> torch.Tensor:
+        if len(self._parts) == 1:
+            return self._parts[0]
+        self._copy = torch.cat([torch.zeros_like(part) for part in self._parts])
+        return self._copy
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if len(self._parts) == 1 or kind is not None:
+            return
+        copies = self._copy.split([len(part) for part in self._parts])
+        for part, copy in zip(self._parts, copies, strict=True):
+            part += copy  # slices overlap: their gradients add up
+
+
+class _GradientsHome:
+    """Gradients of all keys on their way to the ranks that hold the keys."""
+
+    def __init__(self, dkv_TBKD: torch.Tensor, plan: AttentionPlan) -> None:
+        self._dkv = dkv_TBKD
+        self._group = plan.mesh.group(Axis.RING)
+        self._order = plan.gathered.rank_order
+        self._pending: tuple[PendingShards, HeadBlock] | None = None
+
+    def leave(self, block: HeadBlock, gradients_SBKD: torch.Tensor) -> None:
+        """Send the gradients of a block of heads; take in those of the block before."""
+        self.finish()
+        self._pending = (start_reduce_scatter(self._by_rank(gradients_SBKD), self._group), block)
+
+    def finish(self) -> torch.Tensor:
+        """The gradients of this rank's own keys."""
+        if self._pending is not None:
+            pending, block = self._pending
+            self._dkv[:, :, 2 * block.kv[0] : 2 * block.kv[1]] = pending.wait()
+            self._pending = None
+        return self._dkv
+
+    def _by_rank(self, x_SBKD: torch.Tensor) -> torch.Tensor:
+        """From sequence order to rank order."""
+        if len(self._order) == 1:
+            return x_SBKD
+        out = torch.empty_like(x_SBKD)
+        sizes = [end - start for start, end in self._order]
+        for (start, end), part in zip(self._order, x_SBKD.split(sizes), strict=True):
+            out[start:end] = part
+        return out

@@ -1,0 +1,49 @@
+"""Exchange: how keys reach the queries over the ring axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.layout.gathered import EXECUTIONS
+
+EXCHANGES = ("ring", "all_gather")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How keys reach the queries over the ring axis, and how gathered keys are attended to.
+
+    Args:
+        name: ``ring`` sends the keys that somebody needs from rank to rank, hop by hop; ``all_gather``
+            gathers all of them once.
+        forward: of ``all_gather``: ``two_kernel`` (one kernel call per chunk of queries, least memory) or
+            ``fused`` (one call, with copies of the keys that several chunks see).
+        backward: likewise.
+        kv_heads_per_gather: of ``all_gather``: K/V heads gathered at a time, which bounds its memory;
+            ``None`` gathers all heads at once.
+
+    Raises:
+        ConfigError: a value that does not exist.
+    """
+
+    name: str = "ring"
+    forward: str = "two_kernel"
+    backward: str = "two_kernel"
+    kv_heads_per_gather: int | None = 1
+
+    def __post_init__(self) -> None:
+        _check("exchange", self.name, EXCHANGES)
+        _check("forward_execution", self.forward, EXECUTIONS)
+        _check("backward_execution", self.backward, EXECUTIONS)
+        heads = self.kv_heads_per_gather
+        if heads is not None and (type(heads) is not int or heads < 1):
+            raise ConfigError(
+                f"kv_heads_per_gather must be an integer of at least 1, or None for all heads at once, "
+                f"got {heads!r}."
+            )
+
+
+def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")

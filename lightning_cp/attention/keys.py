@@ -1,0 +1,53 @@
+"""K and V in a kernel's shapes: ranges laid end to end, heads expanded, gradients folded back."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_cp.attention.ulysses import unpair
+from lightning_cp.layout.tiles import Ranges
+
+HeadIndex = tuple[int, ...] | None
+"""K/V head of each query head, where plain grouping does not say it (``HeadBlock.kv_of_q``)."""
+
+
+def take(kv_TBKD: torch.Tensor, ranges: Ranges) -> torch.Tensor:
+    """The keys of some ranges (at least one), laid end to end; no copy for a single range."""
+    if len(ranges) == 1:
+        start, end = ranges[0]
+        return kv_TBKD[start:end]
+    return torch.cat([kv_TBKD[start:end] for start, end in ranges])
+
+
+def kernel_keys(kv_TBKD: torch.Tensor, index: HeadIndex) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V [B, keys, heads, D]; expanded to query heads where those straddle groups."""
+    k, v = (x.transpose(0, 1) for x in unpair(kv_TBKD))
+    if index is None:
+        return k, v
+    chosen = torch.tensor(index, device=kv_TBKD.device)
+    return k.index_select(2, chosen), v.index_select(2, chosen)
+
+
+class KeyGradients:
+    """K, V and gradient buffers in the kernel's shapes; folds expanded heads back into ``dkv``."""
+
+    def __init__(self, kv_TBKD: torch.Tensor, dkv_TBKD: torch.Tensor, index: HeadIndex) -> None:
+        self._dkv = dkv_TBKD
+        self._index = index
+        self._keys = kernel_keys(kv_TBKD, index)
+
+    def __enter__(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        k, v = self._keys
+        if self._index is None:
+            dk, dv = (x.transpose(0, 1) for x in unpair(self._dkv))
+        else:
+            dk, dv = (torch.zeros_like(x, dtype=self._dkv.dtype) for x in (k, v))
+        self._expanded = (dk, dv)
+        return k, v, dk, dv
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._index is None or kind is not None:
+            return
+        index = torch.tensor(self._index, device=self._dkv.device)
+        for target, expanded in zip(unpair(self._dkv), self._expanded, strict=True):
+            target.index_add_(2, index, expanded.transpose(0, 1))
