@@ -39,6 +39,7 @@ class Call:
     kernel: str = "reference"
     returned: str = ""
     """What to return beside the output."""
+    exchange: str = "ring"
     short_by: int = 0
     """Tokens that are missing from what the layout says."""
 
@@ -58,6 +59,7 @@ DIFFERENT: dict[str, Call] = {
     "alibi slopes": Call(spec=AttentionSpec(alibi_slopes=torch.ones(4))),
     "sinks": Call(spec=AttentionSpec(sinks=torch.ones(4))),
     "what is returned": Call(returned="return_lse"),
+    "exchange": Call(exchange="all_gather"),
 }
 
 
@@ -73,6 +75,7 @@ def make(rank: int, world_size: int, calls: dict[int, Call], grid: Grid) -> None
         try:
             returned: dict[str, Any] = {call.returned: True} if call.returned else {}
             how: dict[str, Any] = {"spec": call.spec, "kernel": call.kernel, **returned}
+            how["exchange"] = call.exchange
             context_parallel_attention(q, k, k, mesh=mesh, layout=layout, **how)
         finally:
             moved = set(wire.counts) & {"alltoall_base_", "send", "recv_"}

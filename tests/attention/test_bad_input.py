@@ -109,7 +109,18 @@ SETTINGS: dict[str, tuple[Change, str]] = {
         {"layout": OTHER_LAYOUT},
         "layout is for ring_size=4, ulysses_size=1, but the mesh has ring_size=2, ulysses_size=2",
     ),
-    "unknown exchange": ({"exchange": "smoke"}, "exchange must be one of ring.*, got 'smoke'"),
+    "unknown exchange": (
+        {"exchange": "smoke"},
+        "exchange must be one of ring, all_gather.*, got 'smoke'",
+    ),
+    "unknown execution": (
+        {"exchange": "all_gather", "backward_execution": "magic"},
+        "backward_execution must be one of two_kernel, fused, got 'magic'",
+    ),
+    "no heads per gather": (
+        {"exchange": "all_gather", "kv_heads_per_gather": 0},
+        "kv_heads_per_gather must be an integer of at least 1, or None for all .*, got 0",
+    ),
     "unknown kernel": (
         {"kernel": "magic"},
         "unknown kernel 'magic'. Known: auto, aten, .*aten_cpu_flash, reference",

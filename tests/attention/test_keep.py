@@ -19,11 +19,17 @@ from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh
 from tests.attention.distributed import mesh_of
-from tests.attention.problems import Grid
+from tests.attention.problems import Grid, gather
 from tests.attention.wire import Wire
 from tests.pool import run_ranks
 
-GRIDS = [Grid(1, 2), Grid(2), Grid(4), Grid(2, 2)]
+GRIDS = [
+    Grid(1, 2),
+    Grid(2),
+    Grid(4),
+    Grid(2, 2),
+    Grid(2, 2, exchange=gather("two_kernel", "fused")),
+]
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 29, 4, 2, 4
 WIDTH = HEADS * DIM
 
@@ -44,6 +50,7 @@ class Block:
     layout: SequenceLayout
     weights: list[torch.Tensor]
     kernel: str
+    grid: Grid
     use_lse: bool = False
     sinks: torch.Tensor | None = None
     """With them, the scores are capped too, and the largest are looked at."""
@@ -63,6 +70,7 @@ class Block:
         qkv = (x @ weight).unflatten(-1, (-1, DIM))
         q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
         how: dict[str, Any] = {"mesh": self.mesh, "layout": self.layout, "kernel": self.kernel}
+        how.update(self.grid.how)
         if self.sinks is not None:
             how["spec"] = AttentionSpec(sinks=self.sinks, softcap=0.5)
             how["return_max_logits"] = True
@@ -93,7 +101,7 @@ def make_block(
     weights = [
         (torch.randn(WIDTH, outputs, dtype=dtype) / 4).requires_grad_() for _ in range(layers)
     ]
-    return Block(mesh, layout, weights, kernel), x
+    return Block(mesh, layout, weights, kernel, grid), x
 
 
 def differentiate(

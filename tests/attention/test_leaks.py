@@ -13,10 +13,21 @@ import torch
 
 from tests import oracle
 from tests.attention.distributed import Shards, attend_shards, joined, mesh_of
-from tests.attention.problems import BATCH, EVERY, HEADS, SEQUENCES, Grid, Problem
+from tests.attention.problems import BATCH, EVERY, HEADS, SEQUENCES, Grid, Problem, gather
 from tests.pool import run_ranks
 
-GRIDS = [Grid(1, 2), Grid(2), Grid(4), Grid(3, kind="contiguous"), Grid(2, 2), Grid(4, 2)]
+GRIDS = [
+    Grid(1, 2),
+    Grid(2),
+    Grid(2, exchange=gather("fused", "fused", 2)),
+    Grid(4),
+    Grid(4, exchange=gather("two_kernel", "fused")),
+    Grid(4, kind="contiguous", exchange=gather("two_kernel", "two_kernel")),
+    Grid(3, kind="contiguous"),
+    Grid(2, 2),
+    Grid(2, 2, exchange=gather("two_kernel", "two_kernel")),
+    Grid(4, 2),
+]
 KERNELS = ["reference", "aten"]
 TOKENS = [0, 13, 14, 29, 30, 33, 52]
 """Tokens that are changed: first, last and middle ones of their documents."""
@@ -65,7 +76,7 @@ def check_reach(
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("sequences", ["dense", "packed"])
+@pytest.mark.parametrize("sequences", ["dense", "packed", "rows"])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_a_token_reaches_only_those_that_may_see_it(
     grid: Grid, sequences: str, causal: bool, kernel: str
