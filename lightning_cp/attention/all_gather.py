@@ -74,28 +74,48 @@ def gather_backward(
     home = _GradientsHome(torch.empty_like(kv_TBKD, dtype=dtype), plan)
     for block, kv in _gathered(kv_TBKD, plan):
         queries = slice(*block.q)
-        dout, q, out = (x[:, :, queries].transpose(0, 1) for x in (dout_TBHD, q_TBHD, out_TBHD))
-        dkv = torch.zeros_like(kv, dtype=dtype)
-        for call in plan.gathered.calls(plan.exchange.backward):
-            with (
-                _SliceGradients(dkv, call.slices) as into,
-                KeyGradients(take(kv, call.slices), into, block.kv_of_q) as (k, v, dk, dv),
-            ):
-                plan.kernel.backward(
-                    dout,
-                    q,
-                    k,
-                    v,
-                    out,
-                    lse_BHT[:, queries],
-                    call.tiles,
-                    plan.scores,
-                    dq[:, :, queries].transpose(0, 1),
-                    dk,
-                    dv,
-                )
+        dout, q, out, into = (
+            x[:, :, queries].transpose(0, 1) for x in (dout_TBHD, q_TBHD, out_TBHD, dq)
+        )
+        dkv = _differentiate(dout, q, kv, out, lse_BHT[:, queries], into, block, plan)
+        del kv  # before the gradients are put into order
         home.leave(block, dkv)
+        del dkv
     return dq, home.finish()
+
+
+def _differentiate(
+    dout_BLHD: torch.Tensor,
+    q_BLHD: torch.Tensor,
+    kv_SBKD: torch.Tensor,
+    out_BLHD: torch.Tensor,
+    lse_BHL: torch.Tensor,
+    dq_BLHD: torch.Tensor,
+    block: HeadBlock,
+    plan: AttentionPlan,
+) -> torch.Tensor:
+    """Add to ``dq``; the gradients [S, B, 2k, D] of all keys in sequence order."""
+    dkv = torch.zeros_like(kv_SBKD, dtype=dq_BLHD.dtype)
+    scores = plan.scores.of_heads(*block.q)
+    for call in plan.gathered.calls(plan.exchange.backward):
+        with (
+            _SliceGradients(dkv, call.slices) as into,
+            KeyGradients(take(kv_SBKD, call.slices), into, block.kv_of_q) as (k, v, dk, dv),
+        ):
+            plan.kernel.backward(
+                dout_BLHD,
+                q_BLHD,
+                k,
+                v,
+                out_BLHD,
+                lse_BHL,
+                call.tiles,
+                scores,
+                dq_BLHD,
+                dk,
+                dv,
+            )
+    return dkv
 
 
 def _gathered(
@@ -106,10 +126,11 @@ def _gathered(
     shards = [kv_TBKD[:, :, 2 * block.kv[0] : 2 * block.kv[1]] for block in blocks]
     pending = start_all_gather(shards[0], group)
     for index, block in enumerate(blocks):
-        arrived = pending.wait()
+        arriving = pending
         if index + 1 < len(blocks):
             pending = start_all_gather(shards[index + 1], group)
-        yield block, take(arrived, plan.gathered.rank_order)
+        # Not kept in a variable here: who takes it decides how long it lives.
+        yield block, take(arriving.wait(), plan.gathered.rank_order)
 
 
 class _SliceGradients:

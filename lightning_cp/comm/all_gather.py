@@ -56,17 +56,19 @@ class PendingShards:
         work: dist.Work | None,
         finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self._received = received
+        self._received: torch.Tensor | None = received
         self._sent: torch.Tensor | None = sent
         self._work = work
         self._finish = finish
 
     def wait(self) -> torch.Tensor:
-        """Block until it is done; what was received."""
+        """Block until it is done; what was received, which is then the caller's alone. Call it once."""
         if self._work is not None:
             self._work.wait()
+        received, self._received = self._received, None
         self._work = self._sent = None
-        return self._received if self._finish is None else self._finish(self._received)
+        assert received is not None
+        return received if self._finish is None else self._finish(received)
 
 
 def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> PendingShards:
@@ -82,14 +84,14 @@ def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> PendingShards
 def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> PendingShards:
     """Start adding up every rank's ``x`` [N*T, ...]: this rank's [T, ...] of the sum.
 
-    On CPU the shards are exchanged and added in rank order: as many bytes as gloo's own reduce-scatter
+    With gloo the shards are exchanged and added in rank order: as many bytes as its own reduce-scatter
     moves, several times faster, and deterministic.
     """
     ranks = group.size()
     x = x.contiguous()
     if ranks == 1:
         return PendingShards(x, x, None)
-    if x.device.type == "cpu":
+    if dist.get_backend(group) == dist.Backend.GLOO:
         received = torch.empty_like(x)
         work = dist.all_to_all_single(received, x, group=group, async_op=True)
         return PendingShards(received, x, work, lambda shards: _sum_of_ranks(shards, ranks))

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_cp.attention.api import attend
+from lightning_cp.attention.exchange import Exchange
 from lightning_cp.attention.plan import make_plan
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.comm.agreement import agree
@@ -79,9 +80,15 @@ class StepState:
 class SwapHandle:
     """Connects one model's attention calls to one mesh."""
 
-    def __init__(self, mesh: ContextParallelMesh, kernel: str = "auto") -> None:
+    def __init__(
+        self,
+        mesh: ContextParallelMesh,
+        kernel: str = "auto",
+        exchange: Exchange | None = None,
+    ) -> None:
         self.mesh = mesh
         self.kernel = kernel
+        self.exchange = exchange or Exchange()
         self.state: StepState | None = None
         self.requests: dict[Request, None] = {}
         """What attention calls have asked of a kernel, each kind once."""
@@ -116,7 +123,9 @@ class SwapHandle:
         state = self.state
         assert state is not None
         q, k, v = _autocast(q_BLHD, k_BLKD, v_BLKD)
-        plan = make_plan(q, k, v, self.mesh, state.layout, spec, self.kernel)
+        plan = make_plan(
+            *(q, k, v), self.mesh, state.layout, spec, self.kernel, exchange=self.exchange
+        )
         self.requests[plan.request] = None
         out = attend(q, k, v, plan)
         assert isinstance(out, torch.Tensor)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_cp.attention.exchange import Exchange
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.models.handle import StepState as StepState
@@ -26,6 +27,8 @@ def swap_attention(
     mesh: ContextParallelMesh,
     kernel: str = "auto",
     roots: Iterable[nn.Module] | None = None,
+    *,
+    exchange: Exchange | None = None,
 ) -> SwapHandle:
     """Route the model's attention through context parallelism while a step is active.
 
@@ -34,6 +37,7 @@ def swap_attention(
         mesh: the process groups.
         kernel: which kernel to use.
         roots: the Hugging Face models to swap; all inside ``model`` by default.
+        exchange: how keys reach the queries over the ring axis; hop by hop by default.
 
     Returns:
         The handle; ``report`` says what was replaced, ``undo()`` restores it.
@@ -47,7 +51,7 @@ def swap_attention(
     others = _apart(found, chosen)
     refuse_mixing(model, others)
     _refuse_compiled(model, chosen)
-    handle = SwapHandle(mesh, kernel)
+    handle = SwapHandle(mesh, kernel, exchange)
     try:
         for root in chosen:
             swap_hf(root, handle)

@@ -83,7 +83,13 @@ class ContextParallelCore(RunMesh):
         self._loss_outside = declared != "auto"
         self._needs_loss = needs_labels
         self._model = model
-        self._handle = swap_attention(model, self.mesh, settings.kernel, options.get("modules"))
+        self._handle = swap_attention(
+            model,
+            self.mesh,
+            settings.kernel,
+            options.get("modules"),
+            exchange=settings.attention_exchange,
+        )
         self._requests = self._handle.requests
         return self._handle.report
 

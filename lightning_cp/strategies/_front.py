@@ -37,14 +37,19 @@ class ContextParallelFront:
 
     Args:
         context_parallel_size: ranks that share a sample; ``auto``: all that data parallelism leaves.
-        mode: ``auto`` (Ulysses as far as the heads allow, ring for the rest), ``ulysses``, ``ring`` or
-            ``hybrid``; ``ulysses_only`` and ``ring_only`` are aliases.
+        mode: ``auto`` (Ulysses as far as the heads allow, ring for the rest), ``ulysses``, ``ring``,
+            ``hybrid``, or ``zigzag_llama3`` (a ring axis with ``exchange="all_gather"``; also around
+            Ulysses, with ``ulysses_size``); ``ulysses_only`` and ``ring_only`` are aliases.
         ulysses_size: ranks that trade sequence for heads; must divide the number of heads.
         ring_size: ranks that K/V travel around.
         num_heads: query heads, if the mesh is wanted before the model exists or the model does not tell.
-        exchange: how keys and values move on the ring axis: ``ring``.
-        forward_execution: ``two_kernel``.
-        backward_execution: ``two_kernel``.
+        exchange: how keys and values move on the ring axis: ``ring`` (hop by hop, only what somebody needs)
+            or ``all_gather`` (all at once).
+        forward_execution: of ``all_gather``: ``two_kernel`` (a kernel call per chunk of queries, least
+            memory) or ``fused`` (one call, with copies of the keys that several chunks see).
+        backward_execution: likewise.
+        kv_heads_per_gather: of ``all_gather``: K/V heads gathered at a time, which bounds its memory;
+            ``None`` gathers all heads at once.
         data_parallel: the engine: ``ddp``.
         data_parallel_size: groups of ranks with different samples.
         data_parallel_replicate_size: 1.
@@ -79,6 +84,7 @@ class ContextParallelFront:
         exchange: str = "ring",
         forward_execution: str = "two_kernel",
         backward_execution: str = "two_kernel",
+        kv_heads_per_gather: int | None = 1,
         data_parallel: str = "ddp",
         data_parallel_size: int = 1,
         data_parallel_replicate_size: int = 1,

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from lightning_cp.attention.exchange import EXCHANGES
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.api import ALIASES, kernels
+from lightning_cp.layout.gathered import EXECUTIONS
 from lightning_cp.layout.sequence import LAYOUT_KINDS
 
 
@@ -26,14 +28,10 @@ class Choice:
 
 
 CHOICES: dict[str, Choice] = {
-    "mode": Choice(
-        ("auto", "ulysses", "ring", "hybrid"),
-        ("zigzag_llama3",),
-        "mode='ring', which computes the same and needs less memory",
-    ),
-    "exchange": Choice(("ring",), ("all_gather", "ring_flash_attn"), "exchange='ring'"),
-    "forward_execution": Choice(("two_kernel",), ("fused",), "forward_execution='two_kernel'"),
-    "backward_execution": Choice(("two_kernel",), ("fused",), "backward_execution='two_kernel'"),
+    "mode": Choice(("auto", "ulysses", "ring", "hybrid", "zigzag_llama3")),
+    "exchange": Choice(EXCHANGES, ("ring_flash_attn",), "exchange='ring'"),
+    "forward_execution": Choice(EXECUTIONS),
+    "backward_execution": Choice(EXECUTIONS),
     "data_parallel": Choice(
         ("ddp",),
         ("fsdp", "hsdp", "zero1"),

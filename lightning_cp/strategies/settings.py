@@ -9,13 +9,22 @@ from typing import Any
 
 from torch import nn
 
+from lightning_cp.attention.exchange import Exchange
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import Factors, factorise
 from lightning_cp.models.swap import num_heads_of
 from lightning_cp.strategies.choices import CHOICES, LATER_SIZES, check_choice, check_size
 
 MODE_ALIASES = {"ulysses_only": "ulysses", "ring_only": "ring"}
-SIZES = ("ulysses_size", "ring_size", "num_heads", "data_parallel_size", *LATER_SIZES)
+SIZES = (
+    "ulysses_size",
+    "ring_size",
+    "num_heads",
+    "kv_heads_per_gather",
+    "data_parallel_size",
+    *LATER_SIZES,
+)
+GATHERING_MODE = "zigzag_llama3"
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,7 @@ class Settings:
     exchange: str = "ring"
     forward_execution: str = "two_kernel"
     backward_execution: str = "two_kernel"
+    kv_heads_per_gather: int | None = 1
     data_parallel: str = "ddp"
     data_parallel_size: int = 1
     data_parallel_replicate_size: int = 1
@@ -63,6 +73,7 @@ class Settings:
         if type(self.padding) is not bool:
             raise ConfigError(f"padding must be True or False, got {self.padding!r}.")
         _check_mode(self)
+        _check_exchange(self)
         _explicit_size(self)
 
     @classmethod
@@ -136,6 +147,14 @@ class Settings:
         return heads
 
     @property
+    def attention_exchange(self) -> Exchange:
+        """How keys reach the queries over the ring axis."""
+        name = "all_gather" if self.mode == GATHERING_MODE else self.exchange
+        return Exchange(
+            name, self.forward_execution, self.backward_execution, self.kv_heads_per_gather
+        )
+
+    @property
     def weights_globally(self) -> bool:
         """Whether targets weigh the same over data ranks and accumulation windows."""
         return self.token_weighting == "global"  # noqa: S105 - no password
@@ -158,8 +177,8 @@ class Settings:
             factors = Factors(ulysses, self.ring_size or cp_size // ulysses, "as set")
         elif self.mode == "ulysses":
             factors = Factors(cp_size, 1, "mode=ulysses")
-        elif self.mode == "ring":
-            factors = Factors(1, cp_size, "mode=ring")
+        elif self.mode in ("ring", GATHERING_MODE):
+            factors = Factors(1, cp_size, f"mode={self.mode}")
         else:
             assert num_heads is not None
             limit = (
@@ -194,11 +213,33 @@ def _check_mode(settings: Settings) -> None:
             "mode='hybrid' or "
             "'auto' for both axes."
         )
+    if settings.mode == GATHERING_MODE and settings.ring_size == 1:
+        raise ConfigError(
+            f"mode={GATHERING_MODE!r} gathers keys over the ring axis, got ring_size=1. Leave ring_size "
+            "out, or use mode='ulysses'."
+        )
     if settings.mode == "hybrid" and 1 in (settings.ulysses_size, settings.ring_size):
         raise ConfigError(
             f"mode='hybrid' needs both axes larger than 1, got ulysses_size={settings.ulysses_size}, "
             f"ring_size={settings.ring_size}. Use mode='ulysses' or 'ring'."
         )
+
+
+def _check_exchange(settings: Settings) -> None:
+    if settings.mode == GATHERING_MODE and settings.exchange not in ("ring", "all_gather"):
+        raise ConfigError(
+            f"mode={GATHERING_MODE!r} is a ring axis with exchange='all_gather', got "
+            f"exchange={settings.exchange!r}. Leave one of them out."
+        )
+    if settings.attention_exchange.name == "all_gather":
+        return
+    for name in ("forward_execution", "backward_execution"):
+        if getattr(settings, name) != "two_kernel":
+            raise ConfigError(
+                f"{name}={getattr(settings, name)!r} says how gathered keys are attended to, but "
+                f"exchange={settings.exchange!r} gathers none. Use mode={GATHERING_MODE!r} (or "
+                "exchange='all_gather'), or leave it out."
+            )
 
 
 def _check_factors(settings: Settings, factors: Factors, cp_size: int, heads: int | None) -> None:

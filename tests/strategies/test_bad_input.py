@@ -82,7 +82,10 @@ def fit(
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"mode": "both"}, "mode must be one of auto, ulysses, ring, hybrid, got 'both'"),
+        (
+            {"mode": "both"},
+            "mode must be one of auto, ulysses, ring, hybrid, zigzag_llama3, got 'both'",
+        ),
         ({"batch_sync": "off"}, "batch_sync must be one of check, broadcast, got 'off'"),
         ({"data_parallel": "deepspeed"}, "data_parallel must be one of ddp, got 'deepspeed'"),
         ({"layout": "striped"}, "layout must be one of auto, contiguous, zigzag"),
@@ -107,11 +110,22 @@ def fit(
         ({"find_unused_params": True}, "Did you mean find_unused_parameters instead"),
         ({"time_out": 5}, "Did you mean timeout instead"),
         ({"xyz": 5}, r"unknown argument\(s\) xyz\. Settings of this strategy"),
-        ({"mode": "zigzag_llama3"}, "mode='zigzag_llama3' is not available yet.*: mode='ring'"),
-        ({"exchange": "all_gather"}, "exchange='all_gather' is not available yet.*exchange='ring'"),
-        ({"exchange": "mail"}, "exchange must be one of ring, got 'mail'"),
-        ({"forward_execution": "fused"}, "not available yet.*forward_execution='two_kernel'"),
-        ({"backward_execution": "fused"}, "not available yet.*backward_execution='two_kernel'"),
+        ({"exchange": "mail"}, "exchange must be one of ring, all_gather, got 'mail'"),
+        (
+            {"forward_execution": "one"},
+            "forward_execution must be one of two_kernel, fused, got 'one'",
+        ),
+        (
+            {"forward_execution": "fused"},
+            "forward_execution='fused' says how gathered keys .* but exchange='ring' gathers none.*"
+            "mode='zigzag_llama3'",
+        ),
+        ({"mode": "hybrid", "backward_execution": "fused"}, "backward_execution='fused' says how"),
+        ({"kv_heads_per_gather": 0}, "kv_heads_per_gather must be an integer of at least 1, got 0"),
+        (
+            {"mode": "zigzag_llama3", "ring_size": 1},
+            "gathers keys over the ring axis, got ring_size=1",
+        ),
         ({"data_parallel": "fsdp"}, "data_parallel='fsdp' is not available yet.*'ddp'"),
         ({"data_parallel": "hsdp"}, "data_parallel='hsdp' is not available yet.*'ddp'"),
         ({"data_parallel": "zero1"}, "data_parallel='zero1' is not available yet.*'ddp'"),

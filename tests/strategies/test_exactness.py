@@ -96,6 +96,22 @@ def test_twenty_steps_equal_one_process(
     compare(results, want, MODELS[model])
 
 
+GATHERED: list[Sizes] = [
+    {"mode": "zigzag_llama3"},
+    {"mode": "zigzag_llama3", "forward_execution": "fused", "kv_heads_per_gather": None},
+    {"mode": "zigzag_llama3", "ulysses_size": 2, "backward_execution": "fused"},
+    {"exchange": "all_gather", "ulysses_size": 2, "ring_size": 2, "layout": "contiguous"},
+]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("settings", GATHERED, ids=str)
+def test_gathered_keys_equal_one_process(settings: Sizes, packed: bool) -> None:
+    run = Run(packed=packed, clip=1.0)
+    results = run_ranks(4, execute, replace(run, strategy=tuple(settings.items())), timeout=120)
+    compare(results, baseline(run), 1e-10)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_accumulation_and_clipping_equal_one_process(model: str) -> None:
     kind, dtype = model.split("-")
