@@ -114,7 +114,7 @@ def peaks(shape: Shape, rank: int, exchange: Exchange, *, real: bool) -> tuple[f
             plan = replace(plan, kernel=AtenCudaFlash())
             ctx = _Context()
             function = ContextParallelAttention
-            forward = _peak(lambda: function.forward(ctx, q, k, v, plan, None), real)
+            forward = _peak(lambda: function.forward(ctx, q, k, v, None, plan, None), real)
             backward = _peak(lambda: function.backward(ctx, dout, None), real)
             return forward, backward
     finally:
@@ -126,6 +126,7 @@ class _Context:
     """What autograd would keep between the passes: its engine cannot run on tensors without memory."""
 
     saved_tensors: tuple[torch.Tensor, ...] = ()
+    needs_input_grad = (True, True, True, False)
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
         self.saved_tensors = tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,7 +35,7 @@ def splits(draw: st.DrawFn, ulysses_size: int) -> HeadSplit:
 
 def traffic(case: Case, heads: HeadSplit) -> list[tuple[Traffic, Traffic]]:
     """(forward, backward) of every cp rank."""
-    sizes = {"batch": BATCH, "head_dim": HEAD_DIM, "itemsize": ITEMSIZE}
+    sizes: dict[str, Any] = {"batch": BATCH, "head_dim": HEAD_DIM, "itemsize": ITEMSIZE}
     plan = case.plan
     return [
         attention_traffic(plan, heads, rank, **sizes, accumulate_itemsize=WIDE)
