@@ -110,7 +110,7 @@ def peaks(shape: Shape, rank: int, exchange: Exchange, *, real: bool) -> tuple[f
                 )
                 for heads in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
             )
-            plan = make_plan(q, k, v, mesh, layout, AttentionSpec(), "reference", exchange)
+            plan = make_plan(q, k, v, mesh, layout, AttentionSpec(), "reference", exchange=exchange)
             plan = replace(plan, kernel=AtenCudaFlash())
             ctx = _Context()
             function = ContextParallelAttention
