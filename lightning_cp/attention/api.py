@@ -220,7 +220,7 @@ def _facts(
         "K/V heads": k_BLKD.shape[2],
         "dtype (checksum)": fingerprint(str(q_BLHD.dtype)),
         "sequence length": layout.seq_len,
-        "layout (checksum)": fingerprint((layout.ring_size, layout.ulysses_size, layout.kind)),
+        "layout (checksum)": fingerprint(layout.checksum),
         "documents (checksum)": fingerprint(documents.checksum if documents else 0),
         "alibi slopes (checksum)": fingerprint(_shape(spec.alibi_slopes)),
         "mask (checksum)": fingerprint((spec.mask, spec.softmax_scale, spec.softcap)),

@@ -7,7 +7,7 @@ sequence: padded tokens have global indices from ``seq_len`` up to ``padded_len`
 
 from __future__ import annotations
 
-import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -18,9 +18,11 @@ import numpy.typing as npt
 import torch
 
 from lightning_cp.errors import ConfigError, ShapeError
+from lightning_cp.layout.balance import Deal, best_deal, deal, grid
 from lightning_cp.layout.documents import Documents
+from lightning_cp.layout.mask import Mask
 
-LayoutKind = Literal["contiguous", "zigzag"]
+LayoutKind = Literal["contiguous", "zigzag", "balanced"]
 LAYOUT_KINDS: tuple[str, ...] = get_args(LayoutKind)
 
 Segments = npt.NDArray[np.int64]
@@ -37,11 +39,15 @@ class SequenceLayout:
         seq_len: tokens of the sequence before padding.
         ring_size: ranks that K/V travel around.
         ulysses_size: ranks that trade sequence for heads.
-        kind: ``contiguous``, or ``zigzag`` (ring rank r holds chunks r and 2*ring_size-1-r).
+        kind: ``contiguous``, ``zigzag`` (ring rank r holds chunks r and 2*ring_size-1-r), or ``balanced``
+            (equal chunks dealt so that every ring rank has as much attention to compute; see ``Deal``).
         documents: intervals that attend only to themselves; ``None`` is one document.
+        mask: what ``balanced`` counts as work. Any mask may be attended with, exactly.
+        chunks: of each ring rank, for ``balanced``; ``None`` is the fewest that bring the busiest ring rank
+            within 2% of the mean.
 
     Raises:
-        ConfigError: an unknown kind or a size below 1.
+        ConfigError: an unknown kind, a size below 1, or chunks of another kind than ``balanced``.
         ShapeError: the length is not an integer or shorter than two tokens a rank, or the documents
             are of another length.
     """
@@ -51,15 +57,21 @@ class SequenceLayout:
     ulysses_size: int = 1
     kind: LayoutKind = "zigzag"
     documents: Documents | None = None
+    mask: Mask = Mask()
+    chunks: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ring_size", "ulysses_size"):
+        for name in ("ring_size", "ulysses_size", "chunks"):
             size = getattr(self, name)
-            if type(size) is not int or size < 1:
+            if (name, size) != ("chunks", None) and (type(size) is not int or size < 1):
                 raise ConfigError(f"{name} must be an integer of at least 1, got {size!r}.")
         if self.kind not in LAYOUT_KINDS:
             raise ConfigError(
                 f"layout must be one of {', '.join(LAYOUT_KINDS)}, got {self.kind!r}."
+            )
+        if self.chunks is not None and self.kind != "balanced":
+            raise ConfigError(
+                f"chunks={self.chunks} is for the layout balanced, got {self.kind}. Leave it out."
             )
         if not isinstance(self.seq_len, int):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ShapeError(f"seq_len must be an integer, got {self.seq_len!r}.")
@@ -67,9 +79,8 @@ class SequenceLayout:
         if self.seq_len < shortest:
             raise ShapeError(
                 f"a sequence of {self.seq_len} tokens is too short for ring_size={self.ring_size} x "
-                f"ulysses_size={self.ulysses_size}: it must have at least {shortest} (two a rank; this "
-                f"layout divides into multiples of {self.divisor}). Use fewer context-parallel ranks "
-                "or longer sequences."
+                f"ulysses_size={self.ulysses_size}: it must have at least {shortest} (two a rank). "
+                "Use fewer context-parallel ranks or longer sequences."
             )
         if self.documents is not None and self.documents.seq_len != self.seq_len:
             raise ShapeError(
@@ -84,9 +95,14 @@ class SequenceLayout:
     @property
     def divisor(self) -> int:
         """What the padded length is a multiple of."""
-        if self.kind == "zigzag" and self.ring_size > 1:
-            return self.ring_size * math.lcm(2, self.ulysses_size)
-        return self.cp_size
+        return grid(self.ring_size, self.ulysses_size, self.chunks_per_rank)
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """Equal chunks that a ring rank's tokens are made of."""
+        if self.kind == "contiguous" or self.ring_size == 1:
+            return 1
+        return 2 if self.kind == "zigzag" else self._deal.per_rank
 
     @property
     def padded_len(self) -> int:
@@ -119,7 +135,14 @@ class SequenceLayout:
 
     def segments(self, ring_rank: int) -> Segments:
         """Sorted global (start, length) segments that a ring rank holds."""
-        return _segments(self.kind, self.padded_len, self.ring_size)[ring_rank]
+        return self._segments[ring_rank]
+
+    @cached_property
+    def checksum(self) -> int:
+        """A checksum of who holds which tokens, equal across processes."""
+        sizes = (self.seq_len, self.ring_size, self.ulysses_size, *map(len, self._segments))
+        parts = [np.array(sizes, dtype=np.int64), *self._segments]
+        return zlib.crc32(b"".join(part.tobytes() for part in parts))
 
     def positions(self, cp_rank: int) -> torch.Tensor:
         """int64 ``[local_len]``: global index of each local token, in local order (padding >= seq_len)."""
@@ -168,6 +191,23 @@ class SequenceLayout:
         order = torch.cat([self.positions(rank) for rank in range(self.cp_size)])
         return torch.argsort(order)[: self.seq_len]
 
+    @cached_property
+    def _segments(self) -> tuple[Segments, ...]:
+        """Of every ring rank."""
+        size = self.ring_len // self.chunks_per_rank
+        if self.kind == "balanced" and self.ring_size > 1:
+            return _joined(self._deal.chunks, size)
+        return _regular(self.chunks_per_rank, self.ring_size, size)
+
+    @cached_property
+    def _deal(self) -> Deal:
+        """Who gets which chunks, if they are dealt."""
+        sizes = (self.seq_len, self.ring_size, self.ulysses_size)
+        documents = self.documents or Documents.single(self.seq_len)
+        if self.chunks is None:
+            return best_deal(*sizes, documents, self.mask)
+        return deal(*sizes, documents, self.mask, self.chunks)
+
     def _check_rank(self, cp_rank: int) -> int:
         if not 0 <= cp_rank < self.cp_size:
             raise ConfigError(f"cp_rank must be in 0..{self.cp_size - 1}, got {cp_rank}.")
@@ -189,23 +229,21 @@ class SequenceLayout:
 
 
 @lru_cache(maxsize=256)
-def _segments(kind: str, padded_len: int, ring_size: int) -> tuple[Segments, ...]:
-    """Segments of every ring rank; neighbouring chunks are joined."""
-    if kind == "contiguous" or ring_size == 1:
-        size = padded_len // ring_size
-        return tuple(_readonly([(rank * size, size)]) for rank in range(ring_size))
-    chunk = padded_len // (2 * ring_size)
-    ranks: list[Segments] = []
-    for rank in range(ring_size):
-        late = 2 * ring_size - 1 - rank
-        if late == rank + 1:
-            ranks.append(_readonly([(rank * chunk, 2 * chunk)]))
-        else:
-            ranks.append(_readonly([(rank * chunk, chunk), (late * chunk, chunk)]))
-    return tuple(ranks)
+def _regular(per_rank: int, ring_size: int, size: int) -> tuple[Segments, ...]:
+    """Segments of contiguous (one chunk a rank) and zigzag (two)."""
+    last = 2 * ring_size - 1
+    chunks = [(rank, last - rank)[:per_rank] for rank in range(ring_size)]
+    return _joined(tuple(chunks), size)
 
 
-def _readonly(pairs: list[tuple[int, int]]) -> Segments:
-    out = np.array(pairs, dtype=np.int64)
+def _joined(chunks: tuple[tuple[int, ...], ...], size: int) -> tuple[Segments, ...]:
+    """Segments of every ring rank from its sorted chunks of ``size`` tokens; neighbours are joined."""
+    return tuple(_runs(np.array(of_rank, dtype=np.int64), size) for of_rank in chunks)
+
+
+def _runs(chunks: npt.NDArray[np.int64], size: int) -> Segments:
+    first = np.flatnonzero(np.concatenate([[True], np.diff(chunks) != 1]))
+    counts = np.diff(np.append(first, chunks.size))
+    out = np.stack([chunks[first] * size, counts * size], axis=1)
     out.setflags(write=False)
     return out

@@ -185,6 +185,7 @@ def _facts(whole: WholeBatch, layout: SequenceLayout, valid: tuple[int, ...]) ->
         "ranks without targets": sum(1 for count in valid if not count),
         "targets": sum(valid),
         "documents": layout.documents.checksum if layout.documents else 0,
+        "layout": layout.checksum,
     }
     tensors = list(tensors_of(whole.batch))
     for name, text in _texts(whole).items():

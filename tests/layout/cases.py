@@ -66,12 +66,21 @@ def dealt_layouts(draw: st.DrawFn, longest: int = 48) -> SequenceLayout:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, longest: int = 48) -> SequenceLayout:
-    """Ring 1 to 5, Ulysses 1 to 3, both kinds, from the shortest length that is allowed."""
+def layouts(
+    draw: st.DrawFn, longest: int = 48, kinds: tuple[LayoutKind, ...] = get_args(LayoutKind)
+) -> SequenceLayout:
+    """Ring 1 to 5, Ulysses 1 to 3, every kind, from the shortest length that is allowed.
+
+    Balanced ones have documents, a mask and 1 to 5 chunks a rank.
+    """
     ring, ulysses = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     shortest = 1 if ring * ulysses == 1 else 2 * ring * ulysses
     length = draw(st.integers(shortest, max(shortest, longest)))
-    return SequenceLayout(length, ring, ulysses, draw(st.sampled_from(get_args(LayoutKind))))
+    kind = draw(st.sampled_from(kinds))
+    if kind != "balanced":
+        return SequenceLayout(length, ring, ulysses, kind)
+    rows, mask, chunks = draw(documents(length)), draw(masks()), draw(st.integers(1, 5))
+    return SequenceLayout(length, ring, ulysses, kind, rows, mask, chunks)
 
 
 @st.composite

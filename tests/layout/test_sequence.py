@@ -22,7 +22,7 @@ def test_every_token_is_on_exactly_one_rank(layout: SequenceLayout) -> None:
     assert sorted(torch.cat(ranks).tolist()) == list(range(layout.padded_len))
 
 
-@given(layouts())
+@given(layouts(kinds=("contiguous", "zigzag")))
 def test_positions_follow_the_definition(layout: SequenceLayout) -> None:
     """Zigzag: chunks r and 2N-1-r of 2N; contiguous: chunk r of N; each ring rank sorted."""
     size = layout.ring_size
@@ -41,7 +41,8 @@ def test_positions_follow_the_definition(layout: SequenceLayout) -> None:
 @given(layouts())
 def test_padding_is_the_least_that_divides(layout: SequenceLayout) -> None:
     def divides(length: int) -> bool:
-        chunks = 2 if layout.kind == "zigzag" and layout.ring_size > 1 else 1
+        chunks = {"zigzag": 2, "balanced": layout.chunks}.get(layout.kind, 1)
+        chunks = 1 if layout.ring_size == 1 else chunks
         rest = length % (layout.ring_size * chunks)
         return rest == 0 and (length // layout.ring_size) % layout.ulysses_size == 0
 
@@ -108,7 +109,10 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"seq_len": 0}, ShapeError, "0 tokens is too short .* at least 1 "),
     ({"seq_len": 16.0}, ShapeError, r"seq_len must be an integer, got 16\.0"),
-    ({"seq_len": 16, "kind": "zig"}, ConfigError, "one of contiguous, zigzag, got 'zig'"),
+    ({"seq_len": 16, "kind": "zig"}, ConfigError, "one of contiguous, zigzag, balanced, got 'zig'"),
+    ({"seq_len": 16, "chunks": 2}, ConfigError, "chunks=2 is for the layout balanced, got zigzag"),
+    ({"seq_len": 16, "kind": "balanced", "chunks": 0}, ConfigError, "at least 1, got 0"),
+    ({"seq_len": 0, "kind": "balanced", "ring_size": 2}, ShapeError, "too short .* at least 4 "),
     ({"seq_len": 16, "ring_size": 0}, ConfigError, "ring_size must be .* at least 1, got 0"),
     ({"seq_len": 16, "ulysses_size": -2}, ConfigError, "ulysses_size must be .* got -2"),
     ({"seq_len": 16, "ring_size": 2.0}, ConfigError, r"ring_size must be an integer .* got 2\.0"),
