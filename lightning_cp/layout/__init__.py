@@ -1,5 +1,7 @@
 """Integers only: which rank holds which tokens, which documents they belong to, who computes what."""
 
+from lightning_cp.layout.choose import LayoutChoice, choose_layout, explain_layout
+from lightning_cp.layout.cost import CostModel
 from lightning_cp.layout.documents import Documents
 from lightning_cp.layout.gathered import GatheredSchedule, gathered_schedule
 from lightning_cp.layout.heads import HeadBlock, HeadSplit
@@ -10,11 +12,13 @@ from lightning_cp.layout.traffic import Traffic, attention_traffic
 
 __all__ = [
     "ALL_ROWS",
+    "CostModel",
     "Documents",
     "GatheredSchedule",
     "HeadBlock",
     "HeadSplit",
     "Hop",
+    "LayoutChoice",
     "Mask",
     "RankSchedule",
     "Schedule",
@@ -22,6 +26,8 @@ __all__ = [
     "Tile",
     "Traffic",
     "attention_traffic",
+    "choose_layout",
+    "explain_layout",
     "gathered_schedule",
     "schedule",
 ]

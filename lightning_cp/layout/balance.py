@@ -145,10 +145,10 @@ def _triangle(n: Ints) -> Ints:
 def _longest_first(areas: Ints, ring_size: int) -> Ints:
     """Owner of each chunk: by decreasing area to the rank with the least that has room."""
     per_rank = areas.size // ring_size
-    order = np.argsort(-areas, kind="stable").tolist()  # equals go in order of position
+    order: list[int] = np.argsort(-areas, kind="stable").tolist()  # equals go in order of position
     weights: list[int] = areas.tolist()
     owner = [0] * len(order)
-    waiting = [(0, rank, 0) for rank in range(ring_size)]
+    waiting: list[tuple[int, int, int]] = [(0, rank, 0) for rank in range(ring_size)]
     for chunk in order:
         load, rank, held = waiting[0]
         owner[chunk] = rank

@@ -23,6 +23,7 @@ from lightning_cp.layout.documents import Documents
 from lightning_cp.layout.mask import Mask
 
 LayoutKind = Literal["contiguous", "zigzag", "balanced"]
+CAUSAL = Mask()
 LAYOUT_KINDS: tuple[str, ...] = get_args(LayoutKind)
 
 Segments = npt.NDArray[np.int64]
@@ -57,7 +58,7 @@ class SequenceLayout:
     ulysses_size: int = 1
     kind: LayoutKind = "zigzag"
     documents: Documents | None = None
-    mask: Mask = Mask()
+    mask: Mask = CAUSAL
     chunks: int | None = None
 
     def __post_init__(self) -> None:

@@ -32,6 +32,7 @@ from lightning_cp.layout.columns import (
 )
 from lightning_cp.layout.documents import Documents, Intervals
 from lightning_cp.layout.mask import Mask
+from lightning_cp.layout.ranges import merged
 from lightning_cp.layout.sequence import SequenceLayout
 
 T = TypeVar("T")
@@ -137,14 +138,28 @@ class Schedule:
         return self._ranks[ring_rank]
 
     @cached_property
+    def pairs(self) -> npt.NDArray[np.int64]:
+        """``[query rank, key rank]``: visible (query, key) pairs, summed over the rows given."""
+        columns = self._all
+        totals = np.zeros((self.layout.ring_size,) * 2, dtype=np.int64)
+        counted = areas(columns, self.mask.left, self.mask.right)
+        np.add.at(totals, (columns.q_rank, columns.k_rank), counted)
+        return totals * (self.documents.num_rows if self.documents.shared else 1)
+
+    @cached_property
+    def keys(self) -> npt.NDArray[np.int64]:
+        """``[query rank, key rank]``: keys of the one that the other needs; they travel for all rows."""
+        columns, size = self._all, self.layout.ring_size
+        both = columns.q_rank * size + columns.k_rank
+        owner, begin, end = merged(both, columns.k_start, columns.k_len, self.layout.ring_len + 1)
+        totals = np.zeros(size * size, dtype=np.int64)
+        np.add.at(totals, owner, end - begin)
+        return totals.reshape(size, size)
+
+    @property
     def work(self) -> tuple[int, ...]:
         """Visible (query, key) pairs of each ring rank, summed over the rows given."""
-        columns = self._tiles(None, None)
-        size = self.layout.ring_size
-        totals = np.zeros(size, dtype=np.int64)
-        np.add.at(totals, columns.q_rank, areas(columns, self.mask.left, self.mask.right))
-        rows = self.documents.num_rows if self.documents.shared else 1
-        return tuple((totals * rows).tolist())
+        return tuple(self.pairs.sum(axis=1).tolist())
 
     @property
     def imbalance(self) -> float:
@@ -180,6 +195,10 @@ class Schedule:
     def pieces(self) -> tuple[Pieces, ...]:
         """The pieces of every rank, for each of ``rows``."""
         return tuple(pieces_of(self.layout, intervals) for intervals in self.rows)
+
+    @cached_property
+    def _all(self) -> Columns:
+        return self._tiles(None, None)
 
     def _tiles(self, q_rank: int | None, k_rank: int | None) -> Columns:
         """Uncoalesced tiles between one (or every, ``None``) query rank and key rank."""
@@ -235,18 +254,7 @@ def _ranges_by_rank(
     rank: npt.NDArray[np.int64], columns: Columns, layout: SequenceLayout
 ) -> list[Ranges]:
     """Sorted, disjoint key ranges that the tiles touch, separately for each value of ``rank``."""
-    if not columns.size:
-        return [()] * layout.ring_size
-    # All ranks at once, on one line: each gets a stretch that no range of it reaches the end of.
-    stretch = layout.ring_len + 1
-    starts = rank * stretch + columns.k_start
-    order = np.argsort(starts, kind="stable")
-    starts = starts[order]
-    reach = np.maximum.accumulate(starts + columns.k_len[order])
-    first = np.flatnonzero(np.concatenate([[True], starts[1:] > reach[:-1]]))
-    last = np.append(first[1:], starts.size) - 1
-    owner = starts[first] // stretch
-    begin, end = starts[first] - owner * stretch, reach[last] - owner * stretch
+    owner, begin, end = merged(rank, columns.k_start, columns.k_len, layout.ring_len + 1)
     ranges = list(zip(begin.tolist(), end.tolist(), strict=True))
     return _split(ranges, owner, layout.ring_size)
 

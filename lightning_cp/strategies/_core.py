@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,11 +20,14 @@ from lightning_cp.batch import BatchRules, ShardedBatch, unshard_output
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.api import Request, explain_kernels
+from lightning_cp.layout import LayoutChoice
 from lightning_cp.logs.ranks import side_by_side, weighted_mean
 from lightning_cp.logs.token_mean import as_logged, where_counted
 from lightning_cp.mesh import Flat
+from lightning_cp.models.expected_mask import expected_mask
 from lightning_cp.models.facts import PositionFacts
 from lightning_cp.models.swap import StepState, SwapHandle, hf_models, swap_attention
+from lightning_cp.strategies._layouts import LayoutRule
 from lightning_cp.strategies._run_mesh import RunMesh
 from lightning_cp.strategies._sharding import label_kind, shard_agreed, shared_with
 from lightning_cp.strategies._weighting import StepLoss
@@ -47,6 +51,9 @@ class ContextParallelCore(RunMesh):
         self._loss_outside = False
         self._needs_loss = self._trains = True
         self._positions = PositionFacts()
+        self._rule = LayoutRule(settings.layout)
+        self.layout_choice: LayoutChoice | None = None
+        """Why the current batch has its layout, with ``layout="auto"``."""
         self._positions_taken = False
         self._windows = TokenWindows() if settings.weights_globally else None
 
@@ -80,6 +87,7 @@ class ContextParallelCore(RunMesh):
             padding=settings.padding,
             reads_masks=bool(hf_models(model)),
         )
+        self._rule = LayoutRule(settings.layout, expected_mask(model), self.cost)
         self._loss_outside = declared != "auto"
         self._needs_loss = needs_labels
         self._model = model
@@ -131,13 +139,18 @@ class ContextParallelCore(RunMesh):
                 "a batch was sharded before there is a model. Call fabric.setup(model, ...) first: the "
                 "model tells how labels are read and has its attention swapped."
             )
-        kind = self.settings.layout
         sharding = shard_agreed(
-            batch, self.rules, kind, self.mesh, training=needs_labels, before=before
+            batch, self.rules, self._rule, self.mesh, training=needs_labels, before=before
         )
+        self._say_once(sharding.choice)
         self._part, self._loss = sharding.part, StepLoss(sharding, self.mesh, self._windows)
         self._positions, self._trains = sharding.positions, needs_labels
         return self._part.batch
+
+    def _say_once(self, choice: LayoutChoice | None) -> None:
+        if self.layout_choice is None and choice is not None:
+            rank_zero_info(f"context parallel {choice} (of the first batch; each gets its own)")
+        self.layout_choice = choice
 
     def was_sharded(self, batch: Any) -> bool:
         """Whether ``batch`` is a shard that this core made last; to shard it again will be refused."""

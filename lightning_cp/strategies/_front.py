@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.layout import LayoutChoice
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.strategies._core import ContextParallelCore
 from lightning_cp.strategies.engines import engine
@@ -54,7 +55,9 @@ class ContextParallelFront:
         data_parallel_size: groups of ranks with different samples.
         data_parallel_replicate_size: 1.
         tensor_parallel_size: 1.
-        layout: ``auto``, ``zigzag`` or ``contiguous``.
+        layout: which tokens a rank holds: ``contiguous``, ``zigzag`` (even work on one causal document),
+            ``balanced`` (even work on packed and padded rows), or ``auto``: the one that is predicted to be
+            the fastest for each batch. All are exact.
         kernel: ``auto``, ``aten``, ``reference``, or one kernel's own name.
         token_weighting: ``micro_batch``: the loss is the mean over each micro-batch, and data ranks and the
             micro-batches of an accumulation window weigh the same. ``global``: every target does.
@@ -125,6 +128,11 @@ class ContextParallelFront:
     def mesh(self) -> ContextParallelMesh:
         """The process groups; available from setup on, earlier if the number of heads is given."""
         return self._core.mesh
+
+    @property
+    def layout_choice(self) -> LayoutChoice | None:
+        """With ``layout="auto"``: the layout of the current batch, and what each was predicted to cost."""
+        return self._core.layout_choice
 
     @property
     def data_parallel_size(self) -> int:

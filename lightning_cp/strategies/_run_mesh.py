@@ -7,6 +7,7 @@ import weakref
 from torch import nn
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.layout import CostModel
 from lightning_cp.mesh import ContextParallelMesh, Factors
 from lightning_cp.strategies.settings import Settings
 
@@ -17,6 +18,8 @@ class RunMesh:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._mesh: ContextParallelMesh | None = None
+        self.cost = CostModel()
+        """How dear communication on the ring is thought to be, for ``layout="auto"``."""
 
     @property
     def mesh(self) -> ContextParallelMesh:
@@ -65,6 +68,8 @@ class RunMesh:
         waits = heads is None and self.settings.needs_heads and cp_size > 1
         if self._mesh is not None or waits:
             return None
+        if ranks_per_node is not None and ranks_per_node % cp_size == 0:
+            self.cost = CostModel.in_node()
         if cp_size == 1:
             factors = Factors(1, 1, "one rank per sample")
         else:

@@ -12,7 +12,6 @@ from lightning_cp.batch import (
     BatchRules,
     ShardedBatch,
     WholeBatch,
-    documents_of,
     read_batch,
     shard_batch,
     valid_counts,
@@ -20,11 +19,12 @@ from lightning_cp.batch import (
 from lightning_cp.comm.agreement import agree, checksum, fingerprint
 from lightning_cp.containers import tensors_of
 from lightning_cp.errors import ConfigError, ShapeError
-from lightning_cp.layout import SequenceLayout
+from lightning_cp.layout import LayoutChoice, SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.models.facts import PositionFacts, position_facts
 from lightning_cp.models.hf import label_alignment
 from lightning_cp.models.swap import hf_models
+from lightning_cp.strategies._layouts import LayoutRule, layout_of
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,14 @@ class Sharding:
     """Some rank of the ``loss`` group has no targets (in training; of the cp group elsewhere)."""
     targets: int
     """Of all data ranks in training; of this one elsewhere."""
+    choice: LayoutChoice | None = None
+    """Why it has its layout, if nobody asked for one."""
 
 
 def shard_agreed(
     batch: Any,
     rules: BatchRules,
-    kind: str,
+    rule: LayoutRule,
     mesh: ContextParallelMesh,
     *,
     training: bool,
@@ -57,7 +59,7 @@ def shard_agreed(
     Args:
         batch: the whole batch.
         rules: how it is read.
-        kind: of layout: ``contiguous``, or zigzag.
+        rule: which layout it gets.
         mesh: the process groups.
         training: labels are needed, and ranks with other samples take part in the agreement.
         before: what was sharded last, which must not be sharded again.
@@ -71,26 +73,28 @@ def shard_agreed(
     error: Exception | None = None
     facts: dict[str, int] = {}
     whole: WholeBatch | None = None
-    layout: SequenceLayout | None = None
+    choice: LayoutChoice | None = None
     valid: tuple[int, ...] = ()
     try:
         whole = read_batch(batch, rules, needs_labels=training)
         _refuse_sharded(whole, before)
-        layout = _layout_of(whole, rules, kind, mesh)
-        valid = valid_counts(whole, layout)
-        facts = _facts(whole, layout, valid)
+        choice = layout_of(whole, rules, rule, mesh)
+        valid = valid_counts(whole, choice.layout)
+        facts = _facts(whole, choice.layout, valid)
     except Exception as refused:  # any: a rank that raised alone would leave the others waiting
         error = refused
     texts = _texts(whole) if whole is not None else {}
     table = _agree_on_batch(facts, texts, error, mesh, training=training)
     assert whole is not None
-    assert layout is not None
+    assert choice is not None
+    layout = choice.layout
     if not facts["targets"]:
         warnings.warn("a batch has no valid label at all: it adds nothing.", stacklevel=2)
     part = shard_batch(whole, layout, mesh.cp_rank, rules, valid)
     some_rank_empty = any(row["ranks without targets"] for row in table)
     targets = sum(row["targets"] for row in table) // mesh.cp_size
-    return Sharding(part, _position_facts(whole, layout), some_rank_empty, targets)
+    told = choice if rule.kind == "auto" else None
+    return Sharding(part, _position_facts(whole, layout), some_rank_empty, targets, told)
 
 
 def shared_with(batch: Any, before: ShardedBatch | None) -> list[str]:
@@ -142,22 +146,6 @@ def label_kind(model: nn.Module, declared: str, *, required: bool) -> str:
         "dataset (labels[i] is the target of token i) and declare labels='aligned'. There must be one label "
         "per token, -100 where there is no target; a label per sequence cannot be weighted."
     )
-
-
-def _layout_of(
-    whole: WholeBatch, rules: BatchRules, kind: str, mesh: ContextParallelMesh
-) -> SequenceLayout:
-    """The layout of a batch: its length, the mesh, and its documents."""
-    layout = SequenceLayout(
-        whole.seq_len,
-        ring_size=mesh.ring_size,
-        ulysses_size=mesh.ulysses_size,
-        kind="contiguous" if kind == "contiguous" else "zigzag",
-        documents=documents_of(whole, rules),
-    )
-    if not rules.padding:
-        layout.require_unpadded()
-    return layout
 
 
 def _agree_on_batch(

@@ -37,11 +37,7 @@ CHOICES: dict[str, Choice] = {
         ("fsdp", "hsdp", "zero1"),
         "data_parallel='ddp', with the whole model on every rank",
     ),
-    "layout": Choice(
-        ("auto", *LAYOUT_KINDS),
-        ("balanced",),
-        "layout='zigzag', which balances a single document exactly",
-    ),
+    "layout": Choice(("auto", *LAYOUT_KINDS)),
     "kernel": Choice(("auto", *ALIASES, *kernels())),
     "token_weighting": Choice(("micro_batch", "global")),
     "loss_reduction": Choice(

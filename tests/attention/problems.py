@@ -98,7 +98,8 @@ class Problem:
             documents = Documents(
                 [np.array(row, dtype=np.int64).reshape(-1, 2) for row in rows], length
             )
-        return SequenceLayout(length, grid.ring, grid.ulysses, grid.kind, documents)
+        sizes, mask = (length, grid.ring, grid.ulysses), self.spec.mask
+        return SequenceLayout(*sizes, grid.kind, documents, mask, grid.chunks)
 
     def tensors(self) -> Tensors:
         """q, k, v and dout, the same ones in every process."""
@@ -128,6 +129,8 @@ class Grid:
     ring: int = 1
     ulysses: int = 1
     kind: LayoutKind = "zigzag"
+    chunks: int | None = None
+    """Of a ring rank, where they are dealt."""
     exchange: Exchange = RING
 
     @property
@@ -160,11 +163,12 @@ class Grid:
         if self.mode == "ulysses":
             return f"ulysses {self.ulysses}"
         size = f"{self.ring}" if self.ulysses == 1 else f"{self.ring}x{self.ulysses}"
+        dealt = f" {self.chunks}" if self.chunks else ""
         if self.exchange.name == "ring":
-            return f"{self.mode} {size} {self.kind}"
+            return f"{self.mode} {size} {self.kind}{dealt}"
         how = self.exchange
         stride = how.kv_heads_per_gather or "all"
-        return f"gather {size} {self.kind} {how.forward}/{how.backward} {stride}"
+        return f"gather {size} {self.kind}{dealt} {how.forward}/{how.backward} {stride}"
 
 
 def gather(forward: str, backward: str, kv_heads: int | None = 1) -> Exchange:
@@ -195,19 +199,23 @@ RINGS: tuple[Grid, ...] = (
     Grid(1, 2),
     Grid(2),
     Grid(2, kind="contiguous"),
+    Grid(2, kind="balanced", chunks=5),
     Grid(1, 3),
     Grid(3),
     Grid(3, kind="contiguous"),
     Grid(1, 4),
     Grid(4),
     Grid(4, kind="contiguous"),
+    Grid(4, kind="balanced", chunks=4),
     Grid(2, 2),
     Grid(2, 2, kind="contiguous"),
+    Grid(2, 2, kind="balanced", chunks=3),
     Grid(3, 2),
     Grid(2, 3),
     Grid(1, 8),
     Grid(8),
     Grid(8, kind="contiguous"),
+    Grid(8, kind="balanced", chunks=3),
     Grid(2, 4),
     Grid(4, 2),
     Grid(4, 2, kind="contiguous"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -59,7 +60,7 @@ def test_areas_are_counted_pairs(
     length, rows = sized
     cuts = sorted({0, length, *data.draw(st.sets(st.integers(0, length), max_size=6))})
     seen = visible(Case(SequenceLayout(length), rows, mask))
-    counted = [int(seen[:, a:b].sum()) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    counted = [int(seen[:, a:b].sum()) for a, b in pairwise(cuts)]
     assert chunk_areas(np.array(cuts), rows, mask).tolist() == counted
     beyond = chunk_areas(np.array([length, length + 5]), rows, mask)
     assert beyond.tolist() == [0], "padding is no work"

@@ -1,0 +1,41 @@
+"""Which mask a model's attention will ask for, as far as its modules tell before they are called.
+
+Layouts are chosen by it, and exact for any mask, so that a wrong guess costs time only. It is read from the
+model and not from calls that were seen: a run that resumes must shard its first batch as the run before
+would have, or its sums would be rounded in another order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lightning_cp.layout import Mask
+from lightning_cp.models.swap import hf_models
+
+UNBOUNDED = -1
+
+
+def expected_mask(model: nn.Module) -> Mask:
+    """The widest mask of the Hugging Face attention modules inside; causal where nothing tells.
+
+    Layers differ (Gemma 2 and 3, gpt-oss): those that see most cost most. A window of theirs counts the query
+    itself.
+    """
+    parts = [part for root in hf_models(model) for part in root.modules()]
+    said = [part for part in parts if isinstance(getattr(part, "is_causal", None), bool)]
+    causal = any(part.is_causal for part in said) or not said
+    sizes = [_window(part) for part in said]
+    widest = UNBOUNDED if UNBOUNDED in sizes or not sizes else max(sizes)
+    return Mask(causal, (widest, UNBOUNDED if causal else widest))
+
+
+def _window(part: Any) -> int:
+    """How far back a module sees; a config without kinds of layers speaks for all of them."""
+    size = getattr(part, "sliding_window", None)
+    config = getattr(part, "config", None)
+    alike = not hasattr(part, "sliding_window") and getattr(config, "layer_types", None) is None
+    if alike and getattr(config, "use_sliding_window", True):
+        size = getattr(config, "sliding_window", None)
+    return size - 1 if isinstance(size, int) and size > 0 else UNBOUNDED
