@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightning_cp.bench import cpu_ratio
+from lightning_cp.bench import balance, cpu_ratio
 
 
 def test_a_row_for_each_split(
@@ -26,3 +26,18 @@ def test_a_row_for_each_split(
 def test_modes_are_named_as_the_field_does() -> None:
     names = [cpu_ratio.Shape(64, *sizes).mode for sizes in ((4, 1), (1, 4), (2, 2))]
     assert names == ["ulysses", "zigzag ring", "hybrid 2x2"]
+
+
+def test_a_row_for_each_deal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["balance", "--repeats", "1"])
+    monkeypatch.setattr(balance, "SIZES", ((1 << 14, 4, 40),))
+    balance.main()
+    head, line, *rows = capsys.readouterr().out.splitlines()
+    assert head.count("|") == line.count("|") == len(balance.HEAD) + 1
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert [row[3] for row in cells][:1] == ["zigzag"]
+    assert any(row[3] == "balanced (default)" and float(row[5]) <= 1.02 for row in cells)
+    assert all(len(row) == len(balance.HEAD) for row in cells)
+    assert float(cells[0][7]) == 1.0

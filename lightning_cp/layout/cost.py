@@ -74,10 +74,10 @@ class CostModel:
 
     def cost(self, plan: Schedule) -> int:
         """Predicted time of the slowest rank, in attended pairs."""
-        compute, moved = _by_hop(plan.pairs), _moved(plan) * self.key
-        arriving = np.concatenate([moved[:, 1:], np.zeros_like(moved[:, :1])], axis=1)
-        busy = np.maximum(compute, arriving).sum(axis=1)
-        return int((busy + self.hop * (moved[:, 1:] > 0).sum(axis=1)).max())
+        compute, moved = _by_hop(plan.pairs), _moved(plan)
+        moved[:, 0] = 0  # a rank's own keys are there
+        busy = np.maximum(compute, self.key * np.roll(moved, -1, axis=1)).sum(axis=1)
+        return int((busy + self.hop * (moved > 0).sum(axis=1)).max())
 
 
 def _moved(plan: Schedule) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from lightning_cp import UlyssesRingStrategy
+from lightning_cp.layout.choose import name_of
 from tests.pool.environment import PoolEnvironment
 from tests.strategies.plain_llama import PlainLlama
 
@@ -37,6 +38,8 @@ class Run:
     packed: bool = False
     """Several documents a row: position_ids that restart, and segment_ids for the plain model."""
     precision: str | None = None
+    longest: int = 15
+    """Tokens of a packed document, at most."""
 
 
 @dataclass
@@ -49,6 +52,8 @@ class Result:
     val_loss: float = 0.0
     predictions: list[torch.Tensor] = field(default_factory=list)
     empty_ranks: int = 0
+    layouts: list[str] = field(default_factory=list)
+    """Of every micro-batch."""
 
 
 def execute(rank: int, world_size: int, run: Run) -> Result:
@@ -124,7 +129,7 @@ def make_data(run: Run) -> list[dict[str, torch.Tensor]]:
             labels[run.seq_len // 2 + 2 :] = -100
         sample = {"input_ids": ids, "labels": labels}
         if run.packed:
-            sample["position_ids"] = _restarting(run.seq_len, generator)
+            sample["position_ids"] = _restarting(run.seq_len, generator, run.longest)
             starts = sample["position_ids"] == 0
             labels[starts] = -100  # nothing before it may predict it
             sample["segment_ids"] = starts.cumsum(0)
@@ -132,11 +137,11 @@ def make_data(run: Run) -> list[dict[str, torch.Tensor]]:
     return samples
 
 
-def _restarting(length: int, generator: torch.Generator) -> torch.Tensor:
-    """Positions of a row of documents of up to 15 tokens, shorter and longer than a rank's chunks."""
+def _restarting(length: int, generator: torch.Generator, longest: int) -> torch.Tensor:
+    """Positions of a row of documents of up to ``longest`` tokens."""
     lengths: list[int] = []
     while sum(lengths) < length:
-        lengths.append(int(torch.randint(1, 16, (), generator=generator)))
+        lengths.append(int(torch.randint(1, longest + 1, (), generator=generator)))
     return torch.cat([torch.arange(n) for n in lengths])[:length]
 
 
@@ -240,3 +245,6 @@ class Recorder(pl.Callback):
         self.result.losses.append(float(trainer.callback_metrics["loss"]))
         targets = batch.get("shift_labels", batch["labels"])
         self.result.empty_ranks += int((targets != -100).sum() == 0)
+        if isinstance(trainer.strategy, UlyssesRingStrategy):
+            part = trainer.strategy._core._part
+            self.result.layouts.append(name_of(part.layout) if part is not None else "")

@@ -1,0 +1,152 @@
+"""How even a layout's work is on packed rows, and what the evenness costs in hops and bytes.
+
+    python -m lightning_cp.bench.balance
+
+Rows are filled with documents of log-normal lengths, causal. Imbalance is the busiest rank's visible pairs
+over the mean. Hops are those at which a rank exchanges anything, the mean over ranks; bytes are keys that all
+ranks send, over those of zigzag. Milliseconds of one CPU core, the least of the repeats: to deal the chunks,
+and to make one rank's tiles and ranges, once per batch; both are cached. The last column is the choice of
+``layout="auto"`` where rings go beyond one node, and in one node, and the time it takes (the first of them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import numpy as np
+
+from lightning_cp.layout import CostModel, Documents, Mask, Schedule, SequenceLayout, explain_layout
+from lightning_cp.layout.balance import best_deal, deal
+from lightning_cp.layout.choose import LayoutChoice, name_of
+
+T = TypeVar("T")
+SIZES = ((1 << 16, 4, 60), (1 << 16, 8, 60), (1 << 18, 16, 250), (1 << 20, 64, 1000))
+"""Tokens, ring size, documents."""
+HEAD = (
+    "tokens",
+    "cp",
+    "documents",
+    "layout",
+    "chunks a rank",
+    "imbalance",
+    "active hops",
+    "bytes / zigzag's",
+    "added tokens",
+    "deal, ms",
+    "schedule of a rank, ms",
+    "auto between nodes / in one",
+)
+MASK = Mask()
+
+
+def main() -> None:
+    """Print a Markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--sigma", type=float, default=1.5, help="of the logarithm of lengths")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    print(f"| {' | '.join(HEAD)} |")
+    print("|" + "---|" * len(HEAD))
+    for tokens, ring, count in SIZES:
+        packed = log_normal(tokens, count, options.seed, options.sigma)
+        for cells in rows_of(tokens, ring, packed, options.repeats):
+            print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def log_normal(tokens: int, count: int, seed: int, sigma: float) -> Documents:
+    """One row filled with documents of log-normal lengths."""
+    weights = np.random.default_rng(seed).lognormal(sigma=sigma, size=count)
+    ends = np.floor(np.cumsum(weights) / weights.sum() * tokens).astype(np.int64)
+    ends[-1] = tokens
+    return Documents.from_cu_seqlens(np.unique(np.append(0, ends)))
+
+
+def rows_of(tokens: int, ring: int, packed: Documents, repeats: int) -> Iterator[list[str]]:
+    """The cells of zigzag, of balanced as it comes, and of twice and four times as many chunks."""
+    zigzag = SequenceLayout(tokens, ring, 1, "zigzag", packed)
+    fewest = SequenceLayout(tokens, ring, 1, "balanced", packed).chunks_per_rank
+    dealt = [
+        SequenceLayout(tokens, ring, 1, "balanced", packed, MASK, chunks)
+        for chunks in sorted({8, fewest, 2 * fewest, 4 * fewest})
+    ]
+    sent = int(_others(Schedule(zigzag, packed, MASK).keys).sum())
+    for layout in (zigzag, *dealt):
+        plan = Schedule(layout, packed, MASK)
+        others = _others(plan.keys)
+        hops = ((others > 0) | (others.T > 0)).sum() / ring
+        yield [
+            f"{tokens:,}",
+            str(ring),
+            str(packed.rows[0].shape[0]),
+            layout.kind + " (default)" * (layout.chunks == fewest),
+            str(layout.chunks_per_rank),
+            f"{plan.imbalance:.4f}",
+            f"{hops:.1f}",
+            f"{others.sum() / max(sent, 1):.2f}",
+            str(layout.padded_len - tokens),
+            "" if layout.kind == "zigzag" else f"{_deal_ms(layout, packed, fewest, repeats):.2f}",
+            f"{_schedule_ms(layout, packed, repeats):.2f}",
+            _chosen(tokens, ring, packed, repeats) if layout.kind == "zigzag" else "",
+        ]
+
+
+def _others(
+    keys: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
+) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Without what a rank has itself."""
+    return keys * (1 - np.eye(keys.shape[0], dtype=np.int64))
+
+
+def _deal_ms(layout: SequenceLayout, packed: Documents, fewest: int, repeats: int) -> float:
+    sizes = (layout.seq_len, layout.ring_size, layout.ulysses_size, packed, layout.mask)
+    chunks = layout.chunks or fewest
+
+    def one() -> object:
+        deal.cache_clear()
+        best_deal.cache_clear()
+        return best_deal(*sizes) if chunks == fewest else deal(*sizes, chunks)
+
+    return _least_ms(one, repeats)[0]
+
+
+def _schedule_ms(layout: SequenceLayout, packed: Documents, repeats: int) -> float:
+    rank = layout.ring_size // 3
+    return _least_ms(lambda: Schedule(layout, packed, MASK).rank(rank), repeats)[0]
+
+
+def _chosen(tokens: int, ring: int, packed: Documents, repeats: int) -> str:
+    def choose(cost: CostModel) -> Callable[[], LayoutChoice]:
+        def one() -> LayoutChoice:
+            explain_layout.cache_clear()
+            deal.cache_clear()
+            best_deal.cache_clear()
+            return explain_layout(tokens, ring, documents=packed, cost=cost)
+
+        return one
+
+    took, between = _least_ms(choose(CostModel()), repeats)
+    inside = choose(CostModel.in_node())()
+    return f"{_short(between)} / {_short(inside)}, {took:.1f} ms"
+
+
+def _short(choice: LayoutChoice) -> str:
+    return name_of(choice.layout).replace(" with", "").replace(" chunks a rank", "")
+
+
+def _least_ms(call: Callable[[], T], repeats: int) -> tuple[float, T]:
+    """CPU time of the fastest call, and what it returned."""
+    times: list[float] = []
+    result = call()
+    for _ in range(repeats):
+        start = time.process_time()
+        result = call()
+        times.append(time.process_time() - start)
+    return 1e3 * min(times), result
+
+
+if __name__ == "__main__":
+    main()

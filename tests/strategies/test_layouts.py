@@ -1,0 +1,167 @@
+"""Layouts change speed, never results: balanced and auto on packed rows against one process."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_cp import UlyssesRingStrategy
+from lightning_cp.layout import CostModel, Mask
+from lightning_cp.models.expected_mask import expected_mask
+from tests.pool import run_ranks
+from tests.strategies.runs import Result, Run, execute
+from tests.strategies.small import Batch, Small, samples, trainer_of, weights
+from tests.strategies.test_exactness import MODELS, baseline, compare
+
+# Two rows with other documents of up to 400 tokens each; a length that divides by nothing.
+PACKED = Run(packed=True, seq_len=709, longest=400, steps=4, heads=(4, 2), predict=True)
+Costs = tuple[int, int] | None
+FREE: Costs = (0, 0)
+"""Of a key and of a hop, in attended pairs."""
+
+
+def executed(rank: int, world_size: int, run: Run, cost: Costs) -> Result:
+    """``execute`` where communication costs something else than it is thought to."""
+    before = CostModel.in_node
+    if cost is not None:
+        CostModel.in_node = classmethod(lambda cls: cls(*cost))  # type: ignore[assignment, method-assign]
+    try:
+        return execute(rank, world_size, run)
+    finally:
+        CostModel.in_node = before  # type: ignore[method-assign]
+
+
+def run_with(layout: str, run: Run, ring: int, ulysses: int, cost: Costs = None) -> list[Result]:
+    strategy = {"ring_size": ring, "ulysses_size": ulysses, "layout": layout}
+    run = replace(run, strategy=tuple(strategy.items()))  # type: ignore[arg-type]
+    return run_ranks(ring * ulysses, executed, run, cost, timeout=120)
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (4, 1), (2, 2)])
+def test_balanced_equals_one_process(ring: int, ulysses: int) -> None:
+    found = run_with("balanced", PACKED, ring, ulysses)
+    chunks = {name for name in found[0].layouts if name != "balanced with 1 chunks a rank"}
+    assert chunks, "no batch was dealt"
+    compare(found, baseline(PACKED), MODELS["plain-float64"])
+
+
+def test_balanced_equals_one_process_with_hugging_face() -> None:
+    run = replace(PACKED, model="hf", rows=1, steps=3)
+    found = run_with("balanced", run, 2, 1)
+    assert any("with 1 " not in name for name in found[0].layouts)
+    compare(found, baseline(run), MODELS["hf-float64"])
+
+
+@pytest.mark.parametrize(("cost", "kind"), [(None, "contiguous"), (FREE, "balanced")])
+def test_auto_equals_one_process(cost: Costs, kind: str) -> None:
+    """Tiny rows are not worth a message more; if messages were free, they would be dealt."""
+    found = run_with("auto", PACKED, 2, 1, cost)
+    assert any(kind in name for name in found[0].layouts), found[0].layouts
+    assert all(result.layouts == found[0].layouts for result in found)
+    compare(found, baseline(PACKED), MODELS["plain-float64"])
+
+
+class Packing(Small):
+    """Notes which layout each batch got, and why."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        strategy: Any = self.trainer.strategy
+        if isinstance(strategy, UlyssesRingStrategy):
+            NOTED.append(str(strategy.layout_choice))
+        return super().training_step(batch, batch_idx)
+
+
+NOTED: list[str] = []
+
+
+def mixed() -> DataLoader[Any]:
+    """Plain and packed rows in turn, so that layouts change."""
+    rows = samples(4, 300)
+    for index, row in enumerate(rows):
+        ends = torch.tensor([30, 40]) if index % 2 else torch.tensor([])
+        row["segment_ids"] = torch.bucketize(torch.arange(300), ends, right=True)
+    return DataLoader(rows, batch_size=1)  # type: ignore[arg-type]
+
+
+def resumed(
+    rank: int, world_size: int, folder: Path
+) -> tuple[torch.Tensor, torch.Tensor, list[str], list[str]]:
+    """Weights after two epochs at once, and after one and another that resumes; what was chosen."""
+    settings = {"ring_size": 2, "ulysses_size": 1, "layout": "auto"}
+    module = Packing()
+    found: list[torch.Tensor] = []
+    chosen: list[list[str]] = []
+    for stops in ((2,), (1, 2)):
+        NOTED.clear()
+        for epochs in stops:
+            module = Packing()
+            trainer = trainer_of(world_size, settings, max_epochs=epochs)
+            trainer.fit(module, mixed(), ckpt_path=folder / "1" if epochs > stops[0] else None)
+            if len(stops) > 1:
+                trainer.save_checkpoint(folder / str(epochs))
+        found.append(weights(module))
+        chosen.append(list(NOTED))
+    return *found, *chosen  # type: ignore[return-value]
+
+
+def test_a_run_that_resumes_shards_as_before(tmp_path: Path) -> None:
+    """Bit for bit: the choice does not depend on the steps that a process has seen."""
+    for straight, again, chosen, repeated in run_ranks(2, resumed, tmp_path):
+        assert torch.equal(straight, again)
+        assert chosen == repeated
+        assert chosen[0] == "layout zigzag: one causal document"
+        assert "predicted time" in chosen[1]
+
+
+def said(rank: int, world_size: int) -> list[str]:
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logger, handler = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Keep()
+    logger.addHandler(handler)
+    try:
+        trainer_of(world_size, {"ring_size": 2, "ulysses_size": 1}).fit(Small(), mixed())
+    finally:
+        logger.removeHandler(handler)
+    return [message for message in messages if message.startswith("context parallel layout")]
+
+
+def test_the_choice_is_said_once() -> None:
+    first = "context parallel layout zigzag: one causal document (of the first batch; each gets its own)"
+    assert run_ranks(2, said)[0] == [first]
+
+
+HF: dict[str, tuple[str, dict[str, Any], Mask]] = {
+    "causal": ("Llama", {}, Mask()),
+    "window of all layers": ("Mistral", {"sliding_window": 7}, Mask(window=(6, -1))),
+    "window of some": ("Gemma2", {"sliding_window": 7, "head_dim": 8}, Mask()),
+    "window switched off": ("Qwen2", {"sliding_window": 7}, Mask()),
+    "window switched on": (
+        "Qwen2",
+        {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0},
+        Mask(window=(6, -1)),
+    ),
+    "encoder": ("Bert", {}, Mask(causal=False)),
+}
+
+
+@pytest.mark.parametrize(("name", "options", "mask"), HF.values(), ids=HF.keys())
+def test_the_mask_is_read_from_the_model(name: str, options: dict[str, Any], mask: Mask) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    kinds = {"Bert": ("BertConfig", "BertModel"), "Llama": ("LlamaConfig", "LlamaModel")}
+    config, model = kinds.get(name, (f"{name}Config", f"{name}Model"))
+    made = getattr(transformers, model)(getattr(transformers, config)(**sizes, **heads, **options))
+    assert expected_mask(torch.nn.Sequential(made)) == mask
+    assert expected_mask(torch.nn.Linear(2, 2)) == Mask()
