@@ -73,7 +73,7 @@ def shards_of(
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), SIZES)
-@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous", "balanced"])
 def test_all_shards_together_are_the_whole_batch(ring: int, ulysses: int, kind: str) -> None:
     batch = {
         "input_ids": ids(),
@@ -307,7 +307,7 @@ def test_labels_to_shift_need_rows() -> None:
     st.sampled_from(["shift", "aligned", "ignore"]),
     st.floats(0, 1),
     st.integers(0, 2**16),
-    st.sampled_from(["zigzag", "contiguous"]),
+    st.sampled_from(["zigzag", "contiguous", "balanced"]),
 )
 def test_counts_of_targets_equal_brute_force(
     size: tuple[int, int], length: int, labels: str, density: float, seed: int, kind: Any
@@ -348,6 +348,10 @@ def test_cu_seqlens_and_segment_ids_are_taken_always(reads_masks: bool) -> None:
     cu_seqlens = torch.tensor([[0, 10, 11, LENGTH]], dtype=torch.int32)  # as a loader stacks it
     one = {"input_ids": ids(rows=1), "cu_seqlens": cu_seqlens}
     assert documents(one, reads_masks=reads_masks) == want
+    stacked = torch.tensor([[0, 10, LENGTH, LENGTH], [0, 1, 2, LENGTH]])
+    found = documents({"input_ids": ids(rows=2), "cu_seqlens": stacked}, reads_masks=reads_masks)
+    assert found is not None
+    assert [row[0, 1] for row in found.rows] == [10, 1]
     segments = torch.tensor([4] * 10 + [9] + [5] * (LENGTH - 11))
     for shape in ((1, LENGTH), (LENGTH,)):
         batch = {"input_ids": ids(rows=1), "segment_ids": segments.view(shape)}

@@ -17,7 +17,7 @@ from lightning_cp.mesh import Axis, ContextParallelMesh, Flat, _cpu_twin, factor
 from tests.pool import expect_on_every_rank, run_ranks
 
 GRIDS = [(2, 1), (1, 2), (3, 1), (2, 2), (4, 2), (2, 4)]
-KINDS = ["zigzag", "contiguous"]
+KINDS = ["zigzag", "contiguous", "balanced"]
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from lightning_cp.layout import Documents
 def documents_of(whole: WholeBatch, rules: BatchRules) -> Documents | None:
     """The documents that a batch declares, or ``None``: one document.
 
-    ``cu_seqlens`` (one packed row) and ``segment_ids`` are taken always; a padding mask and restarting
-    positions only if the model itself reads them.
+    ``cu_seqlens`` (``[documents + 1]`` for all rows, or one line for each) and ``segment_ids`` are taken
+    always; a padding mask and restarting positions only if the model itself reads them.
 
     Raises:
         ConfigError: a dense attention mask, or targets on the padding behind a row.
@@ -24,7 +24,7 @@ def documents_of(whole: WholeBatch, rules: BatchRules) -> Documents | None:
     """
     tensors = dict(tensors_of(whole.batch))
     if "cu_seqlens" in tensors:
-        return Documents.from_cu_seqlens(tensors["cu_seqlens"].flatten(), whole.seq_len)
+        return Documents.from_cu_seqlens(tensors["cu_seqlens"], whole.seq_len)
     if "segment_ids" in tensors:
         return Documents.from_segment_ids(tensors["segment_ids"])
     if not rules.reads_masks:

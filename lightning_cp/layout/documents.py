@@ -47,29 +47,24 @@ class Documents:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: IntsLike, seq_len: int | None = None) -> Documents:
-        """One packed row from cumulative lengths ``[documents + 1]``, as flash-attn takes them.
+        """Packed rows from cumulative lengths ``[documents + 1]``, as flash-attn takes them for one row,
+        or ``[rows, documents + 1]``. Rows with fewer documents repeat their last entry.
 
         Raises:
-            ShapeError: not 1-D integers, first entry not 0, decreasing, or last entry not ``seq_len``.
+            ShapeError: not integers in one or two dimensions, first entry not 0, decreasing, or last entry
+                not ``seq_len``.
         """
-        cu = _int_array(cu_seqlens, "cu_seqlens", ndim=1)
-        if cu.size < 2:
-            raise ShapeError(f"cu_seqlens needs at least two entries, got {cu.size}.")
-        if cu[0] != 0:
-            raise ShapeError(f"cu_seqlens must start at 0, got {cu[0]} at index 0.")
-        bad = np.flatnonzero(np.diff(cu) < 0)
-        if bad.size:
-            at = int(bad[0]) + 1
-            raise ShapeError(
-                f"cu_seqlens must not decrease, got {cu[at]} after {cu[at - 1]} at index {at}."
-            )
-        total = int(cu[-1]) if seq_len is None else seq_len
-        if cu[-1] != total:
-            raise ShapeError(
-                f"cu_seqlens must end at the sequence length {total}, got {cu[-1]} at index {cu.size - 1}."
-            )
-        rows = np.stack([cu[:-1], cu[1:]], axis=1)
-        return cls([rows[rows[:, 1] > rows[:, 0]]], total)
+        shape = np.shape(cu_seqlens)
+        table = _int_array(cu_seqlens, "cu_seqlens", ndim=2 if len(shape) == 2 else 1)
+        if not table.size or table.shape[-1] < 2:
+            raise ShapeError(f"cu_seqlens needs at least two entries, got {table.shape[-1]}.")
+        total = int(table.flat[-1]) if seq_len is None else seq_len
+        several = table.ndim == 2
+        rows = [
+            _between(cu, total, f" of row {row}" * several)
+            for row, cu in enumerate(np.atleast_2d(table))
+        ]
+        return cls(rows, total)
 
     @classmethod
     def from_segment_ids(
@@ -166,6 +161,25 @@ def _frozen(row: Intervals) -> Intervals:
     out = np.array(given, dtype=np.int64).reshape(-1, 2)
     out.setflags(write=False)
     return out
+
+
+def _between(cu: npt.NDArray[np.int64], total: int, of_row: str) -> Intervals:
+    """The documents between the boundaries of one row; empty ones are dropped."""
+    if cu[0] != 0:
+        raise ShapeError(f"cu_seqlens must start at 0, got {cu[0]} at index 0{of_row}.")
+    bad = np.flatnonzero(np.diff(cu) < 0)
+    if bad.size:
+        at = int(bad[0]) + 1
+        raise ShapeError(
+            f"cu_seqlens must not decrease, got {cu[at]} after {cu[at - 1]} at index {at}{of_row}."
+        )
+    if cu[-1] != total:
+        raise ShapeError(
+            f"cu_seqlens must end at the sequence length {total}, got {cu[-1]} at index "
+            f"{cu.size - 1}{of_row}."
+        )
+    pairs = np.stack([cu[:-1], cu[1:]], axis=1)
+    return pairs[pairs[:, 1] > pairs[:, 0]]
 
 
 def _check_intervals(row: Intervals, seq_len: int, index: int) -> None:

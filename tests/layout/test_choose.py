@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cp.errors import ShapeError
@@ -50,7 +50,8 @@ def test_cost_is_what_a_rank_computes_or_waits_for(case: Case, key: int, hop: in
     assert model.cost(case.plan) == cost_by_hand(case, model)
 
 
-@given(st.integers(16, 160), st.integers(1, 4), st.integers(1, 2), masks(), st.data())
+@settings(max_examples=150)  # each makes a schedule of every layout
+@given(st.integers(16, 900), st.integers(1, 4), st.integers(1, 2), masks(), st.data())
 def test_the_choice_is_the_cheapest(
     length: int, ring: int, ulysses: int, mask: Mask, data: st.DataObject
 ) -> None:

@@ -67,6 +67,14 @@ def test_empty_documents_are_dropped() -> None:
     assert as_lists(Documents.from_cu_seqlens([0, 0, 4, 4, 9])) == [[[0, 4], [4, 9]]]
 
 
+def test_rows_of_cumulative_lengths() -> None:
+    """As a loader stacks them; a row with fewer documents repeats its end."""
+    stacked = torch.tensor([[0, 2, 5, 9], [0, 4, 9, 9]], dtype=torch.int32)
+    rows = Documents.from_cu_seqlens(stacked, 9)
+    assert as_lists(rows) == [[[0, 2], [2, 5], [5, 9]], [[0, 4], [4, 9]]]
+    assert Documents.from_cu_seqlens(stacked[:1]) == Documents.from_cu_seqlens([0, 2, 5, 9])
+
+
 def test_positions_that_restart_anywhere_begin_a_document() -> None:
     rows = torch.tensor([[3, 4, 5, 0, 1, 0, 0, 1], [0, 1, 2, 7, 8, 9, 3, 4]])
     assert as_lists(Documents.from_position_ids(rows)) == [
@@ -122,8 +130,12 @@ REFUSED: dict[str, tuple[Callable[[], Documents], str]] = {
         "cu_seqlens must hold integers .* got float32",
     ),
     "cu dims": (
-        lambda: Documents.from_cu_seqlens(torch.tensor([[0, 4]])),
-        r"cu_seqlens must have 1 dimension\(s\), got shape \(1, 2\)",
+        lambda: Documents.from_cu_seqlens(torch.tensor([[[0, 4]]])),
+        r"cu_seqlens must have 1 dimension\(s\), got shape \(1, 1, 2\)",
+    ),
+    "cu row": (
+        lambda: Documents.from_cu_seqlens(torch.tensor([[0, 2, 4], [0, 3, 5]]), 4),
+        "must end at the sequence length 4, got 5 at index 2 of row 1",
     ),
     "cu one entry": (lambda: Documents.from_cu_seqlens([0]), "at least two entries, got 1"),
     "cu start": (lambda: Documents.from_cu_seqlens([1, 4]), "start at 0, got 1 at index 0"),

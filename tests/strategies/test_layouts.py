@@ -44,10 +44,12 @@ def run_with(layout: str, run: Run, ring: int, ulysses: int, cost: Costs = None)
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (4, 1), (2, 2)])
-def test_balanced_equals_one_process(ring: int, ulysses: int) -> None:
-    found = run_with("balanced", PACKED, ring, ulysses)
-    chunks = {name for name in found[0].layouts if name != "balanced with 1 chunks a rank"}
-    assert chunks, "no batch was dealt"
+@pytest.mark.parametrize("layout", ["balanced", "zigzag"])
+def test_packed_rows_equal_one_process(layout: str, ring: int, ulysses: int) -> None:
+    found = run_with(layout, PACKED, ring, ulysses)
+    assert {name.split()[0] for name in found[0].layouts} == {layout}
+    if layout == "balanced":
+        assert set(found[0].layouts) != {"balanced with 1 chunks a rank"}, "no batch was dealt"
     compare(found, baseline(PACKED), MODELS["plain-float64"])
 
 
