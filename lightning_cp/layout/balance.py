@@ -161,7 +161,7 @@ def _longest_first(areas: Ints, ring_size: int) -> Ints:
 
 def _exchange(areas: Ints, owner: Ints, ring_size: int) -> None:
     """Swap a chunk of the busiest rank with another's, while that lowers the larger of the two loads."""
-    for _ in range(areas.size):
+    for _ in range(ring_size):  # a bound on the time; a few are enough
         loads = np.array(_loads(areas, owner, ring_size), dtype=np.int64)
         busiest = int(np.argmax(loads))
         if _is_even(tuple(loads.tolist())):
