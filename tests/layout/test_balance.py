@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_cp.errors import ShapeError
-from lightning_cp.layout import Documents, Mask, Schedule, SequenceLayout
+from lightning_cp.layout import Documents, Mask, Schedule, SequenceLayout, balance
 from lightning_cp.layout.balance import CHUNKS, SHORTEST_CHUNK, chunk_areas
 from tests.layout.cases import Case, documents, layouts, masks, ring_positions, visible
 
@@ -139,6 +139,14 @@ def test_packed_rows_are_even(tokens: int, ring: int, count: int, rows: int, mas
             fewer = layout.chunks_per_rank // 2
             less = SequenceLayout(tokens, ring, 1, "balanced", packed, mask, fewer)
             assert Schedule(less, packed, mask).imbalance > 1.02
+
+
+def test_exchanges_reach_the_bound_with_fewer_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = log_normal(1 << 16, 50, 0)
+    arguments = (1 << 16, 4, 1, packed, Mask(), 4)
+    assert balance.deal.__wrapped__(*arguments).imbalance <= 1.02
+    monkeypatch.setattr(balance, "_exchange", lambda *_: None)
+    assert balance.deal.__wrapped__(*arguments).imbalance > 1.02
 
 
 def test_lengths_that_do_not_divide_and_ulysses() -> None:

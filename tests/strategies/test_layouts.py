@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from lightning_cp import UlyssesRingStrategy
 from lightning_cp.layout import CostModel, Mask
 from lightning_cp.models.expected_mask import expected_mask
 from tests.pool import run_ranks
-from tests.strategies.runs import Result, Run, execute
-from tests.strategies.small import Batch, Small, samples, trainer_of, weights
+from tests.strategies.runs import Result, Run, execute, make_data
+from tests.strategies.runs import loader as row_loader
+from tests.strategies.small import Batch, Small, close, samples, trainer_of, weights
 from tests.strategies.test_exactness import MODELS, baseline, compare
+from tests.strategies.test_fabric import Loop
 
 # Two rows with other documents of up to 400 tokens each; a length that divides by nothing.
 PACKED = Run(packed=True, seq_len=709, longest=400, steps=4, heads=(4, 2), predict=True)
@@ -67,6 +70,38 @@ def test_auto_equals_one_process(cost: Costs, kind: str) -> None:
     assert any(kind in name for name in found[0].layouts), found[0].layouts
     assert all(result.layouts == found[0].layouts for result in found)
     compare(found, baseline(PACKED), MODELS["plain-float64"])
+
+
+def fabric_loop(rank: int, world_size: int, layout: str) -> tuple[torch.Tensor, list[str]]:
+    """Weights after a user's loop over packed rows; the kinds of layout they had."""
+    settings: Any = {"ring_size": 2, "ulysses_size": 1, "layout": layout} if layout else None
+    loop = Loop(world_size, settings)
+    kinds: list[str] = []
+    strategy: Any = loop.fabric.strategy
+    rows = row_loader(make_data(PACKED), PACKED.rows)
+    batches: Any = loop.fabric.setup_dataloaders(rows, use_distributed_sampler=False)
+    for whole in batches:
+        batch = loop.shard(whole)
+        ids, segments, mask = batch["input_ids"], batch["segment_ids"], None
+        if layout:
+            kinds.append(strategy._core._part.layout.kind)
+        else:
+            mask = (segments[:, :, None] == segments[:, None, :]).tril()
+        logits = loop.model(ids, batch["position_ids"], mask)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        loop.fabric.backward(loss)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    loop.end()
+    return loop.weights(), kinds
+
+
+@pytest.mark.parametrize("layout", ["balanced", "auto"])
+def test_a_fabric_loop_equals_one_process(layout: str) -> None:
+    ((want, _),) = run_ranks(1, fabric_loop, "")
+    for got, kinds in run_ranks(2, fabric_loop, layout):
+        close(got, want)
+        assert set(kinds) <= ({"balanced"} if layout == "balanced" else {"contiguous", "zigzag"})
 
 
 class Packing(Small):
