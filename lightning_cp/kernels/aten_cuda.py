@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+from typing_extensions import override
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.call_per_tile import (
@@ -21,15 +22,16 @@ from lightning_cp.kernels.call_per_tile import (
     replace_infinities,
     square_causal,
 )
-from lightning_cp.kernels.flash_window import bottom_right_window, representable
+from lightning_cp.kernels.call_varlen import CallVarlen, FlashCall
+from lightning_cp.kernels.flash_window import UNBOUNDED_WINDOW
 from lightning_cp.kernels.protocol import Capabilities, Scores
 from lightning_cp.layout.tiles import Mask, Tile
 
 _HALF_PRECISION = frozenset({torch.bfloat16, torch.float16})
 
 
-class AtenCudaFlash(CallPerTile):
-    """``aten::_flash_attention_forward`` on [B, L, H, D]; windows too; shares K/V heads by itself.
+class AtenCudaFlash(CallVarlen):
+    """``aten::_flash_attention_forward``, dense and packed; windows too; shares K/V heads by itself.
 
     It is FlashAttention-2, or 3 or 4 where ``torch.nn.attention.activate_flash_attention_impl`` has
     been told so. Version 2 returns lse +inf for a query without keys.
@@ -44,54 +46,56 @@ class AtenCudaFlash(CallPerTile):
         head_dim_multiple=8,
     )
 
-    def calls(self, tiles: Sequence[Tile], mask: Mask) -> Iterable[Tile]:
-        """Tiles whose window the operator can express."""
-        for tile in super().calls(tiles, mask):
-            yield from representable(tile, mask)
-
-    def attend(
-        self, inputs: Inputs, tile: Tile, scores: Scores
+    @override
+    def run_forward(
+        self, inputs: Inputs, call: FlashCall, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One call on slices of any strides but the last."""
-        left, right = bottom_right_window(tile, scores.mask)
+        """One call."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
             *inputs,
-            None,  # cu_seqlens of queries and keys: dense
-            None,
-            tile.q_len,
-            tile.k_len,
+            *_sizes(call),
             0.0,  # dropout
-            is_causal(tile),
+            call.mask.causal,
             False,  # return_debug_mask
             scale=scores.softmax_scale,
-            window_size_left=left,
-            window_size_right=right,
+            **_window(call),
         )
-        return out, replace_infinities(lse, -torch.inf)
+        return out, lse
 
-    def differentiate(
-        self, merged: Merged, inputs: Inputs, tile: Tile, scores: Scores
+    @override
+    def run_backward(
+        self, merged: Merged, inputs: Inputs, call: FlashCall, scores: Scores
     ) -> Gradients:
-        """One call; ``lse`` is read as dense memory whatever its strides, so it is copied."""
-        left, right = bottom_right_window(tile, scores.mask)
+        """One call."""
         random_state = torch.empty(2, dtype=torch.uint64, device=inputs.q.device)
         return torch.ops.aten._flash_attention_backward.default(
             merged.dout,
             *inputs,
             merged.out,
-            merged.lse.contiguous(),
-            None,
-            None,
-            tile.q_len,
-            tile.k_len,
+            merged.lse,
+            *_sizes(call),
             0.0,
-            is_causal(tile),
+            call.mask.causal,
             random_state,
             random_state,
             scale=scores.softmax_scale,
-            window_size_left=left,
-            window_size_right=right,
+            **_window(call),
         )
+
+
+def _sizes(call: FlashCall) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int]:
+    """cum_seq_q, cum_seq_k, max_q, max_k."""
+    return *(call.cu_seqlens or (None, None)), call.max_q, call.max_k
+
+
+def _window(call: FlashCall) -> dict[str, int | None]:
+    """Nothing without a window: the implementations of some devices have none."""
+    _, left, right = call.mask
+    bounded = (left, right) != (UNBOUNDED_WINDOW, UNBOUNDED_WINDOW)
+    return {
+        "window_size_left": left if bounded else None,
+        "window_size_right": right if bounded else None,
+    }
 
 
 class AtenCudaCudnn(CallPerTile):

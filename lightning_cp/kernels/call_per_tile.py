@@ -56,7 +56,7 @@ class CallPerTile(ABC):
         state: Accumulator,
     ) -> None:
         """Attend within each tile and merge the results into ``state``."""
-        inputs = _unit_strides(q_BLHD, k_BLKD, v_BLKD)
+        inputs = unit_strides(q_BLHD, k_BLKD, v_BLKD)
         for tile in self.calls(tiles, scores.mask):
             out_BLHD, lse_BHL = self.attend(_slices(tile, *inputs), tile, scores)
             state.add(tile.row, tile.q_start, out_BLHD, lse_BHL)
@@ -76,8 +76,8 @@ class CallPerTile(ABC):
         dv_BLKD: torch.Tensor,
     ) -> None:
         """Add each tile's gradients to ``dq, dk, dv``, given the merged out and lse."""
-        inputs = _unit_strides(q_BLHD, k_BLKD, v_BLKD)
-        dout_BLHD, out_BLHD = _unit_strides(dout_BLHD, out_BLHD)
+        inputs = unit_strides(q_BLHD, k_BLKD, v_BLKD)
+        dout_BLHD, out_BLHD = unit_strides(dout_BLHD, out_BLHD)
         lse_BHL = replace_infinities(lse_BHL, torch.inf)
         for tile in self.calls(tiles, scores.mask):
             merged = Merged(
@@ -132,7 +132,7 @@ def replace_infinities(lse_BHL: torch.Tensor, value: float) -> torch.Tensor:
     return lse_BHL.nan_to_num(nan=torch.nan, posinf=value, neginf=value)
 
 
-def _unit_strides(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def unit_strides(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Operators take any strides but the last one, which some read as 1 whatever it is."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 

@@ -76,6 +76,19 @@ class Accumulator:
         out, lse = self._buffers()
         merge(out[rows, queries], lse[rows, :, queries], out_BLHD, lse_BHL)
 
+    def add_at(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        out_THD: torch.Tensor,
+        lse_HT: torch.Tensor,
+    ) -> None:
+        """Merge the results of scattered queries: int64 [T] rows and positions, no query twice."""
+        out, lse = self._buffers()
+        own_out, own_lse = out[rows, positions], lse[rows, :, positions].T
+        merge(own_out.unsqueeze(0), own_lse.unsqueeze(0), out_THD.unsqueeze(0), lse_HT.unsqueeze(0))
+        out[rows, positions], lse[rows, :, positions] = own_out, own_lse.T
+
     def result(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """``out`` [B, L, H, D] in ``dtype`` and ``lse`` [B, H, L] in the accumulation dtype."""
         out, lse = self._buffers()

@@ -3,14 +3,18 @@
 There is no CPU kernel for them, so one is registered here: calls go through PyTorch's own
 dispatcher, which checks every argument against the operator's schema. What is emulated is what a
 caller can get wrong: bottom-right alignment, how FlashAttention 2 normalises window sizes
-(``mha_fwd`` and ``set_params_fprop``), +inf for a query without keys, lse read as dense memory, lse
-[B, H, L, 1] of cuDNN and its refusal of a single key.
+(``mha_fwd``, ``mha_varlen_fwd`` and ``set_params_fprop``: packed sequences by the longest one, not by
+their own length), +inf for a query without keys, lse read as dense memory, packed tokens [T, H, D]
+with lse [H, T] and int32 ``cu_seqlens``, lse [B, H, L, 1] of cuDNN and its refusal of a single key.
+Packed results that no sequence covers are left NaN: the operators leave memory as they found it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch.library import _scoped_library
@@ -32,26 +36,41 @@ def cuda_operators_on_cpu() -> Iterator[None]:
 
 
 def flash_hides(
-    q_len: int, k_len: int, is_causal: bool, left: int | None, right: int | None
+    q_len: int,
+    k_len: int,
+    is_causal: bool,
+    left: int | None,
+    right: int | None,
+    longest: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """bool [queries, keys] of FlashAttention 2 for its arguments."""
+    """bool [queries, keys] of FlashAttention 2 for its arguments; ``longest`` (q, k) of a pack."""
+    max_q, max_k = longest or (q_len, k_len)
     left, right = -1 if left is None else left, -1 if right is None else right
-    left, right = -1 if left >= k_len else left, -1 if right >= k_len else right
-    if is_causal and q_len > 1:
+    left, right = -1 if left >= max_k else left, -1 if right >= max_k else right
+    if is_causal and max_q > 1:
         right = 0
     ahead = torch.arange(k_len).unsqueeze(0) - torch.arange(q_len).unsqueeze(1) - (k_len - q_len)
     if left < 0 and right < 0:
         return torch.zeros_like(ahead, dtype=torch.bool)
-    left, right = k_len if left < 0 else left, k_len if right < 0 else right
+    left, right = max_k if left < 0 else left, max_k if right < 0 else right
     return (ahead < -left) | (ahead > right)
+
+
+@dataclass(frozen=True)
+class FlashMaskArguments:
+    """What both flash operators take to say who sees whom."""
+
+    is_causal: bool
+    left: int | None
+    right: int | None
 
 
 def flash_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cum_seq_q: None,
-    cum_seq_k: None,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
     max_q: int,
     max_k: int,
     dropout_p: float,
@@ -63,15 +82,13 @@ def flash_forward(
     window_size_right: int | None = None,
     **later: object,
 ) -> Results:
-    _check_dense(query, key, value)
-    assert (max_q, max_k) == (query.shape[1], key.shape[1])
-    assert cum_seq_q is cum_seq_k is None
     assert dropout_p == 0
     assert not return_debug_mask
     assert not any(later.values())
-    hidden = flash_hides(max_q, max_k, is_causal, window_size_left, window_size_right)
-    out, lse = _attend(query, key, value, hidden, scale)
+    mask = FlashMaskArguments(is_causal, window_size_left, window_size_right)
+    sizes = cum_seq_q, cum_seq_k, max_q, max_k
     state = torch.empty(2, dtype=torch.uint64)
+    out, lse = attend_all(query, key, value, sizes, mask, scale)
     return out, lse, state, torch.empty(0), torch.empty(0)
 
 
@@ -82,8 +99,8 @@ def flash_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     logsumexp: torch.Tensor,
-    cum_seq_q: None,
-    cum_seq_k: None,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
     max_q: int,
     max_k: int,
     dropout_p: float,
@@ -95,11 +112,92 @@ def flash_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> Results:
-    _check_dense(query, key, value, grad_out, out)
-    assert logsumexp.is_contiguous()
-    assert not bool((logsumexp == -torch.inf).any())
-    hidden = flash_hides(max_q, max_k, is_causal, window_size_left, window_size_right)
-    return _differentiate(grad_out, query, key, value, out, logsumexp, hidden, scale)
+    assert dropout_p == 0
+    mask = FlashMaskArguments(is_causal, window_size_left, window_size_right)
+    sizes = cum_seq_q, cum_seq_k, max_q, max_k
+    return differentiate_all(grad_out, query, key, value, out, logsumexp, sizes, mask, scale)
+
+
+Sizes = tuple[torch.Tensor | None, torch.Tensor | None, int, int]
+"""cu_seqlens of queries and keys (``None``: dense), and the longest of each."""
+
+
+def attend_all(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sizes: Sizes,
+    mask: FlashMaskArguments,
+    scale: float,
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlashAttention 2 forward, dense or packed: ``out`` like q, ``lse`` [B, H, L] or [H, T]."""
+    _check_dense(q, k, v)
+    hides, longest = _hides(mask), sizes[2:]
+    if sizes[0] is None:
+        assert longest == (q.shape[1], k.shape[1])
+        return _attend(q, k, v, hides(*longest, longest), scale, softcap)
+    out, lse = torch.full_like(q, torch.nan), q.new_full(q.shape[1::-1], torch.nan)
+    lse = lse.to(accumulate_dtype(q.dtype))
+    for queries, keys in _sequences(q, k, sizes):
+        part = q[queries], k[keys], v[keys]
+        hidden = hides(len(part[0]), len(part[1]), longest)
+        a, b = _attend(*(x.unsqueeze(0) for x in part), hidden, scale, softcap)
+        out[queries], lse[:, queries] = a[0], b[0]
+    return out, lse
+
+
+def differentiate_all(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sizes: Sizes,
+    mask: FlashMaskArguments,
+    scale: float,
+    softcap: float = 0.0,
+) -> Results:
+    """FlashAttention 2 backward, dense or packed."""
+    _check_dense(q, k, v, dout, out)
+    assert lse.is_contiguous()
+    assert not bool((lse == -torch.inf).any())
+    hides, longest = _hides(mask), sizes[2:]
+    if sizes[0] is None:
+        assert longest == (q.shape[1], k.shape[1])
+        hidden = hides(*longest, longest)
+        return _differentiate(dout, q, k, v, out, lse, hidden, scale, softcap)
+    dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
+    assert lse.shape == q.shape[1::-1]
+    for queries, keys in _sequences(q, k, sizes):
+        part = (dout[queries], q[queries], k[keys], v[keys], out[queries], lse[:, queries])
+        hidden = hides(len(part[1]), len(part[2]), longest)
+        a, b, c = _differentiate(*(x.unsqueeze(0) for x in part), hidden, scale, softcap)
+        dq[queries], dk[keys], dv[keys] = a[0], b[0], c[0]
+    return dq, dk, dv
+
+
+def _hides(mask: FlashMaskArguments) -> Callable[[int, int, tuple[int, int]], torch.Tensor]:
+    return lambda q_len, k_len, longest: flash_hides(
+        q_len, k_len, mask.is_causal, mask.left, mask.right, longest
+    )
+
+
+def _sequences(q: torch.Tensor, k: torch.Tensor, sizes: Sizes) -> list[tuple[slice, slice]]:
+    """Queries and keys of each packed sequence; checks what the operators check, and rely on."""
+    parts: list[list[slice]] = []
+    for x, cu_seqlens, longest in zip((q, k), sizes[:2], sizes[2:], strict=True):
+        assert cu_seqlens is not None
+        assert x.dim() == 3
+        assert cu_seqlens.dtype == torch.int32
+        assert cu_seqlens.is_contiguous()
+        ends = cu_seqlens.tolist()
+        assert ends[0] == 0
+        assert ends[-1] <= len(x)
+        assert all(start < end <= start + longest for start, end in pairwise(ends))
+        parts.append([slice(start, end) for start, end in pairwise(ends)])
+    return list(zip(*parts, strict=True))
 
 
 def cudnn_forward(
@@ -164,18 +262,28 @@ def _check_dense(*tensors: torch.Tensor) -> None:
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores, their derivative by the uncapped ones, and the keys of each query head."""
     dtype = accumulate_dtype(q.dtype)
     keys = k.to(dtype).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     scores = torch.einsum("bihd,bjhd->bhij", q.to(dtype), keys) * scale
-    return scores.masked_fill(hidden, -torch.inf), keys
+    slope = torch.ones_like(scores)
+    if softcap:
+        bent = torch.tanh(scores / softcap)
+        scores, slope = softcap * bent, 1 - bent**2
+    return scores.masked_fill(hidden, -torch.inf), slope, keys
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    hidden: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scores, _ = _scores(q, k, hidden, scale)
+    scores, _, _ = _scores(q, k, hidden, scale, softcap)
     values = v.to(scores.dtype).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     lse = scores.logsumexp(-1)
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
@@ -192,13 +300,14 @@ def _differentiate(
     lse: torch.Tensor,
     hidden: torch.Tensor,
     scale: float,
+    softcap: float = 0.0,
 ) -> Results:
-    scores, keys = _scores(q, k, hidden, scale)
+    scores, slope, keys = _scores(q, k, hidden, scale, softcap)
     values = v.to(scores.dtype).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     wide = dout.to(scores.dtype)
     weights = torch.exp(scores - lse.unsqueeze(-1))
     delta = (wide * out).sum(-1).transpose(1, 2).unsqueeze(-1)
-    dscores = weights * (torch.einsum("bihd,bjhd->bhij", wide, values) - delta) * scale
+    dscores = weights * (torch.einsum("bihd,bjhd->bhij", wide, values) - delta) * slope * scale
     dq = torch.einsum("bhij,bjhd->bihd", dscores, keys)
     dk = torch.einsum("bhij,bihd->bjhd", dscores, q.to(scores.dtype))
     dv = torch.einsum("bhij,bihd->bjhd", weights, wide)

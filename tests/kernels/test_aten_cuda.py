@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.kernels import aten_cuda
+from lightning_cp.kernels import call_varlen
 from lightning_cp.kernels.api import Kernel, Scores
 from lightning_cp.kernels.aten import AtenCudaCudnn, AtenCudaFlash
 from lightning_cp.kernels.merge import Accumulator
@@ -76,7 +76,7 @@ def test_red_when_tall_bands_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> Non
     problem = Problem(Mask(causal=False, window=(9, 9)), intervals=rows, seq_len=SEQ_LEN)
     layout = SequenceLayout(SEQ_LEN, ring_size=4)
     check(sharded(problem, FLASH, layout), problem)
-    monkeypatch.setattr(aten_cuda, "representable", lambda tile, mask: [tile])
+    monkeypatch.setattr(call_varlen, "representable", lambda tile, mask: [tile])
     assert is_wrong(sharded(problem, FLASH, layout), problem, "out")
 
 

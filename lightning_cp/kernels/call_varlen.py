@@ -1,0 +1,159 @@
+"""FlashAttention's operators, whoever offers them: one call per long tile, one per pack of short ones.
+
+An operator takes dense tensors [B, L, H, D], or packed ones [T, H, D] with the places where each
+sequence begins (``cu_seqlens``); its masks are aligned at the bottom right. A packed document, or a
+row of a batch, is a sequence; see :mod:`lightning_cp.kernels.packs` for which tiles are packed.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import override
+
+from lightning_cp.kernels.call_per_tile import (
+    CallPerTile,
+    Gradients,
+    Inputs,
+    Merged,
+    is_causal,
+    replace_infinities,
+    unit_strides,
+)
+from lightning_cp.kernels.flash_window import representable
+from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.kernels.packs import FlashMask, Pack, PackRule, flash_mask, pack_tiles
+from lightning_cp.kernels.protocol import Scores
+from lightning_cp.layout.tiles import Mask, Tile
+
+
+@dataclass(frozen=True, eq=False)
+class FlashCall:
+    """One call of the operator: its mask, longest sequences and, if packed, where sequences begin."""
+
+    mask: FlashMask
+    max_q: int
+    max_k: int
+    cu_seqlens: tuple[torch.Tensor, torch.Tensor] | None = None
+    """int32 [sequences + 1] of the queries and of the keys; ``None``: dense."""
+
+
+class CallVarlen(CallPerTile):
+    """A kernel around an operator of FlashAttention; subclasses adapt the operator."""
+
+    def __init__(self, rule: PackRule = PackRule()) -> None:  # noqa: B008 - a constant
+        self._rule = rule
+
+    @abstractmethod
+    def run_forward(
+        self, inputs: Inputs, call: FlashCall, scores: Scores
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``out`` like q and ``lse`` [B, H, i], or [H, T] packed; infinite without a key."""
+
+    @abstractmethod
+    def run_backward(
+        self, merged: Merged, inputs: Inputs, call: FlashCall, scores: Scores
+    ) -> Gradients:
+        """The gradients; ``merged.lse`` is dense memory, which is all that operators read."""
+
+    @override
+    def calls(self, tiles: Sequence[Tile], mask: Mask) -> Iterable[Tile]:
+        """Tiles whose window the operator can express."""
+        for tile in super().calls(tiles, mask):
+            yield from representable(tile, mask)
+
+    @override
+    def attend(
+        self, inputs: Inputs, tile: Tile, scores: Scores
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One dense call on slices of any strides but the last."""
+        out, lse = self.run_forward(inputs, _dense_call(tile, scores.mask), scores)
+        return out, replace_infinities(lse, -torch.inf)
+
+    @override
+    def differentiate(
+        self, merged: Merged, inputs: Inputs, tile: Tile, scores: Scores
+    ) -> Gradients:
+        """One dense call; ``lse`` is read as dense memory whatever its strides, so it is copied."""
+        merged = merged._replace(lse=merged.lse.contiguous())
+        return self.run_backward(merged, inputs, _dense_call(tile, scores.mask), scores)
+
+    @override
+    def forward(
+        self,
+        q_BLHD: torch.Tensor,
+        k_BLKD: torch.Tensor,
+        v_BLKD: torch.Tensor,
+        tiles: Sequence[Tile],
+        scores: Scores,
+        state: Accumulator,
+    ) -> None:
+        """Attend within each tile and merge the results into ``state``."""
+        alone, packs = self._pack(tiles, scores.mask, q_BLHD.shape[0])
+        super().forward(q_BLHD, k_BLKD, v_BLKD, alone, scores, state)
+        inputs = unit_strides(q_BLHD, k_BLKD, v_BLKD)
+        for pack in packs:
+            call = _packed_call(pack, q_BLHD.device)
+            out_THD, lse_HT = self.run_forward(_taken(pack, *inputs), call, scores)
+            lse_HT = replace_infinities(lse_HT, -torch.inf)
+            if pack.q.run is None:
+                state.add_at(*pack.q.index(q_BLHD.device), out_THD, lse_HT)
+            else:
+                state.add(*pack.q.run, out_THD.unsqueeze(0), lse_HT.unsqueeze(0))
+
+    @override
+    def backward(
+        self,
+        dout_BLHD: torch.Tensor,
+        q_BLHD: torch.Tensor,
+        k_BLKD: torch.Tensor,
+        v_BLKD: torch.Tensor,
+        out_BLHD: torch.Tensor,
+        lse_BHL: torch.Tensor,
+        tiles: Sequence[Tile],
+        scores: Scores,
+        dq_BLHD: torch.Tensor,
+        dk_BLKD: torch.Tensor,
+        dv_BLKD: torch.Tensor,
+    ) -> None:
+        """Add each tile's gradients to ``dq, dk, dv``, given the merged out and lse."""
+        alone, packs = self._pack(tiles, scores.mask, q_BLHD.shape[0])
+        inputs, results = (q_BLHD, k_BLKD, v_BLKD), (dout_BLHD, out_BLHD)
+        totals = (dq_BLHD, dk_BLKD, dv_BLKD)
+        super().backward(
+            dout_BLHD, *inputs, out_BLHD, lse_BHL, alone, scores, dq_BLHD, dk_BLKD, dv_BLKD
+        )
+        inputs, results = unit_strides(*inputs), unit_strides(*results)
+        for pack in packs:
+            dout_THD, out_THD = (pack.q.take(x) for x in results)
+            lse_HT = replace_infinities(pack.q.take(lse_BHL.transpose(1, 2)).T, torch.inf)
+            merged = Merged(dout_THD, out_THD, lse_HT.contiguous())
+            call = _packed_call(pack, q_BLHD.device)
+            parts = self.run_backward(merged, _taken(pack, *inputs), call, scores)
+            for spans, total, part in zip((pack.q, pack.k, pack.k), totals, parts, strict=True):
+                spans.add(total, part)
+
+    def _pack(
+        self, tiles: Sequence[Tile], mask: Mask, batch: int
+    ) -> tuple[Sequence[Tile], Sequence[Pack]]:
+        """The tiles to call one by one, and packs of the others; none where there are few tiles."""
+        if len(tiles) < self._rule.fewest:
+            return tiles, ()
+        return pack_tiles(tuple(self.calls(tiles, mask)), mask, batch, self._rule)
+
+
+def _dense_call(tile: Tile, mask: Mask) -> FlashCall:
+    is_causal(tile)  # asserts that it is square: operators other than FlashAttention's align it so
+    return FlashCall(flash_mask(tile, mask), tile.q_len, tile.k_len)
+
+
+def _packed_call(pack: Pack, device: torch.device) -> FlashCall:
+    cu_seqlens = pack.q.cu_seqlens(device), pack.k.cu_seqlens(device)
+    return FlashCall(pack.mask, pack.q.longest, pack.k.longest, cu_seqlens)
+
+
+def _taken(pack: Pack, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Inputs:
+    return Inputs(pack.q.take(q), pack.k.take(k), pack.k.take(v))
