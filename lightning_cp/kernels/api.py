@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.aten import AtenCpuFlash, AtenCudaCudnn, AtenCudaFlash
+from lightning_cp.kernels.flash_attn import FlashAttn2, FlashAttn3
 from lightning_cp.kernels.protocol import Capabilities as Capabilities
 from lightning_cp.kernels.protocol import Kernel as Kernel
 from lightning_cp.kernels.protocol import Request as Request
@@ -18,7 +19,9 @@ from lightning_cp.kernels.reference import ReferenceKernel
 def kernels() -> dict[str, Kernel]:
     """Every kernel by name, fastest first."""
     found: tuple[Kernel, ...] = (
+        FlashAttn3(),
         AtenCudaFlash(),
+        FlashAttn2(),
         AtenCudaCudnn(),
         AtenCpuFlash(),
         ReferenceKernel(),
@@ -26,7 +29,10 @@ def kernels() -> dict[str, Kernel]:
     return {kernel.name: kernel for kernel in found}
 
 
-ALIASES = {"aten": ("aten_cuda_flash", "aten_cuda_cudnn", "aten_cpu_flash")}
+ALIASES = {
+    "aten": ("aten_cuda_flash", "aten_cuda_cudnn", "aten_cpu_flash"),
+    "flash_attn": ("flash_attn_3", "flash_attn_2"),
+}
 """Names that stand for several kernels, tried in order."""
 
 
@@ -34,7 +40,8 @@ def select_kernel(name: str, request: Request) -> Kernel:
     """The first kernel among those that ``name`` stands for whose capabilities cover the request.
 
     Args:
-        name: a kernel's name, ``aten`` for PyTorch's own operators, or ``auto`` for any.
+        name: a kernel's name, ``aten`` for PyTorch's own operators, ``flash_attn`` for the packages of
+            that name, or ``auto`` for any.
         request: what is asked of it.
 
     Raises:

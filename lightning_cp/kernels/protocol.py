@@ -7,7 +7,7 @@ queries], natural logarithm, float32 (float64 for float64 inputs), -inf where a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -66,6 +66,8 @@ class Capabilities:
     head_dim_multiple: int = 1
     features: frozenset[str] = frozenset()
     """Of those that ``Request.needs`` may name."""
+    obstacle: Callable[[], str | None] | None = None
+    """Why it cannot run here whatever is asked (a package or device that is missing); asked last."""
 
     def refusal(self, request: Request) -> str | None:
         """Why the request is not covered, or ``None`` if it is."""
@@ -81,7 +83,8 @@ class Capabilities:
             return f"has no {listed(missing)} mask"
         if missing := request.needs - self.features:
             return f"has no {listed(missing)}"
-        return None
+        obstacle = self.obstacle() if self.obstacle is not None else None
+        return None if obstacle is None else f"cannot run: {obstacle}"
 
 
 class Kernel(Protocol):
