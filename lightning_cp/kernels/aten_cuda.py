@@ -85,7 +85,8 @@ class AtenCudaFlash(CallVarlen):
 
 def _sizes(call: FlashCall) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int]:
     """cum_seq_q, cum_seq_k, max_q, max_k."""
-    return *(call.cu_seqlens or (None, None)), call.max_q, call.max_k
+    cu_q, cu_k = call.cu_seqlens or (None, None)
+    return cu_q, cu_k, call.max_q, call.max_k
 
 
 def _window(call: FlashCall) -> dict[str, int | None]:

@@ -13,14 +13,12 @@ from typing import Any
 SPELLINGS: Mapping[str, str] = {"is_causal": "causal"}
 """Other names of arguments in some versions, and ours."""
 
-NEUTRAL: Mapping[str, object] = {
-    "return_softmax": False,
-    **dict.fromkeys(
-        "alibi_slopes out out_ k_new v_new qv cu_seqlens_k_new seqused_q seqused_k sequed_q sequed_k "
-        "page_table kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary "
-        "q_descale k_descale v_descale".split()
-    ),
-}
+_NOTHING = (
+    *("alibi_slopes", "out", "out_", "k_new", "v_new", "qv", "cu_seqlens_k_new"),
+    *("seqused_q", "seqused_k", "sequed_q", "sequed_k", "page_table", "kv_batch_idx", "leftpad_k"),
+    *("rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale"),
+)
+NEUTRAL: Mapping[str, object] = {"return_softmax": False, **dict.fromkeys(_NOTHING)}
 """Arguments that some versions demand, and the values that ask for nothing."""
 
 WINDOW_SIDES = ("window_size_left", "window_size_right")

@@ -49,10 +49,14 @@ def flash_hides(
     left, right = -1 if left >= max_k else left, -1 if right >= max_k else right
     if is_causal and max_q > 1:
         right = 0
-    ahead = torch.arange(k_len).unsqueeze(0) - torch.arange(q_len).unsqueeze(1) - (k_len - q_len)
     if left < 0 and right < 0:
-        return torch.zeros_like(ahead, dtype=torch.bool)
-    left, right = max_k if left < 0 else left, max_k if right < 0 else right
+        return torch.zeros(q_len, k_len, dtype=torch.bool)
+    return window_hides(q_len, k_len, max_k if left < 0 else left, max_k if right < 0 else right)
+
+
+def window_hides(q_len: int, k_len: int, left: int, right: int) -> torch.Tensor:
+    """bool [queries, keys] outside a window that is aligned at the bottom right."""
+    ahead = torch.arange(k_len).unsqueeze(0) - torch.arange(q_len).unsqueeze(1) - (k_len - q_len)
     return (ahead < -left) | (ahead > right)
 
 
@@ -63,6 +67,7 @@ class FlashMaskArguments:
     is_causal: bool
     left: int | None
     right: int | None
+    hides: Callable[..., torch.Tensor] = flash_hides
 
 
 def flash_forward(
@@ -140,9 +145,9 @@ def attend_all(
     out, lse = torch.full_like(q, torch.nan), q.new_full(q.shape[1::-1], torch.nan)
     lse = lse.to(accumulate_dtype(q.dtype))
     for queries, keys in _sequences(q, k, sizes):
-        part = q[queries], k[keys], v[keys]
-        hidden = hides(len(part[0]), len(part[1]), longest)
-        a, b = _attend(*(x.unsqueeze(0) for x in part), hidden, scale, softcap)
+        one_q, one_k, one_v = (x.unsqueeze(0) for x in (q[queries], k[keys], v[keys]))
+        hidden = hides(one_q.shape[1], one_k.shape[1], longest)
+        a, b = _attend(one_q, one_k, one_v, hidden, scale, softcap)
         out[queries], lse[:, queries] = a[0], b[0]
     return out, lse
 
@@ -171,15 +176,19 @@ def differentiate_all(
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
     assert lse.shape == q.shape[1::-1]
     for queries, keys in _sequences(q, k, sizes):
-        part = (dout[queries], q[queries], k[keys], v[keys], out[queries], lse[:, queries])
-        hidden = hides(len(part[1]), len(part[2]), longest)
-        a, b, c = _differentiate(*(x.unsqueeze(0) for x in part), hidden, scale, softcap)
+        one_dout, one_q, one_out = (x[queries].unsqueeze(0) for x in (dout, q, out))
+        one_k, one_v = (x[keys].unsqueeze(0) for x in (k, v))
+        one_lse = lse[:, queries].unsqueeze(0)
+        hidden = hides(one_q.shape[1], one_k.shape[1], longest)
+        a, b, c = _differentiate(
+            one_dout, one_q, one_k, one_v, one_out, one_lse, hidden, scale, softcap
+        )
         dq[queries], dk[keys], dv[keys] = a[0], b[0], c[0]
     return dq, dk, dv
 
 
 def _hides(mask: FlashMaskArguments) -> Callable[[int, int, tuple[int, int]], torch.Tensor]:
-    return lambda q_len, k_len, longest: flash_hides(
+    return lambda q_len, k_len, longest: mask.hides(
         q_len, k_len, mask.is_causal, mask.left, mask.right, longest
     )
 

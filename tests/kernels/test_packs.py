@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -181,7 +182,7 @@ def test_every_tile_is_somewhere_and_no_token_twice(
         assert len(set(keys)) == len(keys)
         ends = [x.cu_seqlens(torch.device("cpu")).tolist() for x in (pack.q, pack.k)]
         assert max(pack.q.longest, pack.k.longest) <= longest
-        for (a, b), (c, d) in zip(*(zip(e, e[1:], strict=False) for e in ends), strict=True):
+        for (a, b), (c, d) in zip(*(pairwise(e) for e in ends), strict=True):
             assert len({row for row, _ in queries[a:b] + keys[c:d]}) == 1
             found[pack.mask, (tuple(queries[a:b]), tuple(keys[c:d]))] += 1
     every: Counter[object] = Counter()
