@@ -101,7 +101,9 @@ def context_parallel_attention(
         mesh: the process groups.
         layout: which tokens each rank holds, and their documents.
         spec: mask and score semantics; causal by default.
-        exchange: how keys reach the queries over the ring axis: ``ring``, or ``all_gather``.
+        exchange: how keys reach the queries over the ring axis: ``ring``, ``all_gather``, or
+            ``ring_flash_attn``, which leaves it to the package of that name where that is exact
+            (docs/attention-modes.md).
         kernel: ``auto``, ``aten``, ``reference``, or one kernel's own name.
         forward_execution: of ``all_gather``, ``two_kernel`` or ``fused``; see :class:`Exchange`.
         backward_execution: likewise.

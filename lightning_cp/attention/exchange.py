@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout.gathered import EXECUTIONS
 
-EXCHANGES = ("ring", "all_gather")
+EXCHANGES = ("ring", "all_gather", "ring_flash_attn")
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Exchange:
 
     Args:
         name: ``ring`` sends the keys that somebody needs from rank to rank, hop by hop; ``all_gather``
-            gathers all of them once.
+            gathers all of them once; ``ring_flash_attn`` leaves the ring to the package of that name.
         forward: of ``all_gather``: ``two_kernel`` (one kernel call per chunk of queries, least memory) or
             ``fused`` (one call, with copies of the keys that several chunks see).
         backward: likewise.

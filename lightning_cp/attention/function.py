@@ -11,6 +11,7 @@ from lightning_cp.attention.all_gather import gather_backward, gather_forward
 from lightning_cp.attention.keep import Stash
 from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.ring import ring_backward, ring_forward
+from lightning_cp.attention.ring_flash_attn import ring_flash_attn_backward, ring_flash_attn_forward
 from lightning_cp.attention.sinks import sink_gradients
 from lightning_cp.attention.ulysses import (
     kv_gradients_to_tokens,
@@ -19,8 +20,16 @@ from lightning_cp.attention.ulysses import (
     to_heads,
 )
 
-FORWARD = {"ring": ring_forward, "all_gather": gather_forward}
-BACKWARD = {"ring": ring_backward, "all_gather": gather_backward}
+FORWARD = {
+    "ring": ring_forward,
+    "all_gather": gather_forward,
+    "ring_flash_attn": ring_flash_attn_forward,
+}
+BACKWARD = {
+    "ring": ring_backward,
+    "all_gather": gather_backward,
+    "ring_flash_attn": ring_flash_attn_backward,
+}
 """By exchange."""
 
 

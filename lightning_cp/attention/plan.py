@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 
+from lightning_cp.attention.delegate import Delegate, delegate
 from lightning_cp.attention.exchange import Exchange
 from lightning_cp.attention.sinks import check_sinks
 from lightning_cp.attention.spec import AttentionSpec
@@ -41,6 +42,8 @@ class AttentionPlan:
     exchange: Exchange = DEFAULT_EXCHANGE
     sinks: torch.Tensor | None = None
     """[H], of all query heads."""
+    delegate: Delegate | None = None
+    """What computes the ring instead of us; with ``exchange="ring_flash_attn"``."""
 
     @property
     def own_sinks(self) -> torch.Tensor | None:
@@ -95,7 +98,8 @@ def make_plan(
 
     Raises:
         ShapeError: q, k and v do not fit each other or the layout, or slopes or sinks do not fit q.
-        ConfigError: heads that do not split, a layout of another mesh, or no kernel for the request.
+        ConfigError: heads that do not split, a layout of another mesh, or no kernel for the request; or the
+            exchange cannot be delegated.
     """
     check_call(q_BLHD, k_BLKD, v_BLKD, mesh, layout, spec)
     heads = HeadSplit(q_BLHD.shape[2], k_BLKD.shape[2], mesh.ulysses_size)
@@ -104,8 +108,12 @@ def make_plan(
     scale = spec.scale(q_BLHD.shape[3])
     every = Scores(scale, spec.mask, float(spec.softcap), spec.alibi_slopes, max_logits)
     scores = every.of_heads(*heads.q_range(mesh.ulysses_rank))
+    theirs: Delegate | None = None
+    if exchange.name == "ring_flash_attn":
+        theirs = delegate(q_BLHD, layout, spec, kernel, max_logits=max_logits)
+        kernel = "auto"  # not called
     chosen = _select(kernel, request)
-    return AttentionPlan(mesh, heads, whole, scores, request, chosen, exchange, spec.sinks)
+    return AttentionPlan(mesh, heads, whole, scores, request, chosen, exchange, spec.sinks, theirs)
 
 
 def request_of(q_BLHD: torch.Tensor, spec: AttentionSpec, *, max_logits: bool = False) -> Request:

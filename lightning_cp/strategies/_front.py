@@ -45,7 +45,8 @@ class ContextParallelFront:
         ring_size: ranks that K/V travel around.
         num_heads: query heads, if the mesh is wanted before the model exists or the model does not tell.
         exchange: how keys and values move on the ring axis: ``ring`` (hop by hop, only what somebody needs)
-            or ``all_gather`` (all at once).
+            ``all_gather`` (all at once), or ``ring_flash_attn`` (the package of that name, where it is
+            exact).
         forward_execution: of ``all_gather``: ``two_kernel`` (a kernel call per chunk of queries, least
             memory) or ``fused`` (one call, with copies of the keys that several chunks see).
         backward_execution: likewise.

@@ -29,7 +29,7 @@ class Choice:
 
 CHOICES: dict[str, Choice] = {
     "mode": Choice(("auto", "ulysses", "ring", "hybrid", "zigzag_llama3")),
-    "exchange": Choice(EXCHANGES, ("ring_flash_attn",), "exchange='ring'"),
+    "exchange": Choice(EXCHANGES),
     "forward_execution": Choice(EXECUTIONS),
     "backward_execution": Choice(EXECUTIONS),
     "data_parallel": Choice(

@@ -110,7 +110,10 @@ def fit(
         ({"find_unused_params": True}, "Did you mean find_unused_parameters instead"),
         ({"time_out": 5}, "Did you mean timeout instead"),
         ({"xyz": 5}, r"unknown argument\(s\) xyz\. Settings of this strategy"),
-        ({"exchange": "mail"}, "exchange must be one of ring, all_gather, got 'mail'"),
+        (
+            {"exchange": "mail"},
+            "exchange must be one of ring, all_gather, ring_flash_attn, got 'mail'",
+        ),
         (
             {"forward_execution": "one"},
             "forward_execution must be one of two_kernel, fused, got 'one'",
