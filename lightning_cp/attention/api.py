@@ -103,7 +103,7 @@ def context_parallel_attention(
         spec: mask and score semantics; causal by default.
         exchange: how keys reach the queries over the ring axis: ``ring``, ``all_gather``, or
             ``ring_flash_attn``, which leaves it to the package of that name where that is exact
-            (docs/attention-modes.md).
+            (docs/kernels.md).
         kernel: ``auto``, ``aten``, ``reference``, or one kernel's own name.
         forward_execution: of ``all_gather``, ``two_kernel`` or ``fused``; see :class:`Exchange`.
         backward_execution: likewise.
