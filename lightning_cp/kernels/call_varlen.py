@@ -23,9 +23,15 @@ from lightning_cp.kernels.call_per_tile import (
     replace_infinities,
     unit_strides,
 )
-from lightning_cp.kernels.flash_window import representable
 from lightning_cp.kernels.merge import Accumulator
-from lightning_cp.kernels.packs import FlashMask, Pack, PackRule, flash_mask, pack_tiles
+from lightning_cp.kernels.packs import (
+    FlashMask,
+    Pack,
+    PackRule,
+    flash_mask,
+    in_flash_terms,
+    pack_tiles,
+)
 from lightning_cp.kernels.protocol import Scores
 from lightning_cp.layout.tiles import Mask, Tile
 
@@ -62,8 +68,7 @@ class CallVarlen(CallPerTile):
     @override
     def calls(self, tiles: Sequence[Tile], mask: Mask) -> Iterable[Tile]:
         """Tiles whose window the operator can express."""
-        for tile in super().calls(tiles, mask):
-            yield from representable(tile, mask)
+        return in_flash_terms(tiles, mask)
 
     @override
     def attend(
@@ -142,7 +147,7 @@ class CallVarlen(CallPerTile):
         """The tiles to call one by one, and packs of the others; none where there are few tiles."""
         if len(tiles) < self._rule.fewest:
             return tiles, ()
-        return pack_tiles(tuple(self.calls(tiles, mask)), mask, batch, self._rule)
+        return pack_tiles(tuple(tiles), mask, batch, self._rule)
 
 
 def _dense_call(tile: Tile, mask: Mask) -> FlashCall:

@@ -12,7 +12,7 @@ launch's grid for the short ones.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -20,7 +20,11 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_cp.kernels.flash_window import UNBOUNDED_WINDOW, bottom_right_window
+from lightning_cp.kernels.flash_window import (
+    UNBOUNDED_WINDOW,
+    bottom_right_window,
+    representable,
+)
 from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
 
 Span = tuple[int, int, int]
@@ -116,6 +120,13 @@ def flash_mask(tile: Tile, mask: Mask) -> FlashMask:
     )
 
 
+def in_flash_terms(tiles: Iterable[Tile], mask: Mask) -> Iterator[Tile]:
+    """The tiles, but for empty ones; those whose window cannot be expressed are cut."""
+    for tile in tiles:
+        if tile.q_len and tile.k_len:
+            yield from representable(tile, mask)
+
+
 @lru_cache(maxsize=256)  # layers and steps bring the same tiles
 def pack_tiles(
     tiles: tuple[Tile, ...], mask: Mask, batch: int, rule: PackRule
@@ -123,14 +134,14 @@ def pack_tiles(
     """The tiles to call one by one, and the packs of the others.
 
     Args:
-        tiles: representable in FlashAttention's terms, none empty.
+        tiles: of one hop.
         mask: what their bands mean.
         batch: rows that a tile of all rows stands for.
         rule: which tiles are packed.
     """
     alone: list[Tile] = []
     groups: dict[tuple[FlashMask, bool], list[Tile]] = defaultdict(list)
-    for tile in tiles:
+    for tile in in_flash_terms(tiles, mask):
         if max(tile.q_len, tile.k_len) > rule.longest:
             alone.append(tile)
         else:
