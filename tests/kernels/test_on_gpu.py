@@ -1,0 +1,106 @@
+"""The CUDA kernels on a CUDA device: the same cells as emulated, in half precision, and packs at full size.
+
+Skipped without a device; a kernel whose package or device is missing is skipped with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from lightning_cp.kernels.api import Kernel, Request, Scores, kernels
+from lightning_cp.kernels.call_varlen import CallVarlen
+from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.kernels.packs import PackRule
+from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
+from tests.kernels.cells import DOCUMENTS, HEADS, LAYOUTS, MASKS, SEQ_LEN, WINDOWS, intervals
+from tests.kernels.dense import Problem, check, run, sharded
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+NAMES = ("aten_cuda_flash", "flash_attn_2", "flash_attn_3")
+RULES = {"rule": PackRule(), "always": PackRule(fewest=1), "never": PackRule(fewest=1 << 30)}
+SHORT = tuple([17, 3, 40, 1, 64] * 16)
+LONG = Problem(
+    Mask(), (8, 2), (intervals(*SHORT), intervals(*SHORT[::-1])), torch.bfloat16, sum(SHORT), 128
+)
+
+
+class OnGpu:
+    """A kernel given its tensors on the device; what it returns is brought back."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.name = kernel.name
+        self.capabilities = kernel.capabilities
+        self._kernel = kernel
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiles: Sequence[Tile],
+        scores: Scores,
+        state: Accumulator,
+    ) -> None:
+        there = Accumulator(q.cuda(), torch.float32)
+        self._kernel.forward(q.cuda(), k.cuda(), v.cuda(), tiles, scores, there)
+        state.add(ALL_ROWS, 0, *(x.cpu() for x in there.result(torch.float32)))
+
+    def backward(self, *args: object) -> None:
+        there = [x.cuda() if isinstance(x, torch.Tensor) else x for x in args]
+        self._kernel.backward(*there)  # type: ignore[arg-type]
+        for total, result in zip(args[-3:], there[-3:], strict=True):
+            assert isinstance(total, torch.Tensor)
+            assert isinstance(result, torch.Tensor)
+            total.copy_(result)
+
+
+@pytest.fixture(params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    wanted = Request("cuda", torch.bfloat16, 64, frozenset({"full", "causal", "band"}))
+    reason = kernels()[request.param].capabilities.refusal(wanted)
+    if reason is not None:
+        pytest.skip(f"{request.param} {reason}")
+    return request.param
+
+
+def kernel_of(name: str, rule: str) -> Kernel:
+    kernel = type(kernels()[name])
+    assert issubclass(kernel, CallVarlen)
+    return OnGpu(kernel(RULES[rule]))  # type: ignore[abstract,return-value]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("mask", MASKS | WINDOWS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_cells(dtype: torch.dtype, mask: str, rule: str, name: str) -> None:
+    for documents, layout in product(DOCUMENTS.values(), LAYOUTS.values()):
+        problem = Problem((MASKS | WINDOWS)[mask], HEADS["gqa"], documents, dtype, SEQ_LEN, 64)
+        check(sharded(problem, kernel_of(name, rule), layout), problem)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("mask", [Mask(), Mask(window=(20, -1))], ids=str)
+def test_many_short_documents(mask: Mask, rule: str, head_dim: int, name: str) -> None:
+    problem = replace(LONG, mask=mask, head_dim=head_dim)
+    for layout in ("1", "3_zigzag"):
+        layout_of = replace(LAYOUTS[layout], seq_len=problem.seq_len)
+        check(sharded(problem, kernel_of(name, rule), layout_of), problem)
+
+
+def test_packed_gradients_are_the_same_bits_each_time(name: str) -> None:
+    tensors = LONG.tensors()
+    tiles = [Tile(row, at, 8, at, 8, 0, "causal") for row in (0, 1) for at in range(0, 1600, 9)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (run(kernel_of(name, "always"), tensors, tiles, Mask()) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
