@@ -14,6 +14,7 @@ from lightning_cp.kernels.protocol import Scores as Scores
 from lightning_cp.kernels.protocol import accumulate_dtype as accumulate_dtype
 from lightning_cp.kernels.protocol import listed
 from lightning_cp.kernels.reference import ReferenceKernel
+from lightning_cp.kernels.triton_fa2 import TritonFA2
 
 
 def kernels() -> dict[str, Kernel]:
@@ -23,6 +24,7 @@ def kernels() -> dict[str, Kernel]:
         AtenCudaFlash(),
         FlashAttn2(),
         AtenCudaCudnn(),
+        TritonFA2(),
         AtenCpuFlash(),
         ReferenceKernel(),
     )
@@ -50,7 +52,7 @@ def select_kernel(name: str, request: Request) -> Kernel:
     every = kernels()
     refusals: list[str] = []
     for candidate in _candidates(name, every):
-        reason = every[candidate].capabilities.refusal(request)
+        reason = _refusal(name, every[candidate], request)
         if reason is None:
             return every[candidate]
         refusals.append(f"{candidate} {reason}")
@@ -68,7 +70,7 @@ def explain_kernels(name: str, request: Request) -> str:
     """
     every = kernels()
     candidates = _candidates(name, every)
-    reasons = {each: kernel.capabilities.refusal(request) for each, kernel in every.items()}
+    reasons = {each: _refusal(name, kernel, request) for each, kernel in every.items()}
     chosen = next((each for each in candidates if reasons[each] is None), None)
     lines = [f"kernel={name!r} for {_shown(request)}: {chosen or 'none can do it'}"]
     for each, reason in reasons.items():
@@ -88,6 +90,16 @@ def _candidates(name: str, every: Mapping[str, Kernel]) -> tuple[str, ...]:
         known = ", ".join(["auto", *ALIASES, *every])
         raise ConfigError(f"unknown kernel {name!r}. Known: {known}.")
     return tuple(every) if name == "auto" else ALIASES.get(name, (name,))
+
+
+def _refusal(name: str, kernel: Kernel, request: Request) -> str | None:
+    """Why a kernel that ``name`` stands for is passed over, or ``None`` if it is not."""
+    reason = kernel.capabilities.refusal(request)
+    if reason is None and name == "auto":
+        device = request.device_type
+        if device in kernel.capabilities.only_by_name:
+            return f"is for tests on {device}, and only chosen by kernel={kernel.name!r}"
+    return reason
 
 
 def _shown(request: Request) -> str:

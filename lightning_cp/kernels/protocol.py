@@ -68,6 +68,8 @@ class Capabilities:
     """Of those that ``Request.needs`` may name."""
     obstacle: Callable[[], str | None] | None = None
     """Why it cannot run here whatever is asked (a package or device that is missing); asked last."""
+    only_by_name: frozenset[str] = frozenset()
+    """Device types on which ``kernel="auto"`` passes it over."""
 
     def refusal(self, request: Request) -> str | None:
         """Why the request is not covered, or ``None`` if it is."""

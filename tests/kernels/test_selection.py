@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.kernels import triton_fa2
 from lightning_cp.kernels.api import Request, explain_kernels, kernels, select_kernel
 
 CPU = Request("cpu", torch.float32, 64, frozenset({"full", "causal"}))
 CUDA = replace(CPU, device_type="cuda", dtype=torch.bfloat16)
 WINDOW = frozenset({"full", "causal", "band"})
+
+
+@pytest.fixture
+def _triton_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_fa2, "is_installed", lambda: True)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 @pytest.mark.parametrize(
@@ -27,10 +36,14 @@ WINDOW = frozenset({"full", "causal", "band"})
         ("auto", CUDA, "aten_cuda_flash"),
         ("auto", replace(CUDA, masks=WINDOW), "aten_cuda_flash"),
         ("aten_cuda_cudnn", CUDA, "aten_cuda_cudnn"),
-        ("auto", replace(CUDA, dtype=torch.float32), "reference"),
+        ("auto", replace(CUDA, dtype=torch.float32), "triton"),
+        ("auto", replace(CUDA, needs=frozenset({"softcap", "alibi", "max_logits"})), "triton"),
+        ("auto", replace(CUDA, head_dim=48, dtype=torch.float32), "reference"),
+        ("triton", CUDA, "triton"),
         ("auto", replace(CUDA, head_dim=20), "reference"),
     ],
 )
+@pytest.mark.usefixtures("_triton_installed")
 def test_chosen(name: str, request_: Request, chosen: str) -> None:
     assert select_kernel(name, request_).name == chosen
 
@@ -47,6 +60,9 @@ def test_chosen(name: str, request_: Request, chosen: str) -> None:
             "takes torch.bfloat16, torch.float16, not torch.float32",
         ),
         ("aten_cuda_cudnn", replace(CUDA, head_dim=136), "takes head dims up to 128, not 136"),
+        ("triton", CPU, r"triton runs on cuda \(for tests on cpu, .*TRITON_INTERPRET=1\), not cpu"),
+        ("triton", replace(CUDA, head_dim=80), "takes head dims 32, 64, 96, 128, 256, not 80"),
+        ("triton", replace(CUDA, dtype=torch.float64), "triton takes .*, not torch.float64"),
         ("aten_cuda_flash", replace(CUDA, head_dim=264), "takes head dims up to 256, not 264"),
         ("aten_cuda_flash", replace(CUDA, head_dim=20), "takes head dims divisible by 8, not 20"),
         ("aten_cpu_flash", replace(CPU, masks=WINDOW), "aten_cpu_flash has no band mask"),
@@ -55,6 +71,7 @@ def test_chosen(name: str, request_: Request, chosen: str) -> None:
         ("reference", replace(CPU, dtype=torch.int64), "not torch.int64"),
     ],
 )
+@pytest.mark.usefixtures("_triton_installed")
 def test_refused(name: str, request_: Request, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         select_kernel(name, request_)
@@ -83,6 +100,34 @@ def test_an_explanation_has_a_line_for_every_kernel() -> None:
     assert "none can do it" in explain_kernels("aten_cuda_flash", CPU)
     with pytest.raises(ConfigError, match="unknown kernel 'flashy'"):
         explain_kernels("flashy", CPU)
+
+
+@pytest.mark.usefixtures("_triton_installed")
+def test_triton_on_cpu_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert select_kernel("triton", CPU).name == "triton"
+    assert select_kernel("auto", CPU).name == "aten_cpu_flash"
+    assert "triton: is for tests on cpu, and only chosen by kernel='triton'" in explain_kernels(
+        "auto", CPU
+    )
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_fa2, "is_installed", lambda: False)
+    request_ = replace(CUDA, dtype=torch.float32)
+    assert select_kernel("auto", request_).name == "reference"
+    assert "triton: needs triton, which is not installed" in explain_kernels("auto", request_)
+    with pytest.raises(ConfigError, match="is not installed: pip install triton"):
+        select_kernel("triton", request_)
+
+
+def test_kernels_are_listed_without_importing_triton() -> None:
+    code = (
+        "import sys; from lightning_cp.kernels.api import kernels; kernels()['triton'].capabilities;"
+        "assert 'triton' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_names_are_their_own() -> None:
