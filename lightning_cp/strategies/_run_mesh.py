@@ -68,7 +68,9 @@ class RunMesh:
         waits = heads is None and self.settings.needs_heads and cp_size > 1
         if self._mesh is not None or waits:
             return None
-        if ranks_per_node is not None and ranks_per_node % cp_size == 0:
+        if self.settings.attention_exchange.name == "all_gather":
+            self.cost = CostModel.gathered()
+        elif ranks_per_node is not None and ranks_per_node % cp_size == 0:
             self.cost = CostModel.in_node()
         if cp_size == 1:
             factors = Factors(1, 1, "one rank per sample")

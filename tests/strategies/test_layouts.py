@@ -56,6 +56,15 @@ def test_packed_rows_equal_one_process(layout: str, ring: int, ulysses: int) -> 
     compare(found, baseline(PACKED), MODELS["plain-float64"])
 
 
+def test_gathered_keys_take_the_evenest_layout() -> None:
+    """All keys travel anyway: what is dear in a ring, which would take another one, costs nothing."""
+    settings = {"mode": "zigzag_llama3", "layout": "auto"}
+    run = replace(PACKED, strategy=tuple(settings.items()))  # type: ignore[arg-type]
+    found = run_ranks(4, executed, run, (10_000, 10**9), timeout=120)
+    assert {name.split()[0] for name in found[0].layouts} == {"balanced"}
+    compare(found, baseline(PACKED), MODELS["plain-float64"])
+
+
 def test_balanced_equals_one_process_with_hugging_face() -> None:
     run = replace(PACKED, model="hf", rows=1, steps=3)
     found = run_with("balanced", run, 2, 1)
