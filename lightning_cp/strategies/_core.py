@@ -16,51 +16,36 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_cp.batch import BatchRules, ShardedBatch, unshard_output
-from lightning_cp.comm.reduce import all_sum
+from lightning_cp.batch import BatchRules
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.api import Request, explain_kernels
 from lightning_cp.layout import LayoutChoice
-from lightning_cp.logs.ranks import side_by_side, weighted_mean
-from lightning_cp.logs.token_mean import as_logged, where_counted
-from lightning_cp.mesh import Flat
 from lightning_cp.models.expected_mask import expected_mask
 from lightning_cp.models.facts import PositionFacts
-from lightning_cp.models.swap import StepState, SwapHandle, hf_models, swap_attention
+from lightning_cp.models.swap import StepState, hf_models, swap_attention
 from lightning_cp.strategies._layouts import LayoutRule
-from lightning_cp.strategies._run_mesh import RunMesh
 from lightning_cp.strategies._sharding import label_kind, shard_agreed, shared_with
+from lightning_cp.strategies._values import StepValues
 from lightning_cp.strategies._weighting import StepLoss
-from lightning_cp.strategies._windows import TokenWindows
 from lightning_cp.strategies.settings import Settings
 
 _log = logging.getLogger("lightning_cp")
 
 
-class ContextParallelCore(RunMesh):
+class ContextParallelCore(StepValues):
     """One run's context parallelism, independent of who drives it."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.rules = BatchRules()
-        self._handle: SwapHandle | None = None
         self._requests: dict[Request, None] = {}
         self._model: nn.Module | None = None
-        self._part: ShardedBatch | None = None
-        self._loss: StepLoss | None = None
         self._loss_outside = False
         self._needs_loss = self._trains = True
         self._positions = PositionFacts()
         self._rule = LayoutRule(settings.layout)
         self.layout_choice: LayoutChoice | None = None
         """Why the current batch has its layout, with ``layout="auto"``."""
-        self._positions_taken = False
-        self._windows = TokenWindows() if settings.weights_globally else None
-
-    @property
-    def enabled(self) -> bool:
-        """Whether there is anything to do: ranks that share a sample, or targets to be counted."""
-        return self.mesh.cp_size > 1 or self._windows is not None
 
     def attach(
         self, model: nn.Module, options: Mapping[str, Any], *, needs_labels: bool
@@ -197,11 +182,6 @@ class ContextParallelCore(RunMesh):
         if self._handle is not None:
             self._handle.deactivate()
 
-    @property
-    def in_step(self) -> bool:
-        """Whether a context-parallel step is under way."""
-        return self._handle is not None and self._handle.active
-
     def scale_loss(
         self,
         loss: torch.Tensor,
@@ -241,46 +221,6 @@ class ContextParallelCore(RunMesh):
         state = self._handle.state if self._handle is not None else None
         if self._loss is not None and state is not None:
             self._loss.after_backward(state, parameters)
-
-    @property
-    def shares(self) -> list[float]:
-        """Each cp rank's share of the current batch's targets."""
-        return self._loss.shares if self._loss else [1 / self.mesh.cp_size] * self.mesh.cp_size
-
-    def average(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over the cp group, weighted by targets: what one process would have computed."""
-        if self._loss is None:
-            return value
-        (rows,) = side_by_side([value], self.mesh)
-        return weighted_mean(rows, self.shares).to(value)
-
-    def token_mean(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """(sum of totals) / (sum of counts) over the ranks that share a sample."""
-        sums = torch.stack([where_counted(total.double(), count), count.double()])
-        if self.enabled:
-            sums = all_sum(sums.to(self.mesh.device_type), self.mesh.group(Flat.CP))
-        return as_logged(sums[0] / sums[1])
-
-    def unshard(self, output: Any, dims: Mapping[str, int | None]) -> Any:
-        """An output of the current step in original order and length, on every rank.
-
-        Raises:
-            ConfigError: a tensor that is neither along the sequence nor the same on all ranks.
-        """
-        if self._part is None:
-            return output
-        return unshard_output(output, self.mesh, self._part.layout, dims)
-
-    def unshard_tensor(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """A local tensor of the current step, whole, in original order and length; differentiable."""
-        return x if self._part is None else self.mesh.unshard(x, self._part.layout, dim=dim)
-
-    def token_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """int64 [B or 1, L]: the global positions of a step's tokens; 0, 1, ... of ``x`` outside."""
-        self._positions_taken = True
-        if not self.in_step or self._part is None:
-            return torch.arange(x.size(dim), device=x.device)[None]
-        return self._part.position_ids
 
 
 _NO_POSITIONS = (

@@ -14,6 +14,15 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import Factors, factorise
 from lightning_cp.models.swap import num_heads_of
 from lightning_cp.strategies.choices import CHOICES, LATER_SIZES, check_choice, check_size
+from lightning_cp.strategies.contradictions import (
+    GATHERING_MODE,
+    check_exchange,
+    check_factors,
+    check_mode,
+    divisors,
+    explicit_size,
+    listed,
+)
 
 MODE_ALIASES = {"ulysses_only": "ulysses", "ring_only": "ring"}
 SIZES = (
@@ -24,7 +33,6 @@ SIZES = (
     "data_parallel_size",
     *LATER_SIZES,
 )
-GATHERING_MODE = "zigzag_llama3"
 
 
 @dataclass(frozen=True)
@@ -72,9 +80,9 @@ class Settings:
             check_size("context_parallel_size", self.context_parallel_size)
         if type(self.padding) is not bool:
             raise ConfigError(f"padding must be True or False, got {self.padding!r}.")
-        _check_mode(self)
-        _check_exchange(self)
-        _explicit_size(self)
+        check_mode(self)
+        check_exchange(self)
+        explicit_size(self)
 
     @classmethod
     def take(cls, arguments: Mapping[str, Any]) -> Settings:
@@ -91,13 +99,13 @@ class Settings:
         Raises:
             ConfigError: the sizes do not multiply to the world size.
         """
-        wanted = _explicit_size(self)
+        wanted = explicit_size(self)
         if wanted is None:
             if world_size % self.data_parallel_size:
                 raise ConfigError(
                     f"data_parallel_size={self.data_parallel_size} does not divide the world size "
                     f"{world_size}. With {world_size} ranks, data_parallel_size can be "
-                    f"{_listed(_divisors(world_size))}."
+                    f"{listed(divisors(world_size))}."
                 )
             return world_size // self.data_parallel_size
         if wanted * self.data_parallel_size != world_size:
@@ -187,96 +195,5 @@ class Settings:
                 else min(ranks_per_node or cp_size, cp_size // 2)
             )
             factors = factorise(cp_size, num_heads, max(1, limit) if limit else None)
-        _check_factors(self, factors, cp_size, num_heads)
+        check_factors(self, factors, cp_size, num_heads)
         return factors
-
-
-def _explicit_size(settings: Settings) -> int | None:
-    """The context-parallel size that was given, if it was."""
-    ulysses, ring = settings.ulysses_size, settings.ring_size
-    given = settings.context_parallel_size
-    if ulysses is not None and ring is not None:
-        if given not in ("auto", ulysses * ring):
-            raise ConfigError(
-                f"context_parallel_size={given} contradicts ulysses_size={ulysses} x ring_size={ring} = "
-                f"{ulysses * ring}. Leave one of them out."
-            )
-        return ulysses * ring
-    return None if given == "auto" else int(given)
-
-
-def _check_mode(settings: Settings) -> None:
-    other = {"ulysses": "ring_size", "ring": "ulysses_size"}.get(settings.mode)
-    if other is not None and getattr(settings, other) not in (None, 1):
-        raise ConfigError(
-            f"mode={settings.mode!r} has {other}=1, got {other}={getattr(settings, other)}. Use "
-            "mode='hybrid' or "
-            "'auto' for both axes."
-        )
-    if settings.mode == GATHERING_MODE and settings.ring_size == 1:
-        raise ConfigError(
-            f"mode={GATHERING_MODE!r} gathers keys over the ring axis, got ring_size=1. Leave ring_size "
-            "out, or use mode='ulysses'."
-        )
-    if settings.mode == "hybrid" and 1 in (settings.ulysses_size, settings.ring_size):
-        raise ConfigError(
-            f"mode='hybrid' needs both axes larger than 1, got ulysses_size={settings.ulysses_size}, "
-            f"ring_size={settings.ring_size}. Use mode='ulysses' or 'ring'."
-        )
-
-
-def _check_exchange(settings: Settings) -> None:
-    if settings.mode == GATHERING_MODE and settings.exchange not in ("ring", "all_gather"):
-        raise ConfigError(
-            f"mode={GATHERING_MODE!r} is a ring axis with exchange='all_gather', got "
-            f"exchange={settings.exchange!r}. Leave one of them out."
-        )
-    if settings.attention_exchange.name == "all_gather":
-        return
-    for name in ("forward_execution", "backward_execution"):
-        if getattr(settings, name) != "two_kernel":
-            raise ConfigError(
-                f"{name}={getattr(settings, name)!r} says how gathered keys are attended to, but "
-                f"exchange={settings.exchange!r} gathers none. Use mode={GATHERING_MODE!r} (or "
-                "exchange='all_gather'), or leave it out."
-            )
-
-
-def _check_factors(settings: Settings, factors: Factors, cp_size: int, heads: int | None) -> None:
-    if factors.ulysses_size * factors.ring_size != cp_size:
-        name = "ring_size" if settings.ulysses_size is None else "ulysses_size"
-        works = [n for n in _divisors(cp_size) if name == "ring_size" or not (heads or 0) % n]
-        raise ConfigError(
-            f"{name}={getattr(settings, name)} does not divide the {cp_size} context-parallel ranks. With "
-            f"{cp_size} ranks, {name} can be {_listed(works)}."
-        )
-    other = {"ulysses": factors.ring_size, "ring": factors.ulysses_size}.get(settings.mode, 1)
-    if other != 1:
-        raise ConfigError(
-            f"mode={settings.mode!r} uses one axis only, but ulysses_size={settings.ulysses_size} and "
-            f"ring_size={settings.ring_size} split {cp_size} ranks into ulysses {factors.ulysses_size} x "
-            f"ring {factors.ring_size}. Leave the sizes out, or use mode='hybrid' or 'auto'."
-        )
-    if settings.mode == "hybrid" and 1 in (factors.ulysses_size, factors.ring_size) and cp_size > 1:
-        raise ConfigError(
-            f"mode='hybrid' cannot split {cp_size} ranks into two axes larger than 1"
-            + (f" with {heads} heads" if heads else "")
-            + ". Use mode='auto', 'ulysses' or 'ring', or set ulysses_size and ring_size."
-        )
-    if heads is not None and heads % factors.ulysses_size:
-        works = [n for n in _divisors(cp_size) if heads % n == 0]
-        raise ConfigError(
-            f"ulysses_size={factors.ulysses_size} does not divide the model's {heads} attention heads. With "
-            f"{cp_size} ranks, ulysses_size can be {_listed(works)} and the ring the rest; mode='auto' "
-            "chooses. If the attention to be shared has other heads than that, pass num_heads=."
-        )
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _listed(numbers: list[int]) -> str:
-    """``1, 2 or 4``."""
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last

@@ -190,6 +190,7 @@ def fit_with(rank: int, world_size: int, settings: dict[str, Any]) -> None:
         (3, {"mode": "hybrid"}, "mode='hybrid' cannot split 3 ranks"),
         (4, {"mode": "ulysses", "ulysses_size": 2}, "mode='ulysses' uses one axis only"),
         (4, {"mode": "ring", "ring_size": 2}, "mode='ring' uses one axis only"),
+        (4, {"mode": "zigzag_llama3", "ulysses_size": 4}, "leaves a ring of 1 of 4 ranks"),
     ],
 )
 def test_sizes_that_do_not_fit(world_size: int, settings: dict[str, Any], match: str) -> None:

@@ -1,0 +1,81 @@
+"""What a step's values are worth over the ranks that share a sample: averages, positions, whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_cp.batch import ShardedBatch, unshard_output
+from lightning_cp.comm.reduce import all_sum
+from lightning_cp.logs.ranks import side_by_side, weighted_mean
+from lightning_cp.logs.token_mean import as_logged, where_counted
+from lightning_cp.mesh import Flat
+from lightning_cp.models.swap import SwapHandle
+from lightning_cp.strategies._run_mesh import RunMesh
+from lightning_cp.strategies._weighting import StepLoss
+from lightning_cp.strategies._windows import TokenWindows
+from lightning_cp.strategies.settings import Settings
+
+
+class StepValues(RunMesh):
+    """The current step's batch and weights, and what can be asked of them."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._handle: SwapHandle | None = None
+        self._part: ShardedBatch | None = None
+        self._loss: StepLoss | None = None
+        self._windows = TokenWindows() if settings.weights_globally else None
+        self._positions_taken = False
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is anything to do: ranks that share a sample, or targets to be counted."""
+        return self.mesh.cp_size > 1 or self._windows is not None
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a context-parallel step is under way."""
+        return self._handle is not None and self._handle.active
+
+    @property
+    def shares(self) -> list[float]:
+        """Each cp rank's share of the current batch's targets."""
+        return self._loss.shares if self._loss else [1 / self.mesh.cp_size] * self.mesh.cp_size
+
+    def average(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over the cp group, weighted by targets: what one process would have computed."""
+        if self._loss is None:
+            return value
+        (rows,) = side_by_side([value], self.mesh)
+        return weighted_mean(rows, self.shares).to(value)
+
+    def token_mean(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """(sum of totals) / (sum of counts) over the ranks that share a sample."""
+        sums = torch.stack([where_counted(total.double(), count), count.double()])
+        if self.enabled:
+            sums = all_sum(sums.to(self.mesh.device_type), self.mesh.group(Flat.CP))
+        return as_logged(sums[0] / sums[1])
+
+    def unshard(self, output: Any, dims: Mapping[str, int | None]) -> Any:
+        """An output of the current step in original order and length, on every rank.
+
+        Raises:
+            ConfigError: a tensor that is neither along the sequence nor the same on all ranks.
+        """
+        if self._part is None:
+            return output
+        return unshard_output(output, self.mesh, self._part.layout, dims)
+
+    def unshard_tensor(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """A local tensor of the current step, whole, in original order and length; differentiable."""
+        return x if self._part is None else self.mesh.unshard(x, self._part.layout, dim=dim)
+
+    def token_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """int64 [B or 1, L]: the global positions of a step's tokens; 0, 1, ... of ``x`` outside."""
+        self._positions_taken = True
+        if not self.in_step or self._part is None:
+            return torch.arange(x.size(dim), device=x.device)[None]
+        return self._part.position_ids
