@@ -171,6 +171,9 @@ def test_the_picture_is_drawn_from_the_csv(tmp_path: Path) -> None:
 
 
 def test_a_single_process_in_a_sweep_over_devices(tmp_path: Path) -> None:
-    _, printed = trained(tmp_path, "strategy=single", "trainer.devices=2")
-    assert "strategy=single is one process: trainer.devices=2 is left aside" in printed
+    asked = ("trainer.devices=2", "+trainer.num_nodes=2")
+    _, printed = trained(tmp_path, "strategy=single", *asked)
+    for setting in asked:
+        name = setting.removeprefix("+")
+        assert f"strategy=single is one process: {name} is left aside" in printed
     assert re.search(r"processes +1,", printed)

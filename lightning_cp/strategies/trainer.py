@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -102,7 +104,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step on this rank's tokens; callbacks read one process's loss."""
-        self._wrap_what_is_trained()
+        self._follow_what_is_trained()
         self._core.begin_step()  # ends in on_train_batch_end: backward may recompute
         with self._logging_together():
             output = super().training_step(*args, **kwargs)
@@ -135,6 +137,16 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         assert self._callback is not None
         dims = options_of(self.lightning_module).get("output_dims") or {}
         return self._callback.unshard_output(output, dims)
+
+    @override
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        """Layers may have been frozen or unfrozen within the step."""
+        followed = self._follow_what_is_trained()
+        super().pre_backward(closure_loss)
+        assert self.lightning_module is not None
+        assert isinstance(self.model, DistributedDataParallel)
+        if followed and self.lightning_module.automatic_optimization:
+            prepare_for_backward(self.model, closure_loss)  # as its forward would have done
 
     @override
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -177,13 +189,17 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
 
     # -- helpers ---------------------------------------------------------------------------------
 
-    def _wrap_what_is_trained(self) -> None:
-        """Layers may be frozen and unfrozen while a model trains."""
+    def _follow_what_is_trained(self) -> bool:
+        """Wrap the model anew where layers were frozen or unfrozen since; whether they were."""
         module = self.lightning_module
         assert module is not None
-        if not self._engine.is_current(module):
-            self.model = module
-            self.configure_ddp()
+        assert self.model is not None
+        if self._engine.is_current(module):
+            return False
+        options = (self.mesh, self.root_device, self._ddp_kwargs)
+        self.model = self._engine.follow(self.model, *options)
+        self._register_ddp_hooks()
+        return True
 
     def _end_window(self, optimizer: Optimizer) -> None:
         """Lightning divides each loss by the same number, also where an epoch ends within a window."""

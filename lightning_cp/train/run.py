@@ -94,11 +94,17 @@ def make_trainer(
         TQDMProgressBar(refresh_rate=10),
     ]
     logger = CSVLogger(files.folder, name=files.metrics.parent.name, version="")
-    devices = config.trainer.devices
-    if config.strategy == "auto" and isinstance(devices, int) and devices > 1:
-        _say(f"strategy=single is one process: trainer.devices={devices} is left aside")
-        config.trainer.devices = 1  # a sweep over modes and devices may have its baseline
+    _keep_single(config)
     return instantiate(config.trainer, logger=logger, callbacks=callbacks)
+
+
+def _keep_single(config: DictConfig) -> None:
+    """A sweep over modes and devices may have its baseline."""
+    for name in ("devices", "num_nodes"):
+        asked = config.trainer.get(name, 1)
+        if config.strategy == "auto" and isinstance(asked, int) and asked > 1:
+            _say(f"strategy=single is one process: trainer.{name}={asked} is left aside")
+            config.trainer[name] = 1
 
 
 @rank_zero_only

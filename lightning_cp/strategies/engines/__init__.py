@@ -29,8 +29,18 @@ class Engine(Protocol):
         """The module to call instead of ``module``; parameters equal on all ranks afterwards."""
         ...
 
+    def follow(
+        self,
+        wrapped: nn.Module,
+        mesh: ContextParallelMesh,
+        device: torch.device,
+        options: Mapping[str, Any],
+    ) -> nn.Module:
+        """What to call instead of ``wrapped`` once ``is_current`` says no, also within a step."""
+        ...
+
     def is_current(self, module: nn.Module) -> bool:
-        """Whether the same parameters are trained as when the module was wrapped."""
+        """Whether the wrapper still serves the parameters that are trained now."""
         ...
 
     def left_out(self, module: nn.Module) -> list[str]:

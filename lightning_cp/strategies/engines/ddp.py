@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from contextlib import nullcontext
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_cp.comm.reduce import all_sum
+from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.strategies.choices import refuse_unknown
 from lightning_cp.strategies.settings import Settings
@@ -26,6 +29,7 @@ class DDPEngine:
 
     def __init__(self) -> None:
         self._averaged: dict[int, ref[nn.Parameter]] = {}  # by id: tensors do not hash by equality
+        self._finds_unused: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
     def wrap(
         self,
@@ -39,6 +43,7 @@ class DDPEngine:
             self._averaged.pop(id(parameter), None)
             if parameter.requires_grad:
                 self._averaged[id(parameter)] = ref(parameter)
+        self._finds_unused[module] = bool(options.get("find_unused_parameters"))
         # A side stream, as PyTorch's CUDA notes ask for DDP construction.
         on_cuda = device.type == "cuda"
         with torch.cuda.stream(torch.cuda.Stream()) if on_cuda else nullcontext():
@@ -49,13 +54,49 @@ class DDPEngine:
                 **options,
             )
 
-    def is_current(self, module: nn.Module) -> bool:
-        """Whether the same parameters are trained as when the module was wrapped.
+    def follow(
+        self,
+        wrapped: nn.Module,
+        mesh: ContextParallelMesh,
+        device: torch.device,
+        options: Mapping[str, Any],
+    ) -> DistributedDataParallel:
+        """Wrap anew, also within a step, with all parameters that are trained now or ever were.
 
-        DistributedDataParallel averages those that it saw trained when it was made and no others, and waits
-        for each of them.
+        DistributedDataParallel averages those that it saw trained when it was made, and waits for each of
+        them unless it looks for unused ones; so where some are frozen now, it has to look. Gradients that
+        were kept back for the end of a window are averaged first, since the new one does not know of them;
+        averaging them once more at the end changes nothing.
+
+        Raises:
+            ConfigError: it was told that the graph never changes.
         """
-        return all(p.requires_grad == self._averages(p) for p in module.parameters())
+        assert isinstance(wrapped, DistributedDataParallel)
+        if options.get("static_graph"):
+            raise ConfigError(
+                "static_graph=True says that every step trains the same parameters, but some were frozen or "
+                "unfrozen since the model was wrapped. Leave static_graph away."
+            )
+        module: nn.Module = wrapped.module
+        wrapped._remove_autograd_hooks()  # it may be waiting for gradients of this very step
+        known = [p for p in module.parameters() if p.requires_grad or self._averages(p)]
+        _average_gradients(known, mesh)
+        more: dict[str, Any] = {
+            "init_sync": False
+        }  # in step already, and in use by this step's graph
+        if not all(p.requires_grad for p in known):
+            more["find_unused_parameters"] = True
+            warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+        with _trained(known):
+            return self.wrap(module, mesh, device, {**options, **more})
+
+    def is_current(self, module: nn.Module) -> bool:
+        """Whether gradients of all parameters that are trained now are averaged, and no others waited for."""
+        finds_unused = self._finds_unused.get(module, False)
+        return all(
+            self._averages(p) if p.requires_grad else finds_unused or not self._averages(p)
+            for p in module.parameters()
+        )
 
     def left_out(self, module: nn.Module) -> list[str]:
         """Names of parameters that are trained now, but were frozen when their module was wrapped."""
@@ -68,6 +109,31 @@ class DDPEngine:
     def _averages(self, parameter: nn.Parameter) -> bool:
         known = self._averaged.get(id(parameter))
         return known is not None and known() is parameter
+
+
+@contextmanager
+def _trained(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """All of them count as trained in the block."""
+    frozen = [p for p in parameters if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _average_gradients(parameters: Sequence[nn.Parameter], mesh: ContextParallelMesh) -> None:
+    """Average what there is of gradients over the ``loss`` group; ranks without one have none of it."""
+    group = mesh.group(Flat.LOSS)
+    device = parameters[0].device
+    have = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
+    for parameter, count in zip(parameters, all_sum(have, group).tolist(), strict=True):
+        if not count:
+            continue
+        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = all_sum(own, group) / group.size()
 
 
 def without_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
