@@ -1,0 +1,128 @@
+"""Whole models under context parallelism: a token changes nothing before it or outside of its document.
+
+One token of a row becomes another one. Logits of all tokens that must not see it keep every bit, in
+float64; those of the token itself and of all behind it in its document change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_cp.strategies._core import ContextParallelCore
+from lightning_cp.strategies.settings import Settings
+from tests.models.steps import LENGTH, ROWS, VOCAB, Case, make_batch, make_model, start
+from tests.pool import run_ranks
+from tests.strategies.plain_llama import PlainLlama
+
+Sizes = dict[str, Any]
+SIZES: dict[str, Sizes] = {
+    "ring 2": {"ring_size": 2},
+    "ulysses 2": {"ulysses_size": 2},
+    "zigzag_llama3 2": {"ring_size": 2, "mode": "zigzag_llama3"},
+    "ring 4": {"ring_size": 4},
+    "ring 4 balanced": {"ring_size": 4, "layout": "balanced"},
+    "ulysses 4": {"ulysses_size": 4},
+    "hybrid 2x2": {"ring_size": 2, "ulysses_size": 2},
+    "zigzag_llama3 4": {
+        "ring_size": 4,
+        "mode": "zigzag_llama3",
+        "forward_execution": "fused",
+    },
+    "zigzag_llama3 2x2": {"ring_size": 2, "ulysses_size": 2, "mode": "zigzag_llama3"},
+}
+CUTS = [[0, 5, 6, 30, LENGTH], [0, 18, LENGTH], [0, LENGTH]]
+"""Of the packed rows in ``make_batch``."""
+CHANGED = [(0, 0), (0, 5), (0, 14), (0, 29), (1, 17), (1, 18), (2, 20)]
+"""(row, token): first, middle and last ones of documents."""
+
+
+def started(name: str, model: Any, sizes: Sizes) -> ContextParallelCore:
+    """A core that has swapped the model's attention."""
+    ring, ulysses = sizes.get("ring_size", 1), sizes.get("ulysses_size", 1)
+    more = {k: v for k, v in sizes.items() if k not in ("ring_size", "ulysses_size")}
+    if name == "hf":
+        return start(ulysses, ring, model, **more)
+    how = Settings(ulysses_size=ulysses, ring_size=ring, labels="aligned", **more)
+    core = ContextParallelCore(how)
+    core.build_mesh(ulysses * ring, "cpu", None, model)
+    core.attach(model, {}, needs_labels=True)
+    return core
+
+
+def case_of(packed: bool) -> Case:
+    return Case(batch="packed" if packed else "plain", use_cache=not packed)
+
+
+def make(name: str, packed: bool) -> Any:
+    """A Llama of Hugging Face, or one in plain PyTorch, in float64."""
+    if name == "hf":
+        return make_model(case_of(packed))
+    torch.manual_seed(3)
+    return PlainLlama(VOCAB, num_heads=4, num_kv_heads=2).double()
+
+
+def logits_of(name: str, model: Any, core: ContextParallelCore, batch: Any) -> torch.Tensor:
+    """The logits [ROWS, LENGTH, VOCAB] of all tokens."""
+    local = core.shard(batch, needs_labels=True)
+    core.begin_step()
+    if name == "hf":
+        given = {"position_ids": local["position_ids"]} if "position_ids" in batch else {}
+        logits = model(input_ids=local["input_ids"], **given).logits
+    else:
+        logits = model(local["input_ids"], local["position_ids"])
+    core.check_step()
+    core.scale_loss(logits.sum()).backward()
+    core.after_backward(model.parameters())
+    return core.unshard(logits.detach(), {})
+
+
+def forward_all(
+    rank: int, world_size: int, name: str, packed: bool, sizes: Sizes
+) -> list[torch.Tensor]:
+    """Logits as they are, then with one token changed at a time."""
+    model, batch = make(name, packed), make_batch(case_of(packed))
+    if packed and name == "plain":  # sees documents by these, not by what it is given
+        batch["cu_seqlens"] = padded_cuts()
+    core = started(name, model, sizes)
+    try:
+        found = [logits_of(name, model, core, dict(batch))]
+        for row, token in CHANGED:
+            ids = batch["input_ids"].clone()
+            ids[row, token] = (ids[row, token] + 7) % VOCAB
+            found.append(logits_of(name, model, core, {**batch, "input_ids": ids}))
+        return found
+    finally:
+        core.detach()
+
+
+def padded_cuts() -> torch.Tensor:
+    """A line of boundaries for each row; the end repeats, for documents of nothing."""
+    most = max(map(len, CUTS))
+    return torch.tensor([[*cuts, *[LENGTH] * (most - len(cuts))] for cuts in CUTS])
+
+
+def may_see(packed: bool, row: int, token: int) -> torch.Tensor:
+    """bool [ROWS, LENGTH]: tokens that may see the one that changed."""
+    cuts = CUTS[row] if packed else [0, LENGTH]
+    end = min(cut for cut in cuts if cut > token)
+    seen = torch.zeros(ROWS, LENGTH, dtype=torch.bool)
+    seen[row, token:end] = True
+    return seen
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["hf", "plain"])
+def test_a_token_changes_nothing_that_may_not_see_it(name: str, size: str, packed: bool) -> None:
+    sizes = SIZES[size]
+    world_size = sizes.get("ring_size", 1) * sizes.get("ulysses_size", 1)
+    for before, *rest in run_ranks(world_size, forward_all, name, packed, sizes):
+        assert before.dtype == torch.float64
+        for (row, token), after in zip(CHANGED, rest, strict=True):
+            differ = (before != after).any(-1)
+            seen = may_see(packed, row, token)
+            assert not (differ & ~seen).any(), (row, token)
+            assert torch.equal(differ, seen), (row, token)
