@@ -1,4 +1,4 @@
-"""Prints what the equivalence cells showed at the end of the run."""
+"""Prints what the equivalence cells and the rounding errors showed at the end of the run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from tests.attention import report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Add the table of cells, if any ran."""
+    """Add the tables of what ran."""
     if report.lines:
         terminalreporter.section("equivalence cells")
         for line in report.table():
+            terminalreporter.write_line(line)
+    if report.ratios:
+        terminalreporter.section("rounding errors in bfloat16, as multiples of one rank's")
+        for line in report.ratio_table():
             terminalreporter.write_line(line)

@@ -33,10 +33,15 @@ SEQUENCES: dict[str, Sequences] = {
     "dense": Sequences(53),  # divides by no grid, so that every layout pads
     "divides": Sequences(48),
     "packed": Sequences(53, (((0, 1), (1, 14), (14, 30), (30, 31), (31, 53)),)),
+    "long": Sequences(53, (((0, 1), (1, 10), (10, 53)),)),  # packed, with one longer than windows
     "rows": Sequences(53, (((0, 20), (20, 50)), ((7, 10), (10, 50)))),  # padded left and right
     "equal_rows": Sequences(53, (((0, 25), (25, 53)),) * BATCH),
     "short": Sequences(53, (((10, 30),), ())),  # ranks, and a whole row, of padding only
 }
+
+_MANY = (((0, 3), (3, 200), (200, 330), (330, 512)), ((11, 100), (100, 460)))
+ROUNDED: dict[str, Sequences] = {"512": Sequences(512), "512 rows": Sequences(512, _MANY)}
+"""Longer ones, in which rounding adds up."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,11 @@ class Problem:
     sinks: bool = False
     max_logits: bool = False
     """Whether the largest score of each query is asked for too."""
+
+    @property
+    def shape(self) -> Sequences:
+        """Length and documents."""
+        return {**SEQUENCES, **ROUNDED}[self.sequences]
 
     @property
     def spec(self) -> AttentionSpec:
@@ -92,7 +102,7 @@ class Problem:
 
     def layout(self, grid: Grid) -> SequenceLayout:
         """The layout over a grid of ranks, with the problem's documents."""
-        length, rows = SEQUENCES[self.sequences]
+        length, rows = self.shape
         documents = None
         if rows is not None:
             documents = Documents(
@@ -107,7 +117,7 @@ class Problem:
         heads, kv_heads = self.heads
 
         def draw(count: int) -> torch.Tensor:
-            shape = (BATCH, SEQUENCES[self.sequences].length, count, self.head_dim)
+            shape = (BATCH, self.shape.length, count, self.head_dim)
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
 
         return draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
@@ -250,7 +260,7 @@ def expected(problem: Problem) -> oracle.Attention:
         *problem.tensors(),
         causal=problem.causal,
         window=problem.window,
-        documents=SEQUENCES[problem.sequences].documents,
+        documents=problem.shape.documents,
         softmax_scale=problem.scale,
         how=problem.scores,
     )
@@ -264,7 +274,7 @@ def voids(problem: Problem, grid: Grid) -> dict[str, oracle.Attention]:
         [layout.positions(rank) for rank in range(grid.world_size)],
         causal=problem.causal,
         window=problem.window,
-        documents=SEQUENCES[problem.sequences].documents,
+        documents=problem.shape.documents,
         softmax_scale=problem.scale,
         how=problem.scores,
     )

@@ -29,18 +29,35 @@ class Line:
         shares = (errors[name] / limits[name] for name in errors)
         self.share[dtype] = max(self.share[dtype], *shares)
 
+    def __str__(self) -> str:
+        worst = "   ".join(
+            f"{str(dtype).removeprefix('torch.')} {self.worst[dtype]:.1e} ({self.share[dtype]:.2f})"
+            for dtype in self.worst
+        )
+        return f"{self.cells:>5}   {worst}"
+
 
 lines: dict[tuple[str, str], Line] = defaultdict(Line)
 """By grid and kernel."""
 
+rows: dict[str, Line] = defaultdict(Line)
+"""The same cells, by row of the matrix."""
+
+ratios: dict[tuple[str, str], dict[str, float]] = {}
+"""(grid, kernel) -> result -> its largest error as a multiple of that on one rank."""
+
 
 def table() -> list[str]:
     """The lines as text."""
-    rows = [f"{'grid':<22} {'kernel':<10} {'cells':>5}   worst error (share of its limit)"]
-    for (grid, kernel), line in lines.items():
-        worst = "   ".join(
-            f"{str(dtype).removeprefix('torch.')} {line.worst[dtype]:.1e} ({line.share[dtype]:.2f})"
-            for dtype in line.worst
-        )
-        rows.append(f"{grid:<22} {kernel:<10} {line.cells:>5}   {worst}")
-    return [*rows, f"{sum(line.cells for line in lines.values())} cells"]
+    head = f"{'grid':<42} {'kernel':<10} {'cells':>5}   worst error (share of its limit)"
+    found = [f"{grid:<42} {kernel:<10} {line}" for (grid, kernel), line in lines.items()]
+    by_row = [f"{'row ' + row:<53} {line}" for row, line in sorted(rows.items())]
+    return [head, *found, *by_row, f"{sum(line.cells for line in lines.values())} cells"]
+
+
+def ratio_table() -> list[str]:
+    """The ratios as text."""
+    return [
+        f"{grid:<42} {kernel:<10} " + "   ".join(f"{name} {x:.3f}" for name, x in of.items())
+        for (grid, kernel), of in ratios.items()
+    ]
