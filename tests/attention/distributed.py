@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_cp.attention.api import context_parallel_attention
+from lightning_cp.layout import SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh
 from tests import oracle
 from tests.attention.problems import Grid, Problem, Tensors
@@ -49,9 +50,10 @@ def attend_shards(
     kernel: str,
     tensors: Tensors | None = None,
     pad_value: float = 0.0,
+    layout: SequenceLayout | None = None,
 ) -> Shards:
     """Forward and backward of this rank's tokens, of ``problem`` or of other inputs of its shape."""
-    layout = problem.layout(grid)
+    layout = layout or problem.layout(grid)
     q, k, v, dout = (
         mesh.shard(x, layout, pad_value=pad_value) for x in tensors or problem.tensors()
     )
@@ -79,9 +81,11 @@ def attend_all(
         return [attend_shards(problem, grid, mesh, kernel) for problem in problems]
 
 
-def joined(problem: Problem, grid: Grid, shards: Sequence[Shards]) -> oracle.Attention:
+def joined(
+    problem: Problem, grid: Grid, shards: Sequence[Shards], layout: SequenceLayout | None = None
+) -> oracle.Attention:
     """The whole sequence, in original order and length, from every rank's part."""
-    layout = problem.layout(grid)
+    layout = layout or problem.layout(grid)
     out, lse, dq, dk, dv, dsinks, peak = zip(*shards, strict=True)
     return oracle.Attention(
         layout.unshard(out, dim=1),
