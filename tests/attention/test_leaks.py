@@ -26,6 +26,12 @@ GRIDS = [
     Grid(3, kind="contiguous"),
     Grid(2, 2),
     Grid(2, 2, exchange=gather("two_kernel", "two_kernel")),
+    Grid(1, 4),
+    Grid(2, 2, kind="balanced", chunks=3),
+    Grid(4, kind="balanced", chunks=4),
+    Grid(4, exchange=gather("fused", "two_kernel", None)),
+    Grid(4, exchange=gather("fused", "fused")),
+    Grid(2, 2, exchange=gather("fused", "fused", None)),
     Grid(4, 2),
 ]
 KERNELS = ["reference", "aten"]

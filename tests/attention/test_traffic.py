@@ -13,7 +13,7 @@ from lightning_cp.kernels.api import accumulate_dtype
 from lightning_cp.layout import HeadSplit, Traffic, attention_traffic, schedule
 from lightning_cp.mesh import ContextParallelMesh
 from tests.attention.distributed import mesh_of
-from tests.attention.problems import BATCH, GRIDS, HEADS, SEQUENCES, Grid, Problem
+from tests.attention.problems import BATCH, GRIDS, HEADS, SEQUENCES, Grid, Problem, gather
 from tests.attention.wire import ALL_GATHER, REDUCE_SCATTER, Wire
 from tests.pool import run_ranks
 
@@ -148,3 +148,28 @@ def test_ulysses_sends_all_but_its_own_share(ranks: int, kv_heads: int) -> None:
         )
         assert (forward.all_to_all_calls, backward.all_to_all_calls) == (3, 3)
         assert forward.p2p_messages == backward.p2p_messages == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("stride", [1, 3, None])
+def test_a_gather_sends_its_keys_to_every_other_rank_once(ranks: int, stride: int | None) -> None:
+    """Forward 2 K (N - 1) in as many calls as strides; in backward again, and as many gradients, wide."""
+    exchange = gather("two_kernel", "fused", stride)
+    problem = Problem((8, 4), "divides", dtype=torch.bfloat16)
+    keys = BATCH * (48 // ranks) * 4 * problem.head_dim * 2
+    calls = {1: 4, 3: 2, None: 1}[stride]
+    for found in run_ranks(ranks, record, [problem], Grid(ranks, exchange=exchange)):
+        forward, backward = (half.traffic for half in found[0])
+        sent = 2 * keys * (ranks - 1)
+        assert forward == Traffic(all_gather_calls=calls, all_gather_bytes=sent)
+        home = Traffic(reduce_scatter_calls=calls, reduce_scatter_bytes=2 * sent)
+        assert backward == forward + home
+
+
+def test_every_mode_is_counted_on_two_four_and_eight_ranks() -> None:
+    counted = {(grid.mode, grid.world_size) for grid in GRIDS}
+    assert counted >= {(mode, n) for mode in ("ulysses", "ring", "all_gather") for n in (2, 4, 8)}
+    hybrids = ("hybrid", "all_gather over ulysses")
+    assert counted >= {(mode, n) for mode in hybrids for n in (4, 8)}
+    dealt = {(grid.world_size, grid.ulysses > 1) for grid in GRIDS if grid.kind == "balanced"}
+    assert dealt >= {(2, False), (4, False), (4, True), (8, False)}

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_cp.comm.all_gather import all_gather
+from lightning_cp.comm.all_gather import all_gather, start_all_gather, start_reduce_scatter
 from lightning_cp.comm.all_to_all import gather_heads, scatter_heads
 from lightning_cp.comm.reduce import all_sum
+from lightning_cp.comm.ring import start_transfer
 from lightning_cp.layout import HeadSplit
 from tests.pool import run_ranks
 
@@ -73,6 +74,53 @@ def gather_one_of_many(rank: int, world_size: int) -> torch.Tensor:
 def test_unused_shards_have_no_gradient() -> None:
     for rank, gradient in enumerate(run_ranks(3, gather_one_of_many)):
         assert torch.equal(gradient, torch.full((TOKENS, 3), float(rank == 1), dtype=torch.float64))
+
+
+def gather_and_scatter(rank: int, world_size: int) -> tuple[float, float]:
+    """This rank's share of <f(x), y> and of <x, f'(y)>; x is not contiguous."""
+    x = draw(rank, TOKENS, 6, DIM)[:, 1:4]
+    whole = start_all_gather(x, world()).wait()
+    every = [draw(source, TOKENS, 6, DIM)[:, 1:4] for source in range(world_size)]
+    assert torch.equal(whole, torch.cat(every))
+    back = start_reduce_scatter(whole, world()).wait()
+    torch.testing.assert_close(back, world_size * x, rtol=1e-15, atol=0)
+    y = draw(100 + rank, world_size * TOKENS, 6, DIM)[:, 1:4]
+    return dot(whole, y), dot(x, start_reduce_scatter(y, world()).wait())
+
+
+@pytest.mark.parametrize("world_size", [1, *SIZES])
+def test_gathering_keys_and_sending_gradients_home_are_adjoints(world_size: int) -> None:
+    check_adjoint(run_ranks(world_size, gather_and_scatter))
+
+
+def sum_of_ranks(rank: int, world_size: int) -> None:
+    """Each rank's part of the sum, in bits: added in rank order."""
+    parts = [draw(source, world_size, TOKENS) for source in range(world_size)]
+    total = start_reduce_scatter(parts[rank], world()).wait()
+    assert torch.equal(total, torch.stack([part[rank : rank + 1] for part in parts]).sum(0))
+
+
+def test_gradients_add_up_in_rank_order() -> None:
+    run_ranks(4, sum_of_ranks)
+
+
+def send_and_return(rank: int, world_size: int, hop: int) -> tuple[float, float]:
+    """Keys go hop ranks on, their gradients as many back: this rank's share of both products."""
+    ahead, behind = (rank + hop) % world_size, (rank - hop) % world_size
+    x, y = draw(rank, TOKENS, DIM), draw(100 + rank, TOKENS, DIM)
+    there = start_transfer(x, ahead, x.shape, behind, x, world()).wait()
+    home = start_transfer(y, behind, y.shape, ahead, y, world()).wait()
+    assert there is not None
+    assert home is not None
+    back = start_transfer(there, behind, x.shape, ahead, x, world()).wait()
+    assert back is not None
+    assert torch.equal(back, x)
+    return dot(there, y), dot(x, home)
+
+
+@pytest.mark.parametrize(("world_size", "hop"), [(2, 1), (3, 1), (3, 2), (4, 2), (8, 5)])
+def test_a_hop_and_the_way_home_are_adjoints(world_size: int, hop: int) -> None:
+    check_adjoint(run_ranks(world_size, send_and_return, hop))
 
 
 def head_ranges(num_heads: int, num_kv_heads: int, world_size: int) -> list[tuple[int, int]]:
