@@ -101,6 +101,7 @@ class Documents:
             ShapeError: a row has padding between tokens (a dense mask cannot be expressed), or values
                 other than 0 and 1 (an additive mask says the opposite).
         """
+        _require_values(mask, "padding mask")
         other = (mask != 0) & (mask != 1)
         if other.any():
             raise ShapeError(
@@ -193,14 +194,23 @@ def _check_intervals(row: Intervals, seq_len: int, index: int) -> None:
 
 
 def _int_array(values: IntsLike, name: str, ndim: int) -> npt.NDArray[np.int64]:
-    array = (
-        values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    )
+    if isinstance(values, torch.Tensor):
+        _require_values(values, name)
+        values = values.detach().cpu().numpy()
+    array = np.asarray(values)
     if not np.issubdtype(array.dtype, np.integer):
         raise ShapeError(f"{name} must hold integers (int32 or int64), got {array.dtype}.")
     if array.ndim != ndim:
         raise ShapeError(f"{name} must have {ndim} dimension(s), got shape {tuple(array.shape)}.")
     return array.astype(np.int64)
+
+
+def _require_values(x: torch.Tensor, name: str) -> None:
+    if x.is_meta:
+        raise ShapeError(
+            f"{name} of shape {tuple(x.shape)} on meta has no values: give it on a real device, cpu best "
+            "(documents are read there)."
+        )
 
 
 def _rows(values: torch.Tensor, name: str) -> npt.NDArray[np.int64]:

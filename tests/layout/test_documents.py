@@ -147,6 +147,18 @@ REFUSED: dict[str, tuple[Callable[[], Documents], str]] = {
         lambda: Documents.from_cu_seqlens([0, 4, 8], seq_len=9),
         "end at the sequence length 9, got 8 at index 2",
     ),
+    "cu device": (
+        lambda: Documents.from_cu_seqlens(torch.tensor([0, 4], device="meta")),
+        r"cu_seqlens of shape \(2,\) on meta has no values: give it on a real device, cpu best",
+    ),
+    "ids device": (
+        lambda: Documents.from_segment_ids(torch.ones(2, 4, dtype=torch.int64, device="meta")),
+        r"segment_ids of shape \(2, 4\) on meta has no values",
+    ),
+    "padding device": (
+        lambda: Documents.from_padding_mask(torch.ones(2, 4, device="meta")),
+        r"padding mask of shape \(2, 4\) on meta has no values",
+    ),
     "ids come back": (
         lambda: Documents.from_segment_ids(torch.tensor([[1, 1, 2, 2], [1, 2, 2, 1]])),
         "got id 1 in separate places of row 1",
