@@ -24,6 +24,7 @@ from lightning_cp.containers import tensors_of
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.labels import IGNORED_LABEL, shift
 from lightning_cp.layout import Documents, SequenceLayout
+from tests.layout.cases import layouts
 
 SIZES = [(1, 2), (2, 1), (2, 2), (4, 1), (3, 2), (1, 3)]
 """(ring, ulysses)."""
@@ -159,6 +160,36 @@ def test_positions_of_the_dataset_are_used() -> None:
     _, layout, parts = shards_of(batch, BatchRules(), 2, 2)
     assert all(part.batch["position_ids"] is part.position_ids for part in parts)
     assert torch.equal(layout.unshard([part.position_ids for part in parts]), positions)
+
+
+@pytest.mark.parametrize("kind", ["cut", "too long"])
+def test_positions_of_a_part_are_refused(kind: str) -> None:
+    """A rank's own ones, or one too many: the message says which are wanted."""
+    positions = torch.arange(LENGTH // 2 if kind == "cut" else LENGTH + 1).expand(ROWS, -1)
+    match = f"Give position_ids of the whole sequence, 0 to {LENGTH - 1} "
+    with pytest.raises(ShapeError, match=match):
+        read_batch(
+            {"input_ids": ids(), "position_ids": positions}, BatchRules(), needs_labels=False
+        )
+
+
+@given(layouts(), st.integers(0, 2**32), st.booleans())
+def test_positions_travel_with_their_tokens(layout: SequenceLayout, seed: int, own: bool) -> None:
+    """Whatever a token is called and wherever it goes, its own position is beside it."""
+    length, generator = layout.seq_len, torch.Generator().manual_seed(seed)
+    tokens = torch.stack([torch.randperm(length, generator=generator) for _ in range(ROWS)])
+    batch = {"input_ids": tokens} | ({"position_ids": (tokens * 7) % 11} if own else {})
+    whole = read_batch(batch, BatchRules(), needs_labels=False)
+    at = tokens.argsort(1)  # where a token is, by its name
+    seen = torch.zeros_like(tokens)
+    for rank in range(layout.cp_size):
+        part = shard_batch(whole, layout, rank, BatchRules())
+        real = layout.positions(rank) < length
+        local, positions = part.batch["input_ids"][:, real], part.position_ids[:, real]
+        assert torch.equal(positions, (local * 7) % 11 if own else at.gather(1, local))
+        assert not part.position_ids[:, ~real].any()
+        seen.scatter_add_(1, local, torch.ones_like(local))
+    assert bool((seen == 1).all())
 
 
 # -- containers and names ---------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def measured(grid: Grid, kernel: str) -> list[dict[str, float]]:
 @pytest.mark.parametrize("grid", EIGHT, ids=str)
 def test_eight_ranks_round_as_one_does(grid: Grid, kernel: str) -> None:
     eight, one = measured(grid, kernel), measured(SINGLE, kernel)
-    worst = dict.fromkeys(NAMES, 0.0)
+    worst: dict[str, float] = dict.fromkeys(NAMES, 0.0)
     for problem, many, alone in zip(PROBLEMS, eight, one, strict=True):
         for name in NAMES:
             assert alone[name] > 2**-10, (name, "bfloat16 has more error than that")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
@@ -99,6 +100,33 @@ def test_ulysses_bytes_are_the_heads_that_others_compute(case: Case, data: st.Da
         assert backward.all_to_all_bytes == tokens * (2 * outputs * ITEMSIZE + gradients * wire)
         calls = 0 if layout.ulysses_size == 1 else 3  # q, both of k and v, out
         assert forward.all_to_all_calls == backward.all_to_all_calls == calls
+
+
+@given(cases(), st.data())
+def test_gather_bytes_are_all_keys_to_all_others(case: Case, data: st.DataObject) -> None:
+    """Whoever needs them: K and V in both passes, in backward their gradients; a call for each stride."""
+    layout, plan = case.layout, case.plan
+    heads = data.draw(splits(layout.ulysses_size))
+    stride = data.draw(st.one_of(st.none(), st.integers(1, 5)))
+    sizes: dict[str, Any] = {"batch": BATCH, "head_dim": HEAD_DIM, "itemsize": ITEMSIZE}
+    for cp_rank in range(layout.cp_size):
+        kv = heads_of(heads, cp_rank % layout.ulysses_size)[1]
+        ring = attention_traffic(plan, heads, cp_rank, **sizes, accumulate_itemsize=WIDE)
+        gather = attention_traffic(
+            *(plan, heads, cp_rank),
+            **sizes,
+            accumulate_itemsize=WIDE,
+            exchange="all_gather",
+            kv_heads_per_gather=stride,
+        )
+        sent = sum(layout.ring_len * 2 * kv * PER_HEAD for _ in range(layout.ring_size - 1))
+        calls = 0 if layout.ring_size == 1 else len(range(0, kv, stride or kv))
+        for half, (over_ring, gathered) in enumerate(zip(ring, gather, strict=True)):
+            wanted = replace(over_ring, p2p_messages=0, p2p_bytes=0)
+            wanted += Traffic(all_gather_calls=calls, all_gather_bytes=sent * ITEMSIZE)
+            if half:
+                wanted += Traffic(reduce_scatter_calls=calls, reduce_scatter_bytes=sent * WIDE)
+            assert gathered == wanted
 
 
 def test_one_rank_sends_nothing() -> None:
