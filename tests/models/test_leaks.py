@@ -19,16 +19,17 @@ from tests.strategies.plain_llama import PlainLlama
 
 Sizes = dict[str, Any]
 SIZES: dict[str, Sizes] = {
-    "ring 2": {"ring_size": 2},
+    "ring 2": {"ring_size": 2, "layout": "zigzag"},
     "ulysses 2": {"ulysses_size": 2},
     "zigzag_llama3 2": {"ring_size": 2, "mode": "zigzag_llama3"},
-    "ring 4": {"ring_size": 4},
+    "ring 4": {"ring_size": 4, "layout": "zigzag"},
     "ring 4 balanced": {"ring_size": 4, "layout": "balanced"},
     "ulysses 4": {"ulysses_size": 4},
-    "hybrid 2x2": {"ring_size": 2, "ulysses_size": 2},
+    "hybrid 2x2": {"ring_size": 2, "ulysses_size": 2, "layout": "zigzag"},
     "zigzag_llama3 4": {
         "ring_size": 4,
         "mode": "zigzag_llama3",
+        "layout": "zigzag",
         "forward_execution": "fused",
     },
     "zigzag_llama3 2x2": {"ring_size": 2, "ulysses_size": 2, "mode": "zigzag_llama3"},
