@@ -6,6 +6,7 @@ float64; those of the token itself and of all behind it in its document change.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -36,8 +37,10 @@ SIZES: dict[str, Sizes] = {
 }
 CUTS = [[0, 5, 6, 30, LENGTH], [0, 18, LENGTH], [0, LENGTH]]
 """Of the packed rows in ``make_batch``."""
-CHANGED = [(0, 0), (0, 5), (0, 14), (0, 29), (1, 17), (1, 18), (2, 20)]
-"""(row, token): first, middle and last ones of documents."""
+ALONE = [[*range(30, LENGTH)], [*range(11)], [*range(7, LENGTH)]]
+"""Padding of its padded rows: each token sees itself at most."""
+CHANGED = [(0, 0), (0, 5), (0, 14), (0, 29), (1, 10), (1, 17), (1, 18), (2, 6), (2, 20)]
+"""(row, token): first, middle and last ones of documents, and padding."""
 
 
 def started(name: str, model: Any, sizes: Sizes) -> ContextParallelCore:
@@ -53,14 +56,14 @@ def started(name: str, model: Any, sizes: Sizes) -> ContextParallelCore:
     return core
 
 
-def case_of(packed: bool) -> Case:
-    return Case(batch="packed" if packed else "plain", use_cache=not packed)
+def case_of(rows: str) -> Case:
+    return Case(batch=rows, use_cache=rows != "packed")
 
 
-def make(name: str, packed: bool) -> Any:
+def make(name: str, rows: str) -> Any:
     """A Llama of Hugging Face, or one in plain PyTorch, in float64."""
     if name == "hf":
-        return make_model(case_of(packed))
+        return make_model(case_of(rows))
     torch.manual_seed(3)
     return PlainLlama(VOCAB, num_heads=4, num_kv_heads=2).double()
 
@@ -70,7 +73,7 @@ def logits_of(name: str, model: Any, core: ContextParallelCore, batch: Any) -> t
     local = core.shard(batch, needs_labels=True)
     core.begin_step()
     if name == "hf":
-        given = {"position_ids": local["position_ids"]} if "position_ids" in batch else {}
+        given = {x: local[x] for x in ("position_ids", "attention_mask") if x in batch}
         logits = model(input_ids=local["input_ids"], **given).logits
     else:
         logits = model(local["input_ids"], local["position_ids"])
@@ -81,11 +84,11 @@ def logits_of(name: str, model: Any, core: ContextParallelCore, batch: Any) -> t
 
 
 def forward_all(
-    rank: int, world_size: int, name: str, packed: bool, sizes: Sizes
+    rank: int, world_size: int, name: str, rows: str, sizes: Sizes
 ) -> list[torch.Tensor]:
     """Logits as they are, then with one token changed at a time."""
-    model, batch = make(name, packed), make_batch(case_of(packed))
-    if packed and name == "plain":  # sees documents by these, not by what it is given
+    model, batch = make(name, rows), make_batch(case_of(rows))
+    if rows == "packed" and name == "plain":  # sees documents by these, not by what it is given
         batch["cu_seqlens"] = padded_cuts()
     core = started(name, model, sizes)
     try:
@@ -105,25 +108,31 @@ def padded_cuts() -> torch.Tensor:
     return torch.tensor([[*cuts, *[LENGTH] * (most - len(cuts))] for cuts in CUTS])
 
 
-def may_see(packed: bool, row: int, token: int) -> torch.Tensor:
+def may_see(rows: str, row: int, token: int) -> torch.Tensor:
     """bool [ROWS, LENGTH]: tokens that may see the one that changed."""
-    cuts = CUTS[row] if packed else [0, LENGTH]
+    cuts = {"plain": [0, LENGTH], "packed": CUTS[row], "both": [0, LENGTH]}[rows]
     end = min(cut for cut in cuts if cut > token)
     seen = torch.zeros(ROWS, LENGTH, dtype=torch.bool)
     seen[row, token:end] = True
+    if rows == "both":
+        alone = token in ALONE[row]
+        seen[row, ALONE[row]] = False
+        seen[row] &= not alone
+        seen[row, token] = True
     return seen
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", ["hf", "plain"])
-def test_a_token_changes_nothing_that_may_not_see_it(name: str, size: str, packed: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [*product(("hf", "plain"), ("plain", "packed")), ("hf", "both")],
+)
+def test_a_token_changes_nothing_that_may_not_see_it(name: str, size: str, rows: str) -> None:
     sizes = SIZES[size]
     world_size = sizes.get("ring_size", 1) * sizes.get("ulysses_size", 1)
-    for before, *rest in run_ranks(world_size, forward_all, name, packed, sizes):
+    for before, *rest in run_ranks(world_size, forward_all, name, rows, sizes):
         assert before.dtype == torch.float64
         for (row, token), after in zip(CHANGED, rest, strict=True):
             differ = (before != after).any(-1)
-            seen = may_see(packed, row, token)
-            assert not (differ & ~seen).any(), (row, token)
-            assert torch.equal(differ, seen), (row, token)
+            seen = may_see(rows, row, token)
+            assert torch.equal(differ, seen), (row, token, (differ & ~seen).nonzero())
