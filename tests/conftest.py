@@ -10,7 +10,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests import pool
 
@@ -25,6 +25,10 @@ if not torch.cuda.is_available():
 # Nothing that depends on how busy the machine is: no deadline, no check of the generating speed.
 settings.register_profile(
     "suite", max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+# For tests.mutants: that an example fails is enough, the simplest one takes long to find.
+settings.register_profile(
+    "any_failure", settings.get_profile("suite"), phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile("suite")
 

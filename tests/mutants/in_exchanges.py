@@ -1,0 +1,185 @@
+"""Mistakes in how tensors travel: ring, Ulysses and all-gather, forward and backward."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+from tests.mutants.selections import modes, moved, sends
+
+RING = "lightning_cp/attention/ring.py"
+GATHER = "lightning_cp/attention/all_gather.py"
+ULYSSES = "lightning_cp/attention/ulysses.py"
+COMM_GATHER = "lightning_cp/comm/all_gather.py"
+ALL_TO_ALL = "lightning_cp/comm/all_to_all.py"
+
+RING_2 = modes("ring 2 zigzag")
+GATHER_2 = modes("gather 2 zigzag two_kernel/two_kernel 1")
+
+EXCHANGE_MUTANTS = (
+    Mutant(
+        "keys and values swapped",
+        ULYSSES,
+        "return kv[:, :, 0::2], kv[:, :, 1::2]",
+        "return kv[:, :, 1::2], kv[:, :, 0::2]",
+        (modes("ulysses 2"),),
+        "Shapes are equal, and a model learns something anyway.",
+    ),
+    Mutant(
+        "last hop skipped",
+        RING,
+        "        if tiles:\n            k, v = kernel_keys",
+        "        if tiles and hop.index + 1 < len(plan.hops):\n            k, v = kernel_keys",
+        (modes("ring 3 zigzag"),),
+        "Queries miss the keys of one rank: a slightly worse model.",
+    ),
+    Mutant(
+        "gradients of keys stay abroad",
+        RING,
+        "self._dkv[start:end] += part",
+        "self._dkv[start:end] += torch.zeros_like(part)",
+        (RING_2,),
+        "The loss is right; keys learn from local queries only.",
+    ),
+    Mutant(
+        "keys used before they arrive",
+        RING,
+        "arrived = self._pending.wait() if self._pending is not None else None",
+        "arrived = self._pending._received if self._pending is not None else None",
+        (moved("ring 3 zigzag-torch.float64"),),
+        "Right on a fast network, garbage on a slow one.",
+    ),
+    Mutant(
+        "gradients overwritten while they are sent",
+        RING,
+        "        home.leave(hop, into)",
+        "        home.leave(hop, into)\n        into.mul_(float(hop.index == 0))",
+        (moved("ring 3 zigzag-torch.float64"),),
+        "A buffer that is used again before its transfer has ended; seldom seen.",
+    ),
+    Mutant(
+        "send buffer given up",
+        "lightning_cp/comm/ring.py",
+        "return Transfer(received, send, works)",
+        "return Transfer(received, None, works)",
+        ("tests/comm/test_transfers.py::test_a_send_buffer_lives_until_it_was_waited_for",),
+        "The allocator hands the memory out while it is being sent.",
+    ),
+    Mutant(
+        "send buffer of an all-to-all given up",
+        ALL_TO_ALL,
+        "return Pending(received, send, work)",
+        "return Pending(received, None, work)",
+        (
+            "tests/comm/test_transfers.py::test_the_buffer_of_an_all_to_all_lives_until_it_was_waited_for",
+        ),
+        "Likewise, over Ulysses.",
+    ),
+    Mutant(
+        "group of the wrong axis",
+        RING,
+        "group = self._plan.mesh.group(Axis.RING)",
+        "group = self._plan.mesh.group(Axis.ULYSSES)",
+        (modes("hybrid 2x2 zigzag"),),
+        "With equal sizes keys go to ranks with other heads, and nothing complains.",
+    ),
+    Mutant(
+        "gradients travel in the dtype of the inputs",
+        RING,
+        "dtype = accumulate_dtype(q_TBHD.dtype)\n    dq_BLHD",
+        "dtype = q_TBHD.dtype\n    dq_BLHD",
+        (sends("ring 2 zigzag"),),
+        "Half the bytes, and an error that grows with the ring.",
+    ),
+    Mutant(
+        "shared gradients rounded before they are summed",
+        ULYSSES,
+        "wire = dkv_TBKD if plan.heads.shares_kv else dkv_TBKD.to(dtype)",
+        "wire = dkv_TBKD.to(dtype)",
+        (sends("ulysses 2"),),
+        "K/V heads that ranks share are rounded once per rank.",
+    ),
+    Mutant(
+        "gradients of shared heads overwritten",
+        ALL_TO_ALL,
+        "gathered[:, :, first:fresh] += part",
+        "gathered[:, :, first:fresh] = part",
+        ("tests/comm/test_collectives.py::test_heads_are_scattered_and_gathered_by_adjoints",),
+        "With fewer K/V heads than ranks only one rank's queries teach them.",
+    ),
+    Mutant(
+        "heads of a slice sent as they lie",
+        COMM_GATHER,
+        "    x = x.contiguous()\n    if group.size() == 1:",
+        "    if group.size() == 1:",
+        (GATHER_2,),
+        "A collective reads dense memory: other heads' numbers.",
+    ),
+    Mutant(
+        "gradients of overlapping slices overwritten",
+        GATHER,
+        "part += copy  # slices overlap",
+        "part.copy_(copy)  # slices overlap",
+        (modes("gather 2 zigzag fused/fused 2"),),
+        "Keys that both chunks see learn from the late one only.",
+    ),
+    Mutant(
+        "wrong head block gathered",
+        GATHER,
+        "kv_TBKD[:, :, 2 * block.kv[0] : 2 * block.kv[1]] for block in blocks",
+        "kv_TBKD[:, :, : 2 * (block.kv[1] - block.kv[0])] for block in blocks",
+        (GATHER_2,),
+        "All heads attend to the first heads' keys; right when gathered at once.",
+    ),
+    Mutant(
+        "gradients go home in sequence order",
+        GATHER,
+        "if len(self._order) == 1:",
+        "if len(self._order):",
+        (GATHER_2,),
+        "The forward is right; keys get gradients of other positions.",
+    ),
+    Mutant(
+        "own gradients only",
+        COMM_GATHER,
+        "return x.unflatten(0, (ranks, -1)).sum(0)",
+        "return x.unflatten(0, (ranks, -1))[0]",
+        (GATHER_2,),
+        "Keys learn from the queries of one rank.",
+    ),
+    Mutant(
+        "slopes of the first Ulysses rank",
+        "lightning_cp/attention/plan.py",
+        "scores = every.of_heads(*heads.q_range(mesh.ulysses_rank))",
+        "scores = every.of_heads(*heads.q_range(0))",
+        (modes("ulysses 2", "reference"),),
+        "Heads of other ranks get the biases of the first heads.",
+    ),
+    Mutant(
+        "sinks of the first Ulysses rank",
+        "lightning_cp/attention/plan.py",
+        "first, last = self.heads.q_range(self.ulysses_rank)",
+        "first, last = self.heads.q_range(0)",
+        (modes("ulysses 2"),),
+        "Likewise.",
+    ),
+    Mutant(
+        "sink gradient dropped",
+        "lightning_cp/attention/function.py",
+        "dsinks = sink_gradients(dout, out, lse, sinks, plan.heads, plan.ulysses_rank)",
+        "dsinks = torch.zeros_like(sinks)",
+        (RING_2,),
+        "Sinks never learn.",
+    ),
+    Mutant(
+        "agreement after data has moved",
+        "lightning_cp/attention/api.py",
+        "    if mesh.cp_size > 1 and not agreed:",
+        "    if plan is not None:\n"
+        "        attend(q_BLHD, k_BLKD, v_BLKD, plan)\n"
+        "    if mesh.cp_size > 1 and not agreed:",
+        (
+            "tests/attention/test_agreement.py::"
+            "test_a_different_call_is_named_on_every_rank[kernel-ring 2 zigzag]",
+        ),
+        "Ranks that disagree exchange garbage, or wait for each other, before they could tell.",
+    ),
+)
