@@ -102,6 +102,23 @@ def test_accumulator_takes_a_whole_first_result_as_it_is() -> None:
     assert state.result(torch.float32)[0].data_ptr() == out.data_ptr()
 
 
+def test_accumulator_widens_a_first_result_of_lower_precision() -> None:
+    """Merged into bfloat16, every hop would round the output again."""
+    state = Accumulator(torch.empty(2, 5, 3, 2), torch.float32)
+    first, lse = results(2, 5)
+    rounded = first.bfloat16()
+    want, want_lse = rounded.float(), lse.clone()
+    state.add(ALL_ROWS, 0, rounded, lse.clone())
+    for seed in (6, 7):
+        out, lse = (x[:, :5] if x.dim() == 4 else x[..., :5] for x in results(2, seed))
+        state.add(ALL_ROWS, 0, out, lse)
+        merge(want, want_lse, out, lse)
+    got, got_lse = state.result(torch.float32)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, want)
+    assert torch.equal(got_lse, want_lse)
+
+
 def test_accumulator_places_rows_and_queries() -> None:
     state = Accumulator(torch.empty(2, 5, 3, 2), torch.float32)
     out, lse = results(1, 2)

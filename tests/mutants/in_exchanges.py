@@ -40,14 +40,6 @@ EXCHANGE_MUTANTS = (
         "The loss is right; keys learn from local queries only.",
     ),
     Mutant(
-        "keys used before they arrive",
-        RING,
-        "arrived = self._pending.wait() if self._pending is not None else None",
-        "arrived = self._pending._received if self._pending is not None else None",
-        (moved("ring 3 zigzag-torch.float64"),),
-        "Right on a fast network, garbage on a slow one.",
-    ),
-    Mutant(
         "gradients overwritten while they are sent",
         RING,
         "        home.leave(hop, into)",
