@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_cp.comm.all_gather import PendingShards, start_all_gather, start_reduce_scatter
 from lightning_cp.comm.all_to_all import scatter_heads
 from lightning_cp.comm.ring import start_transfer
 from tests.pool import run_ranks
+
+Start = Callable[[torch.Tensor, dist.ProcessGroup], PendingShards]
 
 
 def world() -> dist.ProcessGroup:
@@ -94,3 +98,32 @@ def hold_scattered(rank: int, world_size: int) -> None:
 
 def test_the_buffer_of_an_all_to_all_lives_until_it_was_waited_for() -> None:
     run_ranks(1, hold_scattered)
+
+
+def hold_shards(rank: int, world_size: int, start: Start, collectives: list[str]) -> None:
+    sent: list[weakref.ref[torch.Tensor]] = []
+
+    def post(received: torch.Tensor, send: torch.Tensor, **_: object) -> Unfinished:
+        assert send.is_contiguous(), "NCCL takes dense memory only, whatever gloo does"
+        sent.append(weakref.ref(send))
+        return Unfinished()
+
+    heads_of_a_slice = torch.ones(2 * world_size, 2, 4)[:, :, 2:]
+    patches = {name: post for name in collectives if hasattr(dist, name)}
+    with mock.patch.multiple(dist, **patches):
+        pending = start(heads_of_a_slice, world())
+    assert sent[0]() is not None, "the send buffer was given up while the collective was under way"
+    pending.wait()
+    assert sent[0]() is None, "the send buffer is kept after the collective"
+
+
+@pytest.mark.parametrize(
+    ("start", "collectives"),
+    [
+        (start_all_gather, ["all_gather_single", "all_gather_into_tensor"]),
+        (start_reduce_scatter, ["all_to_all_single"]),
+    ],
+    ids=["all_gather", "reduce_scatter"],
+)
+def test_shards_are_sent_from_dense_memory_that_lives(start: Start, collectives: list[str]) -> None:
+    run_ranks(2, hold_shards, start, collectives)

@@ -11,6 +11,7 @@ ULYSSES = "lightning_cp/attention/ulysses.py"
 COMM_GATHER = "lightning_cp/comm/all_gather.py"
 ALL_TO_ALL = "lightning_cp/comm/all_to_all.py"
 
+SHARDS = "tests/comm/test_transfers.py::test_shards_are_sent_from_dense_memory_that_lives"
 RING_2 = modes("ring 2 zigzag")
 GATHER_2 = modes("gather 2 zigzag two_kernel/two_kernel 1")
 
@@ -102,8 +103,16 @@ EXCHANGE_MUTANTS = (
         COMM_GATHER,
         "    x = x.contiguous()\n    if group.size() == 1:",
         "    if group.size() == 1:",
-        (GATHER_2,),
-        "A collective reads dense memory: other heads' numbers.",
+        (f"{SHARDS}[all_gather]",),
+        "gloo copies them by itself, NCCL takes dense memory only.",
+    ),
+    Mutant(
+        "send buffer of a reduce-scatter given up",
+        COMM_GATHER,
+        "return PendingShards(received, x, work, lambda",
+        "return PendingShards(received, received, work, lambda",
+        (f"{SHARDS}[reduce_scatter]",),
+        "The allocator hands the gradients' memory out while they are being sent.",
     ),
     Mutant(
         "gradients of overlapping slices overwritten",
