@@ -109,8 +109,10 @@ def hold_shards(rank: int, world_size: int, start: Start, collectives: list[str]
         return Unfinished()
 
     heads_of_a_slice = torch.ones(2 * world_size, 2, 4)[:, :, 2:]
-    patches = {name: post for name in collectives if hasattr(dist, name)}
-    with mock.patch.multiple(dist, **patches):
+    with pytest.MonkeyPatch.context() as patch:
+        for name in collectives:
+            if hasattr(dist, name):
+                patch.setattr(dist, name, post)
         pending = start(heads_of_a_slice, world())
     assert sent[0]() is not None, "the send buffer was given up while the collective was under way"
     pending.wait()

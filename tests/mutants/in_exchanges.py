@@ -183,4 +183,23 @@ EXCHANGE_MUTANTS = (
         ),
         "Ranks that disagree exchange garbage, or wait for each other, before they could tell.",
     ),
+    Mutant(
+        "kept results replayed from the first layer",
+        "lightning_cp/attention/keep.py",
+        "self._next += 1",
+        "self._next += 0",
+        (
+            "tests/attention/test_keep.py::"
+            "test_every_way_gives_the_same_bits[ring 2 zigzag-reference-2-1]",
+        ),
+        "With checkpointing every layer's gradients come from the first layer's attention.",
+    ),
+    Mutant(
+        "windows delegated to ring-flash-attn",
+        "lightning_cp/attention/delegate.py",
+        "if spec.window != (-1, -1):",
+        "if len(spec.window) != 2:",
+        ("tests/attention/test_ring_flash_attn.py::test_refused_by_name[window]",),
+        "It applies the window to each hop by itself: other tokens are seen, or NaN.",
+    ),
 )

@@ -14,7 +14,7 @@ import pytest
 
 from tests.mutants.__main__ import main
 from tests.mutants.mutant import Mutant, StaleMutantError
-from tests.mutants.run import ROOT, TestRun, judge
+from tests.mutants.run import ROOT, TestRun, Verdict, judge
 from tests.mutants.table import MUTANTS, sample, seed_of_today
 
 QUICK = Mutant(
@@ -72,8 +72,6 @@ def test_the_script_tells_what_became_of_a_mutant(
     named = {outcome: replace(mutant, name=outcome) for outcome, mutant in mutants.items()}
     broken = replace(QUICK, name="broken", tests=("tests/layout/test_heads.py::no_such_test",))
     monkeypatch.setattr("tests.mutants.__main__.MUTANTS", {**named, "broken": broken})
-    monkeypatch.setattr(sys, "argv", ["tests.mutants", "killed"])
-    assert main() == 0
     monkeypatch.setattr(sys, "argv", ["tests.mutants"])
     assert main() == 1
     lines = capsys.readouterr().out.splitlines()
@@ -81,6 +79,22 @@ def test_the_script_tells_what_became_of_a_mutant(
         assert any(line.startswith(f"{outcome:8} {outcome} (") for line in lines), lines
     assert any(line.startswith("error    broken (") for line in lines), lines
     assert lines[-1] == "1 of 5 mutants killed"
+
+
+def test_the_script_succeeds_if_all_are_killed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def kill(mutants: Sequence[Mutant]) -> list[Verdict]:
+        return [Verdict(mutant, "killed") for mutant in mutants]
+
+    monkeypatch.setattr("tests.mutants.__main__.judge", kill)
+    monkeypatch.setattr(sys, "argv", ["tests.mutants", "--sample", "2", "--seed", "x"])
+    assert main() == 0
+    assert capsys.readouterr().out.startswith("seed x\nkilled   ")
+    monkeypatch.setattr(sys, "argv", ["tests.mutants", "no such mutant"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "no such mutant: 'no such mutant'" in capsys.readouterr().err
 
 
 def test_a_sample_follows_its_seed() -> None:
