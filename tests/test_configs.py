@@ -107,11 +107,13 @@ def test_the_mode_matrix_is_made_of_runs_that_compose_and_instantiate() -> None:
         sizes[name] = (config.trainer.devices, heads)
         if not name.startswith("baseline"):
             ulysses, ring = config.strategy.ulysses_size, config.strategy.ring_size
-            assert (name, ulysses * ring) == (f"{ulysses}x{ring}", config.trainer.devices)
+            shape = name.removeprefix("gather_")
+            assert (shape, ulysses * ring) == (f"{ulysses}x{ring}", config.trainer.devices)
             assert heads % ulysses == 0
     assert sizes.pop("baseline") == (1, 8)
     assert sizes.pop("baseline_9_heads") == (1, 9)
-    assert set(sizes) == {"3x1", "1x4", "3x2", "4x2", "2x4", "8x1", "1x8"}
+    gathers = {"gather_1x4", "gather_2x2"}
+    assert set(sizes) == {"3x1", "1x4", "3x2", "4x2", "2x4", "8x1", "1x8"} | gathers
 
 
 def test_strategies_that_run_one_process_or_several() -> None:

@@ -68,6 +68,9 @@ def context_parallel_attention(
     spec: AttentionSpec | None = None,
     exchange: str = "ring",
     kernel: str = "auto",
+    forward_execution: str = "two_kernel",
+    backward_execution: str = "two_kernel",
+    kv_heads_per_gather: int | None = 1,
     return_lse: bool = False,
     return_max_logits: Literal[True],
 ) -> tuple[torch.Tensor, ...]: ...
@@ -161,6 +164,7 @@ def attend(
     Returns:
         ``out``; with more to return, a tuple of it, the lse, and the plan's largest scores.
     """
+    q_BLHD = -q_BLHD if plan.negative else q_BLHD
     stash = current_stash()
     with torch.autocast(q_BLHD.device.type, enabled=False):  # kernels choose their own precision
         out, lse, peak = ContextParallelAttention.apply(  # type: ignore[misc]

@@ -9,6 +9,10 @@ from lightning_cp.layout.gathered import EXECUTIONS
 
 EXCHANGES = ("ring", "all_gather", "ring_flash_attn")
 
+GATHER = (
+    "Use exchange='all_gather' (mode='zigzag_llama3' of the strategies), or leave the setting out."
+)
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -24,7 +28,7 @@ class Exchange:
             ``None`` gathers all heads at once.
 
     Raises:
-        ConfigError: a value that does not exist.
+        ConfigError: a value that does not exist, or that the exchange has no use for.
     """
 
     name: str = "ring"
@@ -41,6 +45,22 @@ class Exchange:
             raise ConfigError(
                 f"kv_heads_per_gather must be an integer of at least 1, or None for all heads at once, "
                 f"got {heads!r}."
+            )
+        self._refuse_what_does_nothing()
+
+    def _refuse_what_does_nothing(self) -> None:
+        if self.name == "all_gather":
+            return
+        for name in ("forward", "backward"):
+            if getattr(self, name) != "two_kernel":
+                raise ConfigError(
+                    f"{name}_execution={getattr(self, name)!r} says how gathered keys are attended to, but "
+                    f"exchange={self.name!r} gathers none. {GATHER}"
+                )
+        if self.kv_heads_per_gather != 1:
+            raise ConfigError(
+                f"kv_heads_per_gather={self.kv_heads_per_gather} says how many K/V heads are gathered at a "
+                f"time, but exchange={self.name!r} gathers none. {GATHER}"
             )
 
 

@@ -42,6 +42,9 @@ class AttentionPlan:
     exchange: Exchange = DEFAULT_EXCHANGE
     sinks: torch.Tensor | None = None
     """[H], of all query heads."""
+    negative: bool = False
+    """The scale is below 0. Operators mask before they scale, which would turn -inf into +inf: so the
+    queries change their sign instead."""
     delegate: Delegate | None = None
     """What computes the ring instead of us; with ``exchange="ring_flash_attn"``."""
 
@@ -106,14 +109,17 @@ def make_plan(
     whole = schedule(layout, None, spec.mask)
     request = request_of(q_BLHD, spec, max_logits=max_logits)
     scale = spec.scale(q_BLHD.shape[3])
-    every = Scores(scale, spec.mask, float(spec.softcap), spec.alibi_slopes, max_logits)
+    every = Scores(abs(scale), spec.mask, float(spec.softcap), spec.alibi_slopes, max_logits)
     scores = every.of_heads(*heads.q_range(mesh.ulysses_rank))
     theirs: Delegate | None = None
     if exchange.name == "ring_flash_attn":
         theirs = delegate(q_BLHD, layout, spec, kernel, max_logits=max_logits)
         kernel = "auto"  # not called
     chosen = _select(kernel, request)
-    return AttentionPlan(mesh, heads, whole, scores, request, chosen, exchange, spec.sinks, theirs)
+    sinks, negative = spec.sinks, scale < 0
+    return AttentionPlan(
+        *(mesh, heads, whole, scores, request, chosen, exchange), sinks, negative, theirs
+    )
 
 
 def request_of(q_BLHD: torch.Tensor, spec: AttentionSpec, *, max_logits: bool = False) -> Request:

@@ -45,8 +45,10 @@ class AttentionSpec:
                 "to 0.0 (dropout elsewhere in the model is fine)."
             )
         scale = self.softmax_scale
-        if scale is not None and (scale == 0 or not math.isfinite(scale)):
-            raise ConfigError(f"softmax_scale must be finite and not 0, got {scale}.")
+        if scale is not None and (
+            isinstance(scale, bool) or scale == 0 or not math.isfinite(scale)
+        ):
+            raise ConfigError(f"softmax_scale must be a finite number and not 0, got {scale}.")
         if not math.isfinite(self.softcap) or self.softcap < 0:
             raise ConfigError(f"softcap must be 0.0 (off) or positive, got {self.softcap}.")
         if self.alibi_slopes is not None and self.alibi_slopes.requires_grad:

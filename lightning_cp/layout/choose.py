@@ -108,7 +108,7 @@ def explain_layout(
         return LayoutChoice(contiguous, "one ring rank")
     documents = documents or Documents.single(seq_len)
     if documents.is_dense and mask.left >= seq_len - 1:
-        if mask.right == 0:
+        if mask.right == 0 and (padding or zigzag.padded_len == seq_len):
             return LayoutChoice(zigzag, "one causal document")
         if mask.right >= seq_len - 1:
             return LayoutChoice(contiguous, "one document that every query sees")

@@ -28,9 +28,9 @@ class Mask:
     def __post_init__(self) -> None:
         # Configs give lists, which have no hash and equal no tuple.
         object.__setattr__(self, "window", tuple(self.window))
-        if len(self.window) != 2 or any(side < -1 for side in self.window):
+        if len(self.window) != 2 or any(type(side) is not int or side < -1 for side in self.window):
             raise ConfigError(
-                f"window must be (left, right) distances of at least 0, or -1 for unbounded, "
+                f"window must be (left, right) whole distances of at least 0, or -1 for unbounded, "
                 f"got {self.window}."
             )
 

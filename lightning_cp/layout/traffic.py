@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from operator import add
 
+from lightning_cp.errors import ConfigError
 from lightning_cp.layout.heads import HeadSplit
 from lightning_cp.layout.tiles import Schedule
 
@@ -70,12 +71,19 @@ def attention_traffic(
         accumulate_itemsize: bytes per entry of accumulated gradients (4, or 8 for float64).
         exchange: ``ring`` or ``all_gather``.
         kv_heads_per_gather: of ``all_gather``.
+
+    Raises:
+        ConfigError: another exchange.
     """
     ring_rank, ulysses_rank = divmod(cp_rank, heads.ulysses_size)
     per_head = batch * head_dim
     per_key = 2 * heads.num_local_kv(ulysses_rank) * per_head
     if exchange == "ring":
         over_ring = _ring(plan, ring_rank, per_key, itemsize, accumulate_itemsize)
+    elif exchange != "all_gather":
+        raise ConfigError(
+            f"what exchange={exchange!r} sends is another library's, and not counted."
+        )
     else:
         calls = len(heads.blocks(ulysses_rank, kv_heads_per_gather))
         over_ring = _all_gather(plan, calls, per_key, itemsize, accumulate_itemsize)

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_cp.attention.api import attend
 from lightning_cp.attention.exchange import Exchange
-from lightning_cp.attention.plan import make_plan
+from lightning_cp.attention.plan import AttentionPlan, make_plan, request_of
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.comm.agreement import agree
 from lightning_cp.errors import ConfigError
@@ -123,16 +123,39 @@ class SwapHandle:
         state = self.state
         assert state is not None
         q, k, v = _autocast(q_BLHD, k_BLKD, v_BLKD)
-        plan = make_plan(
-            *(q, k, v), self.mesh, state.layout, spec, self.kernel, exchange=self.exchange
-        )
-        self.requests[plan.request] = None
+        plan = self._plan(q, k, v, spec, state.layout)
         out = attend(q, k, v, plan)
         assert isinstance(out, torch.Tensor)
         if out.requires_grad:
             out.register_hook(state.note_gradient)
         state.calls += 1
         return out
+
+    def _plan(
+        self,
+        q_BLHD: torch.Tensor,
+        k_BLKD: torch.Tensor,
+        v_BLKD: torch.Tensor,
+        spec: AttentionSpec,
+        layout: SequenceLayout,
+    ) -> AttentionPlan:
+        """How a call is executed; ranks agree on each kind of it once, that all of them can.
+
+        What is missing may differ between nodes: packages, the compute capability of a GPU.
+        """
+
+        def plan() -> AttentionPlan:
+            return make_plan(
+                *(q_BLHD, k_BLKD, v_BLKD, self.mesh, layout, spec, self.kernel),
+                exchange=self.exchange,
+            )
+
+        request = request_of(q_BLHD, spec)
+        if request in self.requests:
+            return plan()
+        made = self.agreed("an attention call", plan)
+        self.requests[request] = None
+        return made
 
     def agreed(self, what: str, check: Callable[[], T]) -> T:
         """Run a check that this rank's own tokens decide; every rank of the cp group must come here.

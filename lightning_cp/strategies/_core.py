@@ -89,6 +89,10 @@ class ContextParallelCore(StepValues):
     def explain(self) -> str:
         """Which kernel each kind of attention call got so far, and why each other one did not."""
         kernel = self.settings.kernel
+        if self.settings.exchange == "ring_flash_attn":
+            return (
+                "exchange='ring_flash_attn': that package computes attention, with its own kernels"
+            )
         lines = [explain_kernels(kernel, request) for request in self._requests]
         return "\n".join(lines) or "no attention call came through context parallelism yet"
 

@@ -67,15 +67,7 @@ def check_exchange(settings: Settings) -> None:
             f"mode={GATHERING_MODE!r} is a ring axis with exchange='all_gather', got "
             f"exchange={settings.exchange!r}. Leave one of them out."
         )
-    if settings.attention_exchange.name == "all_gather":
-        return
-    for name in ("forward_execution", "backward_execution"):
-        if getattr(settings, name) != "two_kernel":
-            raise ConfigError(
-                f"{name}={getattr(settings, name)!r} says how gathered keys are attended to, but "
-                f"exchange={settings.exchange!r} gathers none. Use mode={GATHERING_MODE!r} (or "
-                "exchange='all_gather'), or leave it out."
-            )
+    _ = settings.attention_exchange  # refuses what it has no use for
 
 
 def check_factors(settings: Settings, factors: Factors, cp_size: int, heads: int | None) -> None:
@@ -109,6 +101,11 @@ def check_factors(settings: Settings, factors: Factors, cp_size: int, heads: int
             f"mode={GATHERING_MODE!r} gathers keys over the ring axis, but "
             f"ulysses_size={factors.ulysses_size} leaves a ring of 1 of {cp_size} ranks. Use a smaller "
             "ulysses_size, or mode='ulysses'."
+        )
+    if settings.exchange == "ring_flash_attn" and factors.ring_size == 1 < cp_size:
+        raise ConfigError(
+            f"exchange='ring_flash_attn' needs a ring, but Ulysses takes all {cp_size} ranks. Use "
+            "mode='ring', or a smaller ulysses_size."
         )
     if heads is not None and heads % factors.ulysses_size:
         works = [n for n in divisors(cp_size) if heads % n == 0]

@@ -103,3 +103,16 @@ def test_equals_dense_in_every_combination(grid: Grid, kernel: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_one_rank_equals_dense(kernel: str) -> None:
     check(default_cells(SINGLE, kernel), SINGLE, kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("grid", [SINGLE, Grid(1, 2), Grid(2, 2)], ids=str)
+def test_a_negative_scale(grid: Grid, kernel: str) -> None:
+    """Operators that mask before they scale would let the masked keys in, or return NaN."""
+    heads = HEADS[grid.ulysses]["gqa"]
+    cells = [
+        Problem(heads, name, causal, scale=-0.3)
+        for name in ("dense", "rows")
+        for causal in MASKS.values()
+    ]
+    check(cells, grid, kernel)

@@ -78,7 +78,10 @@ def test_the_mode_matrix_agrees(tmp_path: Path) -> None:
     assert [results.pop(name)["result"] for name in ("baseline", "baseline_9_heads")] == [
         "baseline"
     ] * 2
-    assert set(results) == {"3x1", "1x4", "3x2", "4x2", "2x4", "8x1", "1x8"}
+    assert set(results) == {
+        *("3x1", "1x4", "3x2", "4x2", "2x4", "8x1", "1x8"),
+        *("gather_1x4", "gather_2x2"),
+    }
     assert {row["result"] for row in results.values()} == {"pass"}
     assert results["3x2"]["baseline"] == "baseline_9_heads"
 

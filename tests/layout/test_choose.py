@@ -132,6 +132,12 @@ def test_without_padding_only_what_divides() -> None:
         choose_layout(1041, 8, 1, odd, padding=False).require_unpadded()
 
 
+def test_without_padding_a_length_that_only_contiguous_divides() -> None:
+    assert choose_layout(20, 4).kind == "zigzag"
+    assert choose_layout(20, 4, padding=False).kind == "contiguous"
+    choose_layout(20, 4, padding=False).require_unpadded()
+
+
 def test_padding_on_one_side_is_no_plain_document() -> None:
     """The late third of the rows is padding: zigzag would leave half of the ranks with less."""
     padded = Documents([np.array([[0, 40_000]])], 60_000)

@@ -123,6 +123,10 @@ def fit(
             "forward_execution='fused' says how gathered keys .* but exchange='ring' gathers none.*"
             "mode='zigzag_llama3'",
         ),
+        (
+            {"kv_heads_per_gather": 2},
+            "kv_heads_per_gather=2 says how many .* exchange='ring' gathers",
+        ),
         ({"mode": "hybrid", "backward_execution": "fused"}, "backward_execution='fused' says how"),
         ({"kv_heads_per_gather": 0}, "kv_heads_per_gather must be an integer of at least 1, got 0"),
         (
@@ -191,6 +195,7 @@ def fit_with(rank: int, world_size: int, settings: dict[str, Any]) -> None:
         (4, {"mode": "ulysses", "ulysses_size": 2}, "mode='ulysses' uses one axis only"),
         (4, {"mode": "ring", "ring_size": 2}, "mode='ring' uses one axis only"),
         (4, {"mode": "zigzag_llama3", "ulysses_size": 4}, "leaves a ring of 1 of 4 ranks"),
+        (4, {"exchange": "ring_flash_attn", "ulysses_size": 4}, "needs a ring, .* all 4 ranks"),
     ],
 )
 def test_sizes_that_do_not_fit(world_size: int, settings: dict[str, Any], match: str) -> None:
@@ -334,7 +339,7 @@ def test_batches_that_cannot_be_sharded(name: str) -> None:
 
 
 def fit_unpadded(rank: int, world_size: int) -> None:
-    fit(world_size, Module(), [sample(30)], {**RING2, "padding": False})
+    fit(world_size, Module(), [sample(30)], {**RING2, "padding": False, "layout": "zigzag"})
 
 
 def test_padding_refused() -> None:
