@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
@@ -29,7 +29,7 @@ class DDPEngine:
 
     def __init__(self) -> None:
         self._averaged: dict[int, ref[nn.Parameter]] = {}  # by id: tensors do not hash by equality
-        self._finds_unused: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        self._finds_unused: dict[int, ref[nn.Module]] = {}  # likewise; pickled with the strategy
 
     def wrap(
         self,
@@ -43,7 +43,9 @@ class DDPEngine:
             self._averaged.pop(id(parameter), None)
             if parameter.requires_grad:
                 self._averaged[id(parameter)] = ref(parameter)
-        self._finds_unused[module] = bool(options.get("find_unused_parameters"))
+        self._finds_unused.pop(id(module), None)
+        if options.get("find_unused_parameters"):
+            self._finds_unused[id(module)] = ref(module)
         # A side stream, as PyTorch's CUDA notes ask for DDP construction.
         on_cuda = device.type == "cuda"
         with torch.cuda.stream(torch.cuda.Stream()) if on_cuda else nullcontext():
@@ -92,7 +94,8 @@ class DDPEngine:
 
     def is_current(self, module: nn.Module) -> bool:
         """Whether gradients of all parameters that are trained now are averaged, and no others waited for."""
-        finds_unused = self._finds_unused.get(module, False)
+        known = self._finds_unused.get(id(module))
+        finds_unused = known is not None and known() is module
         return all(
             self._averages(p) if p.requires_grad else finds_unused or not self._averages(p)
             for p in module.parameters()
