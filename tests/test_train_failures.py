@@ -31,7 +31,7 @@ def failed(cwd: Path, *overrides: str, full: bool = False) -> str:
 
 SETUP = ("strategy=ulysses", "model.network.config.num_attention_heads=2")
 AT_SETUP = "ConfigError: ulysses_size=4 does not divide the model's 2 attention heads"
-FIRST_BATCH = (*TWO, "strategy.padding=false", "data.seq_len=510")
+FIRST_BATCH = (*TWO, "strategy.padding=false", "data.seq_len=511")
 AT_FIRST_BATCH = "ShapeError: padding=False"
 
 
