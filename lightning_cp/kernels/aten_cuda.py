@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from typing_extensions import override
 
-from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.call_per_tile import (
     CallPerTile,
     Gradients,
@@ -23,11 +22,15 @@ from lightning_cp.kernels.call_per_tile import (
     square_causal,
 )
 from lightning_cp.kernels.call_varlen import CallVarlen, FlashCall
+from lightning_cp.kernels.devices import before_ampere
 from lightning_cp.kernels.flash_window import UNBOUNDED_WINDOW
-from lightning_cp.kernels.protocol import Capabilities, Scores
-from lightning_cp.layout.tiles import Mask, Tile
+from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.kernels.protocol import Capabilities, Scores, accumulate_dtype
+from lightning_cp.kernels.reference import ReferenceKernel
+from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
 
 _HALF_PRECISION = frozenset({torch.bfloat16, torch.float16})
+_SINGLE_KEY = ReferenceKernel()
 
 
 class AtenCudaFlash(CallVarlen):
@@ -44,6 +47,7 @@ class AtenCudaFlash(CallVarlen):
         masks=frozenset({"full", "causal", "band"}),
         max_head_dim=256,
         head_dim_multiple=8,
+        obstacle=lambda: before_ampere("PyTorch's FlashAttention"),
     )
 
     @override
@@ -102,7 +106,8 @@ def _window(call: FlashCall) -> dict[str, int | None]:
 class AtenCudaCudnn(CallPerTile):
     """``aten::_scaled_dot_product_cudnn_attention`` on [B, H, L, D]; its lse is [B, H, L, 1].
 
-    cuDNN refuses a single key. Its backward is not deterministic.
+    cuDNN refuses a single key (a document of which a rank holds one token): the reference kernel takes
+    those. Its backward is not deterministic.
     """
 
     name = "aten_cuda_cudnn"
@@ -112,28 +117,23 @@ class AtenCudaCudnn(CallPerTile):
         masks=frozenset({"full", "causal"}),
         max_head_dim=128,
         head_dim_multiple=8,
+        obstacle=lambda: before_ampere("cuDNN's attention"),
     )
 
+    @override
     def calls(self, tiles: Sequence[Tile], mask: Mask) -> Iterable[Tile]:
-        """The tiles.
+        """The tiles, in parts whose diagonal is where cuDNN has it."""
+        return (part for tile in super().calls(tiles, mask) for part in square_causal(tile))
 
-        Raises:
-            ConfigError: a tile with a single key (a document of which a rank holds one token).
-        """
-        parts = (part for tile in super().calls(tiles, mask) for part in square_causal(tile))
-        for tile in parts:
-            if tile.k_len == 1:
-                raise ConfigError(
-                    f"kernel={self.name!r} cannot attend to a single key, but the schedule has "
-                    f"{tile}. Use kernel='aten_cuda_flash' or kernel='auto', or documents that "
-                    "leave no rank with one token."
-                )
-            yield tile
-
+    @override
     def attend(
         self, inputs: Inputs, tile: Tile, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One call on transposed views."""
+        if tile.k_len == 1:
+            state = Accumulator(inputs.q, accumulate_dtype(inputs.q.dtype))
+            _SINGLE_KEY.forward(*inputs, [_whole(tile)], scores, state)
+            return state.result(state.dtype)
         q, k, v = (x.transpose(1, 2) for x in inputs)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
             q,
@@ -148,10 +148,18 @@ class AtenCudaCudnn(CallPerTile):
         )
         return out.transpose(1, 2), replace_infinities(lse.squeeze(-1), -torch.inf)
 
+    @override
     def differentiate(
         self, merged: Merged, inputs: Inputs, tile: Tile, scores: Scores
     ) -> Gradients:
         """One call on transposed views."""
+        if tile.k_len == 1:
+            dtype = accumulate_dtype(inputs.q.dtype)
+            dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in inputs)
+            _SINGLE_KEY.backward(
+                merged.dout, *inputs, merged.out, merged.lse, [_whole(tile)], scores, dq, dk, dv
+            )
+            return dq, dk, dv
         q, k, v = (x.transpose(1, 2) for x in inputs)
         random_state = torch.empty((), dtype=torch.int64, device=q.device)
         op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
@@ -174,3 +182,8 @@ class AtenCudaCudnn(CallPerTile):
             scale=scores.softmax_scale,
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _whole(tile: Tile) -> Tile:
+    """A tile with one key, in the coordinates of its own slices."""
+    return tile._replace(row=ALL_ROWS, q_start=0, k_start=0, mask="full")

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_cp.kernels.call_per_tile import Gradients, Inputs, Merged
 from lightning_cp.kernels.call_varlen import CallVarlen, FlashCall
+from lightning_cp.kernels.devices import before_ampere, unfit_gpu
 from lightning_cp.kernels.operators import Operator
 from lightning_cp.kernels.protocol import Capabilities, Scores
 
@@ -44,8 +45,8 @@ class _FlashAttn(CallVarlen):
 
     load: Callable[[], Library | str]
     """The package, or why it cannot be used."""
-    devices: Callable[[tuple[int, int]], str | None]
-    """Why a GPU of a compute capability cannot run it, or ``None``."""
+    unfit: Callable[[], str | None]
+    """Why this machine's GPU cannot run it, or ``None``."""
 
     @property
     def capabilities(self) -> Capabilities:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -62,9 +63,7 @@ class _FlashAttn(CallVarlen):
 
     def _obstacle(self) -> str | None:
         library = self.load()
-        if isinstance(library, str):
-            return library
-        return self.devices(torch.cuda.get_device_capability()) if _has_gpu() else None
+        return library if isinstance(library, str) else self.unfit()
 
     @property
     def library(self) -> Library:
@@ -164,8 +163,8 @@ class FlashAttn2(_FlashAttn):
         return load_2()
 
     @staticmethod
-    def devices(capability: tuple[int, int]) -> str | None:
-        return None if capability >= (8, 0) else _needs("flash-attn 2", "8.0 or later", capability)
+    def unfit() -> str | None:
+        return before_ampere("flash-attn 2")
 
     @override
     def arguments(self, call: FlashCall, scores: Scores) -> dict[str, Any]:
@@ -183,8 +182,8 @@ class FlashAttn3(_FlashAttn):
         return load_3()
 
     @staticmethod
-    def devices(capability: tuple[int, int]) -> str | None:
-        return None if capability[0] == 9 else _needs("flash-attn 3", "9.0", capability)
+    def unfit() -> str | None:
+        return unfit_gpu("flash-attn 3", "9.0", lambda got: got[0] == 9)
 
     @override
     def arguments(self, call: FlashCall, scores: Scores) -> dict[str, Any]:
@@ -206,11 +205,3 @@ def _import(name: str, package: str, install: str) -> ModuleType | str:
 
 def _version(package: str) -> str:
     return getattr(importlib.import_module(package), "__version__", "of unknown version")
-
-
-def _has_gpu() -> bool:
-    return torch.cuda.is_available() and torch.version.hip is None
-
-
-def _needs(name: str, wanted: str, got: tuple[int, int]) -> str:
-    return f"{name} needs a GPU of compute capability {wanted}, not {got[0]}.{got[1]}"

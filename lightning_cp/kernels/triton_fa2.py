@@ -17,6 +17,7 @@ import torch
 from typing_extensions import override
 
 from lightning_cp.kernels.call_per_tile import unit_strides
+from lightning_cp.kernels.devices import before_ampere
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.kernels.protocol import Capabilities, Request, Scores
 from lightning_cp.kernels.triton_arguments import (
@@ -90,6 +91,7 @@ class TritonFA2:
             dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
             masks=frozenset({"full", "causal", "band"}),
             features=frozenset({"softcap", "alibi", "max_logits"}),
+            obstacle=lambda: before_ampere("triton"),
             only_by_name=frozenset({"cpu"}),
         )
 

@@ -13,7 +13,6 @@ from typing import Literal
 import pytest
 import torch
 
-from lightning_cp.errors import ConfigError
 from lightning_cp.kernels import packs
 from lightning_cp.kernels.api import Kernel, Scores
 from lightning_cp.kernels.aten import AtenCudaCudnn, AtenCudaFlash
@@ -25,12 +24,6 @@ from tests.kernels.dense import Problem, check, in_dtype, is_wrong, run, sharded
 from tests.kernels.emulated import cuda_operators_on_cpu
 
 FLASH, CUDNN = AtenCudaFlash(), AtenCudaCudnn()
-LONG_DOCUMENTS = {
-    "dense": None,
-    "packed": (intervals(24, -1, 28),),
-    "rows": (intervals(-7, 46), intervals(53)),
-}
-"""Without a document that leaves a rank with one token, which cuDNN refuses."""
 
 
 @pytest.fixture
@@ -53,10 +46,10 @@ def test_flash_asks_for_what_the_schedule_says(
 
 @pytest.mark.usefixtures("_emulated")
 @pytest.mark.parametrize("layout", ["1", "2_zigzag", "3_contiguous"])
-@pytest.mark.parametrize("documents", LONG_DOCUMENTS)
+@pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_cudnn_asks_for_what_the_schedule_says(mask: str, documents: str, layout: str) -> None:
-    problem = Problem(MASKS[mask], HEADS["gqa"], LONG_DOCUMENTS[documents], seq_len=SEQ_LEN)
+    problem = Problem(MASKS[mask], HEADS["gqa"], DOCUMENTS[documents], seq_len=SEQ_LEN)
     check(sharded(problem, CUDNN, LAYOUTS[layout]), problem)
 
 
@@ -104,10 +97,11 @@ def test_queries_without_keys_are_minus_infinity(kernel: Kernel) -> None:
     assert bool(answer.dv[1].any())
 
 
-def test_cudnn_refuses_a_single_key() -> None:
-    tensors = in_dtype(Problem(Mask(), seq_len=1), torch.bfloat16).tensors()
-    with pytest.raises(ConfigError, match=r"cannot attend to a single key.*aten_cuda_flash"):
-        run(CUDNN, tensors, [Tile(ALL_ROWS, 0, 1, 0, 1, 0, "causal")], Mask())
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize("layout", ["1", "2_zigzag", "3_contiguous"])
+def test_cudnn_leaves_single_keys_to_another_kernel(layout: str) -> None:
+    problem = Problem(Mask(), HEADS["gqa"], (intervals(1, 1, 25, 1, 25),), seq_len=SEQ_LEN)
+    check(sharded(problem, CUDNN, LAYOUTS[layout]), problem)
 
 
 @pytest.mark.parametrize(

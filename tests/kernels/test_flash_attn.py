@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.kernels import flash_attn
+from lightning_cp.kernels import devices, flash_attn
 from lightning_cp.kernels.api import Kernel, explain_kernels, select_kernel
 from lightning_cp.kernels.flash_attn import FlashAttn2, FlashAttn3
 from lightning_cp.kernels.operators import Operator
@@ -161,7 +161,7 @@ def test_refused(package: str, name: str, request_: Request, match: str) -> None
 def test_gpus_that_are_too_old_or_too_new(
     kernel: Kernel, capability: tuple[int, int], match: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flash_attn, "_has_gpu", lambda: True)
+    monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     with installed("3" if isinstance(kernel, FlashAttn3) else "2.8.3"):
         reason = kernel.capabilities.refusal(BF16)

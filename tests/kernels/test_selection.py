@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.kernels import triton_fa2
+from lightning_cp.kernels import devices, triton_fa2
 from lightning_cp.kernels.api import Request, explain_kernels, kernels, select_kernel
 
 CPU = Request("cpu", torch.float32, 64, frozenset({"full", "causal"}))
@@ -110,6 +110,23 @@ def test_triton_on_cpu_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -
     assert "triton: is for tests on cpu, and only chosen by kernel='triton'" in explain_kernels(
         "auto", CPU
     )
+
+
+@pytest.mark.usefixtures("_triton_installed")
+def test_old_gpus_get_the_kernel_that_runs_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert select_kernel("auto", CUDA).name == "reference"
+    text = explain_kernels("auto", CUDA)
+    for name, called in {
+        "aten_cuda_flash": "PyTorch's FlashAttention",
+        "aten_cuda_cudnn": "cuDNN's attention",
+        "triton": "triton",
+    }.items():
+        needs = f"{called} needs a GPU of compute capability 8.0 or later, not 7.5"
+        assert f"  {name}: cannot run: {needs}" in text
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert select_kernel("auto", CUDA).name == "aten_cuda_flash"
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
