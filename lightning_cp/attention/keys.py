@@ -24,8 +24,12 @@ def kernel_keys(kv_TBKD: torch.Tensor, index: HeadIndex) -> tuple[torch.Tensor, 
     k, v = (x.transpose(0, 1) for x in unpair(kv_TBKD))
     if index is None:
         return k, v
-    chosen = torch.tensor(index, device=kv_TBKD.device)
-    return k.index_select(2, chosen), v.index_select(2, chosen)
+    # By views: an index on the device would make the host wait for it at every hop.
+    return _expanded(k, index), _expanded(v, index)
+
+
+def _expanded(x_BTKD: torch.Tensor, index: tuple[int, ...]) -> torch.Tensor:
+    return torch.stack([x_BTKD[:, :, head] for head in index], dim=2)
 
 
 class KeyGradients:
@@ -48,6 +52,6 @@ class KeyGradients:
     def __exit__(self, kind: object, *_: object) -> None:
         if self._index is None or kind is not None:
             return
-        index = torch.tensor(self._index, device=self._dkv.device)
-        for target, expanded in zip(unpair(self._dkv), self._expanded, strict=True):
-            target.index_add_(2, index, expanded.transpose(0, 1))
+        for target_TBKD, expanded_BTHD in zip(unpair(self._dkv), self._expanded, strict=True):
+            for query_head, head in enumerate(self._index):
+                target_TBKD[:, :, head] += expanded_BTHD[:, :, query_head].transpose(0, 1)
