@@ -11,10 +11,27 @@ plus ``hop`` for every hop at which it exchanges anything; the call takes as lon
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
 from lightning_cp.layout.tiles import Schedule
+
+
+class Heads(NamedTuple):
+    """The heads of a model's attention."""
+
+    query: int
+    kv: int
+    dim: int
+
+    def of_ulysses_rank(self, ulysses_size: int) -> Heads:
+        """Those that a rank computes; key/value heads are sent to every rank that uses them."""
+        return Heads(ceil(self.query / ulysses_size), ceil(self.kv / ulysses_size), self.dim)
+
+
+DEFAULT_HEADS = Heads(32, 8, 128)
 
 
 @dataclass(frozen=True)
@@ -76,6 +93,15 @@ class CostModel:
         return cls(
             round(seconds_per_key * pairs_per_second), round(seconds_per_hop * pairs_per_second)
         )
+
+    def with_heads(self, heads: Heads) -> CostModel:
+        """The same machine, where a ring rank has other heads than those of the defaults."""
+        # A key is worth 2 * kv_heads * head_dim entries, a pair 4 * heads * head_dim flops; a hop takes
+        # the same time whatever its heads are.
+        usual = DEFAULT_HEADS
+        key = self.key * (heads.kv * usual.query) / (heads.query * usual.kv)
+        hop = self.hop * (usual.query * usual.dim) / (heads.query * heads.dim)
+        return CostModel(round(key), round(hop))
 
     def cost(self, plan: Schedule) -> int:
         """Predicted time of the slowest rank, in attended pairs."""

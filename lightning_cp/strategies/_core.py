@@ -16,11 +16,12 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_cp.attention.delegate import OWN_KERNELS
 from lightning_cp.batch import BatchRules
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.api import Request, explain_kernels
-from lightning_cp.layout import LayoutChoice
-from lightning_cp.models.expected_mask import expected_mask
+from lightning_cp.layout import CostModel, LayoutChoice
+from lightning_cp.models.expected import expected_heads, expected_mask
 from lightning_cp.models.facts import PositionFacts
 from lightning_cp.models.swap import StepState, hf_models, swap_attention
 from lightning_cp.strategies._layouts import LayoutRule
@@ -72,7 +73,7 @@ class ContextParallelCore(StepValues):
             padding=settings.padding,
             reads_masks=bool(hf_models(model)),
         )
-        self._rule = LayoutRule(settings.layout, expected_mask(model), self.cost)
+        self._rule = LayoutRule(settings.layout, expected_mask(model), self._cost_for(model))
         self._loss_outside = declared != "auto"
         self._needs_loss = needs_labels
         self._model = model
@@ -86,13 +87,18 @@ class ContextParallelCore(StepValues):
         self._requests = self._handle.requests
         return self._handle.report
 
+    def _cost_for(self, model: nn.Module) -> CostModel:
+        """How dear communication is for the heads that a ring rank has."""
+        heads = expected_heads(model)
+        if heads is None:
+            return self.cost
+        return self.cost.with_heads(heads.of_ulysses_rank(self.mesh.ulysses_size))
+
     def explain(self) -> str:
         """Which kernel each kind of attention call got so far, and why each other one did not."""
         kernel = self.settings.kernel
         if self.settings.exchange == "ring_flash_attn":
-            return (
-                "exchange='ring_flash_attn': that package computes attention, with its own kernels"
-            )
+            return OWN_KERNELS
         lines = [explain_kernels(kernel, request) for request in self._requests]
         return "\n".join(lines) or "no attention call came through context parallelism yet"
 

@@ -19,6 +19,7 @@ from lightning_cp.layout import (
     choose_layout,
     explain_layout,
 )
+from lightning_cp.layout.cost import DEFAULT_HEADS, Heads
 from lightning_cp.layout.tiles import num_keys
 from tests.layout.cases import Case, cases, documents, masks, seen_in
 from tests.layout.test_balance import log_normal
@@ -152,3 +153,19 @@ def test_a_machine_gives_the_documented_numbers() -> None:
     assert between.key == CostModel().key == 3000
     assert between.hop == pytest.approx(CostModel().hop, rel=1e-3)
     assert CostModel.of_machine(600e12, 450e9, **llama).key == CostModel.in_node().key == 333
+
+
+@pytest.mark.parametrize("heads", [Heads(32, 32, 128), Heads(64, 8, 64), Heads(4, 1, 256)], ids=str)
+def test_other_heads_are_another_machine(heads: Heads) -> None:
+    measured = CostModel.of_machine(
+        *(600e12, 50e9), heads=heads.query, kv_heads=heads.kv, head_dim=heads.dim
+    )
+    found = CostModel().with_heads(heads)
+    assert found.key == pytest.approx(measured.key, abs=1)
+    assert found.hop == pytest.approx(measured.hop, rel=1e-3)
+    assert CostModel().with_heads(DEFAULT_HEADS) == CostModel()
+
+
+def test_a_ulysses_rank_has_its_share_of_the_heads() -> None:
+    assert Heads(32, 8, 128).of_ulysses_rank(4) == Heads(8, 2, 128)
+    assert Heads(32, 8, 128).of_ulysses_rank(16) == Heads(2, 1, 128), "sent to both that use it"

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_cp import UlyssesRingStrategy
 from lightning_cp.layout import CostModel, Mask
-from lightning_cp.models.expected_mask import expected_mask
+from lightning_cp.layout.cost import Heads
+from lightning_cp.models.expected import expected_heads, expected_mask
 from tests.pool import run_ranks
 from tests.strategies.runs import Result, Run, execute, make_data
 from tests.strategies.runs import loader as row_loader
@@ -201,13 +202,23 @@ HF: dict[str, tuple[str, dict[str, Any], Mask]] = {
 
 
 @pytest.mark.parametrize(("name", "options", "mask"), HF.values(), ids=HF.keys())
-def test_the_mask_is_read_from_the_model(name: str, options: dict[str, Any], mask: Mask) -> None:
+def test_mask_and_heads_are_read_from_the_model(
+    name: str, options: dict[str, Any], mask: Mask
+) -> None:
     import transformers
 
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    kv_heads = 4 if name == "Bert" else 2
+    heads = {"num_attention_heads": 4} | (
+        {} if name == "Bert" else {"num_key_value_heads": kv_heads}
+    )
     kinds = {"Bert": ("BertConfig", "BertModel"), "Llama": ("LlamaConfig", "LlamaModel")}
     config, model = kinds.get(name, (f"{name}Config", f"{name}Model"))
     made = getattr(transformers, model)(getattr(transformers, config)(**sizes, **heads, **options))
     assert expected_mask(torch.nn.Sequential(made)) == mask
+    assert expected_heads(torch.nn.Sequential(made)) == Heads(4, kv_heads, 8)
+
+
+def test_plain_modules_do_not_tell() -> None:
     assert expected_mask(torch.nn.Linear(2, 2)) == Mask()
+    assert expected_heads(torch.nn.Linear(2, 2)) is None

@@ -1,6 +1,6 @@
-"""Which mask a model's attention will ask for, as far as its modules tell before they are called.
+"""Which mask and heads a model's attention will have, as far as its modules tell before they are called.
 
-Layouts are chosen by it, and exact for any mask, so that a wrong guess costs time only. It is read from the
+Layouts are chosen by them, and exact for any, so that a wrong guess costs time only. They are read from the
 model and not from calls that were seen: a run that resumes must shard its first batch as the run before
 would have, or its sums would be rounded in another order.
 """
@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from lightning_cp.layout import Mask
+from lightning_cp.layout.cost import Heads
 from lightning_cp.models.swap import hf_models
 
 UNBOUNDED = -1
@@ -29,6 +30,18 @@ def expected_mask(model: nn.Module) -> Mask:
     sizes = [_window(part) for part in said]
     widest = UNBOUNDED if UNBOUNDED in sizes or not sizes else max(sizes)
     return Mask(causal, (widest, UNBOUNDED if causal else widest))
+
+
+def expected_heads(model: nn.Module) -> Heads | None:
+    """The heads of a Hugging Face model, of the first that tells if there are several; else ``None``."""
+    for root in hf_models(model):
+        config: Any = root.config.get_text_config()
+        query = getattr(config, "num_attention_heads", None)
+        size = getattr(config, "hidden_size", None)
+        if type(query) is int and type(size) is int:
+            kv = getattr(config, "num_key_value_heads", None) or query
+            return Heads(query, kv, getattr(config, "head_dim", None) or size // query)
+    return None
 
 
 def _window(part: Any) -> int:
