@@ -52,11 +52,11 @@ class Wire(TorchDispatchMode):
     def _message(self, op: str, args: tuple[Any, ...]) -> Message:
         if op == "alltoall_base_" and not args[3]:  # equal parts: gradients that are added up
             ranks = dist.ProcessGroup.unbox(args[2]).size()
-            others = _bytes([args[1]]) * (ranks - 1) // ranks
-            return Message(REDUCE_SCATTER, others, others)
+            received, sent = (_bytes([x]) * (ranks - 1) // ranks for x in args[:2])
+            return Message(REDUCE_SCATTER, sent, received)
         if op == ALL_GATHER:
-            others = _bytes([args[1]]) * (dist.ProcessGroup.unbox(args[2]).size() - 1)
-            return Message(op, others, others)
+            ranks, own = dist.ProcessGroup.unbox(args[2]).size(), _bytes([args[1]])
+            return Message(op, own * (ranks - 1), _bytes([args[0]]) - own)
         if op == "alltoall_base_":
             received, sent, _, received_sizes, sent_sizes = args[:5]
             return Message(
