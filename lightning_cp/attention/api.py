@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import astuple
-from typing import Literal, overload
+from typing import Literal, Required, TypedDict, overload
 
 import torch
+from typing_extensions import Unpack
 
+from lightning_cp.attention.delegate import OWN_KERNELS, delegate
 from lightning_cp.attention.exchange import Exchange
 from lightning_cp.attention.function import ContextParallelAttention
 from lightning_cp.attention.keep import Stash, current_stash
@@ -19,22 +21,28 @@ from lightning_cp.layout import SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh, Flat
 
 
+class _Options(TypedDict, total=False):
+    """What every overload takes."""
+
+    mesh: Required[ContextParallelMesh]
+    layout: Required[SequenceLayout]
+    spec: AttentionSpec | None
+    exchange: str
+    kernel: str
+    forward_execution: str
+    backward_execution: str
+    kv_heads_per_gather: int | None
+
+
 @overload
 def context_parallel_attention(
     q_BLHD: torch.Tensor,
     k_BLKD: torch.Tensor,
     v_BLKD: torch.Tensor,
     *,
-    mesh: ContextParallelMesh,
-    layout: SequenceLayout,
-    spec: AttentionSpec | None = None,
-    exchange: str = "ring",
-    kernel: str = "auto",
-    forward_execution: str = "two_kernel",
-    backward_execution: str = "two_kernel",
-    kv_heads_per_gather: int | None = 1,
     return_lse: Literal[False] = False,
     return_max_logits: Literal[False] = False,
+    **options: Unpack[_Options],
 ) -> torch.Tensor: ...
 
 
@@ -44,16 +52,9 @@ def context_parallel_attention(
     k_BLKD: torch.Tensor,
     v_BLKD: torch.Tensor,
     *,
-    mesh: ContextParallelMesh,
-    layout: SequenceLayout,
-    spec: AttentionSpec | None = None,
-    exchange: str = "ring",
-    kernel: str = "auto",
-    forward_execution: str = "two_kernel",
-    backward_execution: str = "two_kernel",
-    kv_heads_per_gather: int | None = 1,
     return_lse: Literal[True],
     return_max_logits: Literal[False] = False,
+    **options: Unpack[_Options],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -63,16 +64,9 @@ def context_parallel_attention(
     k_BLKD: torch.Tensor,
     v_BLKD: torch.Tensor,
     *,
-    mesh: ContextParallelMesh,
-    layout: SequenceLayout,
-    spec: AttentionSpec | None = None,
-    exchange: str = "ring",
-    kernel: str = "auto",
-    forward_execution: str = "two_kernel",
-    backward_execution: str = "two_kernel",
-    kv_heads_per_gather: int | None = 1,
     return_lse: bool = False,
     return_max_logits: Literal[True],
+    **options: Unpack[_Options],
 ) -> tuple[torch.Tensor, ...]: ...
 
 
@@ -196,6 +190,7 @@ def explain(
     mesh: ContextParallelMesh,
     layout: SequenceLayout,
     spec: AttentionSpec | None = None,
+    exchange: str = "ring",
     kernel: str = "auto",
     return_max_logits: bool = False,
 ) -> str:
@@ -205,10 +200,14 @@ def explain(
 
     Raises:
         ShapeError: q, k, v do not fit each other or the layout, or slopes or sinks do not fit q.
-        ConfigError: an unknown kernel, a layout of another mesh.
+        ConfigError: an unknown kernel or exchange, a layout of another mesh, or a call that the package
+            ``ring_flash_attn`` gets wrong.
     """
     spec = spec or AttentionSpec()
     check_call(q_BLHD, k_BLKD, v_BLKD, mesh, layout, spec)
+    if Exchange(exchange).name == "ring_flash_attn":
+        delegate(q_BLHD, layout, spec, kernel, max_logits=return_max_logits)
+        return OWN_KERNELS
     return explain_kernels(kernel, request_of(q_BLHD, spec, max_logits=return_max_logits))
 
 

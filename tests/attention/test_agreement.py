@@ -138,15 +138,15 @@ def test_a_refused_rank_raises_its_own_error_and_the_others_carry_it(grid: Grid)
 
 def make_nonsense(rank: int, world_size: int, argument: str) -> None:
     """A call in which rank 0 passes something of the wrong type."""
-    good: dict[str, Any] = {
+    call: dict[str, Any] = {
         **dict.fromkeys(("q_BLHD", "k_BLKD", "v_BLKD"), torch.zeros(1, 8, 2, 4)),
         "layout": SequenceLayout(16, 2),
         "kernel": "reference",
     }
+    if not rank:
+        call[argument] = [None]
     with mesh_of(Grid(2)) as mesh:
-        context_parallel_attention(
-            mesh=mesh, **{**good, **({argument: [None]} if not rank else {})}
-        )
+        context_parallel_attention(mesh=mesh, **call)
 
 
 @pytest.mark.parametrize("argument", ["q_BLHD", "v_BLKD", "layout", "kernel"])

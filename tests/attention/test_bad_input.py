@@ -231,6 +231,8 @@ def explain_one(rank: int, world_size: int) -> list[str]:
         told.append(explain(q, q, q, mesh=mesh, layout=layout, return_max_logits=True))
         with pytest.raises(ShapeError, match="shard it first"):
             explain(*[tensor(2, 32)] * 3, mesh=mesh, layout=layout)
+        with pytest.raises(ConfigError, match=r"ring_flash_attn' cannot do torch\.float32"):
+            explain(q, q, q, mesh=mesh, layout=layout, exchange="ring_flash_attn")
     assert not wire.counts
     return told
 

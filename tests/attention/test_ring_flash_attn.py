@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightning_cp.attention import delegate as delegation
-from lightning_cp.attention.api import context_parallel_attention
+from lightning_cp.attention.api import context_parallel_attention, explain
 from lightning_cp.attention.delegate import delegate
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.errors import ConfigError
@@ -221,3 +221,16 @@ def test_single_documents_and_the_rings_it_chooses() -> None:
     assert plain.backward.__name__ == "ring_flash_attn_backward"
     assert full.forward.__name__ == "ring_flash_attn_forward"
     assert all(x.__module__.startswith("_lightning_cp") for x in (zigzag.forward, plain.forward))
+
+
+def explain_delegated(rank: int, world_size: int) -> str:
+    q = torch.zeros(1, 16, 4, 8, dtype=torch.bfloat16)
+    with on_cpu(), mesh_of(Grid(2)) as mesh:
+        layout = SequenceLayout(32, ring_size=2)
+        return explain(q, q, q, mesh=mesh, layout=layout, exchange="ring_flash_attn")
+
+
+@needs_package
+def test_explain_names_whose_kernels_compute() -> None:
+    for told in run_ranks(2, explain_delegated):
+        assert "that package computes attention, with its own kernels" in told
