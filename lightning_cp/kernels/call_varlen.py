@@ -25,6 +25,7 @@ from lightning_cp.kernels.call_per_tile import (
 )
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.kernels.packs import (
+    DEFAULT_RULE,
     FlashMask,
     Pack,
     PackRule,
@@ -50,7 +51,7 @@ class FlashCall:
 class CallVarlen(CallPerTile):
     """A kernel around an operator of FlashAttention; subclasses adapt the operator."""
 
-    def __init__(self, rule: PackRule = PackRule()) -> None:  # noqa: B008 - a constant
+    def __init__(self, rule: PackRule = DEFAULT_RULE) -> None:
         self._rule = rule
 
     @abstractmethod

@@ -38,6 +38,9 @@ class PackRule(NamedTuple):
     longest: int = 4096
 
 
+DEFAULT_RULE = PackRule()
+
+
 class FlashMask(NamedTuple):
     """A tile's mask as FlashAttention takes it, aligned at the bottom right; a window is a band's."""
 
