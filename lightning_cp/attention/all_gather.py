@@ -19,7 +19,7 @@ from lightning_cp.attention.keys import KeyGradients, kernel_keys, take
 from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.sinks import Attended, finish
 from lightning_cp.comm.all_gather import PendingShards, start_all_gather, start_reduce_scatter
-from lightning_cp.kernels.api import accumulate_dtype
+from lightning_cp.kernels.api import QKV, Merged, accumulate_dtype
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.layout.heads import HeadBlock
 from lightning_cp.layout.tiles import Ranges
@@ -51,7 +51,7 @@ def _attend(
     state = Accumulator(q_BLHD, accumulate_dtype(q_BLHD.dtype))
     for call in plan.gathered.calls(plan.exchange.forward):
         k, v = kernel_keys(take(kv_SBKD, call.slices), block.kv_of_q)
-        plan.kernel.forward(q_BLHD, k, v, call.tiles, scores, state)
+        plan.kernel.forward(QKV(q_BLHD, k, v), call.tiles, scores, state)
     sinks = None if plan.own_sinks is None else plan.own_sinks[slice(*block.q)]
     return finish(state, q_BLHD.dtype, sinks, max_logits=scores.max_logits)
 
@@ -77,7 +77,8 @@ def gather_backward(
         dout, q, out, into = (
             x[:, :, queries].transpose(0, 1) for x in (dout_TBHD, q_TBHD, out_TBHD, dq)
         )
-        dkv = _differentiate(dout, q, kv, out, lse_BHT[:, queries], into, block, plan)
+        merged = Merged(dout, out, lse_BHT[:, queries])
+        dkv = _differentiate(merged, q, kv, into, block, plan)
         del kv  # before the gradients are put into order
         home.leave(block, dkv)
         del dkv
@@ -85,11 +86,9 @@ def gather_backward(
 
 
 def _differentiate(
-    dout_BLHD: torch.Tensor,
+    merged: Merged,
     q_BLHD: torch.Tensor,
     kv_SBKD: torch.Tensor,
-    out_BLHD: torch.Tensor,
-    lse_BHL: torch.Tensor,
     dq_BLHD: torch.Tensor,
     block: HeadBlock,
     plan: AttentionPlan,
@@ -102,19 +101,8 @@ def _differentiate(
             _SliceGradients(dkv, call.slices) as into,
             KeyGradients(take(kv_SBKD, call.slices), into, block.kv_of_q) as (k, v, dk, dv),
         ):
-            plan.kernel.backward(
-                dout_BLHD,
-                q_BLHD,
-                k,
-                v,
-                out_BLHD,
-                lse_BHL,
-                call.tiles,
-                scores,
-                dq_BLHD,
-                dk,
-                dv,
-            )
+            inputs, gradients = QKV(q_BLHD, k, v), QKV(dq_BLHD, dk, dv)
+            plan.kernel.backward(merged, inputs, call.tiles, scores, gradients)
     return dkv
 
 

@@ -16,7 +16,7 @@ from lightning_cp.attention.keys import KeyGradients, kernel_keys, take
 from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.sinks import Attended, finish
 from lightning_cp.comm.ring import Transfer, start_transfer
-from lightning_cp.kernels.api import accumulate_dtype
+from lightning_cp.kernels.api import QKV, Merged, accumulate_dtype
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.layout.tiles import Hop, Tile, num_keys
 from lightning_cp.mesh import Axis
@@ -31,7 +31,7 @@ def ring_forward(q_TBHD: torch.Tensor, kv_TBKD: torch.Tensor, plan: AttentionPla
         kv, tiles = travel.arrive(hop)
         if tiles:
             k, v = kernel_keys(kv, heads.kv_of_q)
-            plan.kernel.forward(q_BLHD, k, v, tiles, plan.scores, state)
+            plan.kernel.forward(QKV(q_BLHD, k, v), tiles, plan.scores, state)
     attended = finish(state, q_TBHD.dtype, plan.own_sinks, max_logits=plan.scores.max_logits)
     return attended._replace(out=attended.out.transpose(0, 1))
 
@@ -50,7 +50,9 @@ def ring_backward(
         ``dq`` [T, B, h, D] and the pair ``dkv`` [T, B, 2k, D], both in the accumulation dtype.
     """
     dtype = accumulate_dtype(q_TBHD.dtype)
-    dq_BLHD = torch.zeros_like(q_TBHD.transpose(0, 1), dtype=dtype)
+    merged = Merged(dout_TBHD.transpose(0, 1), out_TBHD.transpose(0, 1), lse_BHT)
+    q_BLHD = q_TBHD.transpose(0, 1)
+    dq_BLHD = torch.zeros_like(q_BLHD, dtype=dtype)
     dkv = torch.zeros_like(kv_TBKD, dtype=dtype, memory_format=torch.contiguous_format)
     travel, (heads,) = _KeyTravel(kv_TBKD, plan), plan.blocks()
     home = _GradientTravel(dkv, plan)
@@ -60,17 +62,7 @@ def ring_backward(
         if tiles:
             with KeyGradients(kv, into, heads.kv_of_q) as (k, v, dk, dv):
                 plan.kernel.backward(
-                    dout_TBHD.transpose(0, 1),
-                    q_TBHD.transpose(0, 1),
-                    k,
-                    v,
-                    out_TBHD.transpose(0, 1),
-                    lse_BHT,
-                    tiles,
-                    plan.scores,
-                    dq_BLHD,
-                    dk,
-                    dv,
+                    merged, QKV(q_BLHD, k, v), tiles, plan.scores, QKV(dq_BLHD, dk, dv)
                 )
         home.leave(hop, into)
     home.finish()

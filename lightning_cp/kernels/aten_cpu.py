@@ -9,12 +9,10 @@ import torch
 from lightning_cp.kernels.call_per_tile import (
     CallPerTile,
     Gradients,
-    Inputs,
-    Merged,
     is_causal,
     square_causal,
 )
-from lightning_cp.kernels.protocol import Capabilities, Scores
+from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Scores
 from lightning_cp.layout.tiles import Mask, Tile
 
 
@@ -37,9 +35,7 @@ class AtenCpuFlash(CallPerTile):
         for tile in super().calls(tiles, mask):
             yield from square_causal(tile)
 
-    def attend(
-        self, inputs: Inputs, tile: Tile, scores: Scores
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, inputs: QKV, tile: Tile, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
         """One call; every query of a full or causal tile has a key, so lse is finite."""
         q, k, v = (x.transpose(1, 2) for x in inputs)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
@@ -47,9 +43,7 @@ class AtenCpuFlash(CallPerTile):
         )
         return out.transpose(1, 2), lse
 
-    def differentiate(
-        self, merged: Merged, inputs: Inputs, tile: Tile, scores: Scores
-    ) -> Gradients:
+    def differentiate(self, merged: Merged, inputs: QKV, tile: Tile, scores: Scores) -> Gradients:
         """One call; ``out`` must have q's dtype, ``lse`` float32 (float64 for float64)."""
         q, k, v = (x.transpose(1, 2) for x in inputs)
         dout, out = merged.dout.transpose(1, 2), merged.out.transpose(1, 2)

@@ -15,8 +15,6 @@ from typing_extensions import override
 from lightning_cp.kernels.call_per_tile import (
     CallPerTile,
     Gradients,
-    Inputs,
-    Merged,
     is_causal,
     replace_infinities,
     square_causal,
@@ -25,7 +23,7 @@ from lightning_cp.kernels.call_varlen import CallVarlen, FlashCall
 from lightning_cp.kernels.devices import before_ampere
 from lightning_cp.kernels.flash_window import UNBOUNDED_WINDOW
 from lightning_cp.kernels.merge import Accumulator
-from lightning_cp.kernels.protocol import Capabilities, Scores, accumulate_dtype
+from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Scores, accumulate_dtype
 from lightning_cp.kernels.reference import ReferenceKernel
 from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
 
@@ -52,7 +50,7 @@ class AtenCudaFlash(CallVarlen):
 
     @override
     def run_forward(
-        self, inputs: Inputs, call: FlashCall, scores: Scores
+        self, inputs: QKV, call: FlashCall, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One call."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
@@ -68,7 +66,7 @@ class AtenCudaFlash(CallVarlen):
 
     @override
     def run_backward(
-        self, merged: Merged, inputs: Inputs, call: FlashCall, scores: Scores
+        self, merged: Merged, inputs: QKV, call: FlashCall, scores: Scores
     ) -> Gradients:
         """One call."""
         random_state = torch.empty(2, dtype=torch.uint64, device=inputs.q.device)
@@ -126,13 +124,11 @@ class AtenCudaCudnn(CallPerTile):
         return (part for tile in super().calls(tiles, mask) for part in square_causal(tile))
 
     @override
-    def attend(
-        self, inputs: Inputs, tile: Tile, scores: Scores
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, inputs: QKV, tile: Tile, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
         """One call on transposed views."""
         if tile.k_len == 1:
             state = Accumulator(inputs.q, accumulate_dtype(inputs.q.dtype))
-            _SINGLE_KEY.forward(*inputs, [_whole(tile)], scores, state)
+            _SINGLE_KEY.forward(inputs, [_whole(tile)], scores, state)
             return state.result(state.dtype)
         q, k, v = (x.transpose(1, 2) for x in inputs)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
@@ -149,17 +145,13 @@ class AtenCudaCudnn(CallPerTile):
         return out.transpose(1, 2), replace_infinities(lse.squeeze(-1), -torch.inf)
 
     @override
-    def differentiate(
-        self, merged: Merged, inputs: Inputs, tile: Tile, scores: Scores
-    ) -> Gradients:
+    def differentiate(self, merged: Merged, inputs: QKV, tile: Tile, scores: Scores) -> Gradients:
         """One call on transposed views."""
         if tile.k_len == 1:
             dtype = accumulate_dtype(inputs.q.dtype)
-            dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in inputs)
-            _SINGLE_KEY.backward(
-                merged.dout, *inputs, merged.out, merged.lse, [_whole(tile)], scores, dq, dk, dv
-            )
-            return dq, dk, dv
+            gradients = QKV(*(torch.zeros_like(x, dtype=dtype) for x in inputs))
+            _SINGLE_KEY.backward(merged, inputs, [_whole(tile)], scores, gradients)
+            return gradients
         q, k, v = (x.transpose(1, 2) for x in inputs)
         random_state = torch.empty((), dtype=torch.int64, device=q.device)
         op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default

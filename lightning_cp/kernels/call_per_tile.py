@@ -9,35 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 
 from lightning_cp.kernels.merge import Accumulator
-from lightning_cp.kernels.protocol import Capabilities, Scores
+from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Scores
 from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Of q [B, i, H, D], k [B, j, K, D] and v [B, j, K, D]."""
-
-
-class Inputs(NamedTuple):
-    """One tile's slices of q [B, i, H, D] and of k and v [B, j, K, D]; unit stride along D."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-
-
-class Merged(NamedTuple):
-    """One tile's slices of dout and of the merged out [B, i, H, D] and lse [B, H, i].
-
-    Here lse is +inf where a query has no key: the operators then weigh it by exp(s - inf) = 0.
-    """
-
-    dout: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
 
 
 class CallPerTile(ABC):
@@ -47,47 +27,32 @@ class CallPerTile(ABC):
     capabilities: Capabilities
 
     def forward(
-        self,
-        q_BLHD: torch.Tensor,
-        k_BLKD: torch.Tensor,
-        v_BLKD: torch.Tensor,
-        tiles: Sequence[Tile],
-        scores: Scores,
-        state: Accumulator,
+        self, inputs: QKV, tiles: Sequence[Tile], scores: Scores, state: Accumulator
     ) -> None:
         """Attend within each tile and merge the results into ``state``."""
-        inputs = unit_strides(q_BLHD, k_BLKD, v_BLKD)
+        inputs = QKV(*unit_strides(*inputs))
         for tile in self.calls(tiles, scores.mask):
-            out_BLHD, lse_BHL = self.attend(_slices(tile, *inputs), tile, scores)
+            out_BLHD, lse_BHL = self.attend(_slices(tile, inputs), tile, scores)
             state.add(tile.row, tile.q_start, out_BLHD, lse_BHL)
 
     def backward(
         self,
-        dout_BLHD: torch.Tensor,
-        q_BLHD: torch.Tensor,
-        k_BLKD: torch.Tensor,
-        v_BLKD: torch.Tensor,
-        out_BLHD: torch.Tensor,
-        lse_BHL: torch.Tensor,
+        merged: Merged,
+        inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,
-        dq_BLHD: torch.Tensor,
-        dk_BLKD: torch.Tensor,
-        dv_BLKD: torch.Tensor,
+        gradients: QKV,
     ) -> None:
-        """Add each tile's gradients to ``dq, dk, dv``, given the merged out and lse."""
-        inputs = unit_strides(q_BLHD, k_BLKD, v_BLKD)
-        dout_BLHD, out_BLHD = unit_strides(dout_BLHD, out_BLHD)
-        lse_BHL = replace_infinities(lse_BHL, torch.inf)
+        """Add each tile's share, which the operator computes from its slice of ``merged``.
+
+        A query without a key has lse +inf there: the operators then weigh it by exp(s - inf) = 0.
+        """
+        inputs = QKV(*unit_strides(*inputs))
+        dout, out = unit_strides(merged.dout, merged.out)
+        merged = Merged(dout, out, replace_infinities(merged.lse, torch.inf))
         for tile in self.calls(tiles, scores.mask):
-            merged = Merged(
-                _tokens(dout_BLHD, tile.row, 1, tile.q_start, tile.q_len),
-                _tokens(out_BLHD, tile.row, 1, tile.q_start, tile.q_len),
-                _tokens(lse_BHL, tile.row, 2, tile.q_start, tile.q_len),
-            )
-            parts = self.differentiate(merged, _slices(tile, *inputs), tile, scores)
-            totals = _slices(tile, dq_BLHD, dk_BLKD, dv_BLKD)
-            for total, part in zip(totals, parts, strict=True):
+            parts = self.differentiate(_queries(tile, merged), _slices(tile, inputs), tile, scores)
+            for total, part in zip(_slices(tile, gradients), parts, strict=True):
                 total += part
 
     def calls(self, tiles: Sequence[Tile], mask: Mask) -> Iterable[Tile]:
@@ -95,15 +60,11 @@ class CallPerTile(ABC):
         return (tile for tile in tiles if tile.q_len and tile.k_len)
 
     @abstractmethod
-    def attend(
-        self, inputs: Inputs, tile: Tile, scores: Scores
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, inputs: QKV, tile: Tile, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
         """``out`` [B, i, H, D] and ``lse`` [B, H, i], which is -inf where a query has no key."""
 
     @abstractmethod
-    def differentiate(
-        self, merged: Merged, inputs: Inputs, tile: Tile, scores: Scores
-    ) -> Gradients:
+    def differentiate(self, merged: Merged, inputs: QKV, tile: Tile, scores: Scores) -> Gradients:
         """The share of this tile in the gradients of its slices."""
 
 
@@ -137,11 +98,21 @@ def unit_strides(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
-def _slices(tile: Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Inputs:
-    return Inputs(
-        _tokens(q, tile.row, 1, tile.q_start, tile.q_len),
-        _tokens(k, tile.row, 1, tile.k_start, tile.k_len),
-        _tokens(v, tile.row, 1, tile.k_start, tile.k_len),
+def _slices(tile: Tile, tensors: QKV) -> QKV:
+    """The tile's queries, keys and values (or their gradients)."""
+    return QKV(
+        _tokens(tensors.q, tile.row, 1, tile.q_start, tile.q_len),
+        _tokens(tensors.k, tile.row, 1, tile.k_start, tile.k_len),
+        _tokens(tensors.v, tile.row, 1, tile.k_start, tile.k_len),
+    )
+
+
+def _queries(tile: Tile, merged: Merged) -> Merged:
+    """What is known of the tile's queries."""
+    return Merged(
+        _tokens(merged.dout, tile.row, 1, tile.q_start, tile.q_len),
+        _tokens(merged.out, tile.row, 1, tile.q_start, tile.q_len),
+        _tokens(merged.lse, tile.row, 2, tile.q_start, tile.q_len),
     )
 
 

@@ -17,8 +17,6 @@ from typing_extensions import override
 from lightning_cp.kernels.call_per_tile import (
     CallPerTile,
     Gradients,
-    Inputs,
-    Merged,
     is_causal,
     replace_infinities,
     unit_strides,
@@ -33,7 +31,7 @@ from lightning_cp.kernels.packs import (
     in_flash_terms,
     pack_tiles,
 )
-from lightning_cp.kernels.protocol import Scores
+from lightning_cp.kernels.protocol import QKV, Merged, Scores
 from lightning_cp.layout.tiles import Mask, Tile
 
 
@@ -56,13 +54,13 @@ class CallVarlen(CallPerTile):
 
     @abstractmethod
     def run_forward(
-        self, inputs: Inputs, call: FlashCall, scores: Scores
+        self, inputs: QKV, call: FlashCall, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``out`` like q and ``lse`` [B, H, i], or [H, T] packed; infinite without a key."""
 
     @abstractmethod
     def run_backward(
-        self, merged: Merged, inputs: Inputs, call: FlashCall, scores: Scores
+        self, merged: Merged, inputs: QKV, call: FlashCall, scores: Scores
     ) -> Gradients:
         """The gradients; ``merged.lse`` is dense memory, which is all that operators read."""
 
@@ -72,74 +70,55 @@ class CallVarlen(CallPerTile):
         return in_flash_terms(tiles, mask)
 
     @override
-    def attend(
-        self, inputs: Inputs, tile: Tile, scores: Scores
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, inputs: QKV, tile: Tile, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
         """One dense call on slices of any strides but the last."""
         out, lse = self.run_forward(inputs, _dense_call(tile, scores.mask), scores)
         return out, replace_infinities(lse, -torch.inf)
 
     @override
-    def differentiate(
-        self, merged: Merged, inputs: Inputs, tile: Tile, scores: Scores
-    ) -> Gradients:
+    def differentiate(self, merged: Merged, inputs: QKV, tile: Tile, scores: Scores) -> Gradients:
         """One dense call; ``lse`` is read as dense memory whatever its strides, so it is copied."""
         merged = merged._replace(lse=merged.lse.contiguous())
         return self.run_backward(merged, inputs, _dense_call(tile, scores.mask), scores)
 
     @override
     def forward(
-        self,
-        q_BLHD: torch.Tensor,
-        k_BLKD: torch.Tensor,
-        v_BLKD: torch.Tensor,
-        tiles: Sequence[Tile],
-        scores: Scores,
-        state: Accumulator,
+        self, inputs: QKV, tiles: Sequence[Tile], scores: Scores, state: Accumulator
     ) -> None:
         """Attend within each tile and merge the results into ``state``."""
-        alone, packs = self._pack(tiles, scores.mask, q_BLHD.shape[0])
-        super().forward(q_BLHD, k_BLKD, v_BLKD, alone, scores, state)
-        inputs = unit_strides(q_BLHD, k_BLKD, v_BLKD)
+        device = inputs.q.device
+        alone, packs = self._pack(tiles, scores.mask, inputs.q.shape[0])
+        super().forward(inputs, alone, scores, state)
+        inputs = QKV(*unit_strides(*inputs))
         for pack in packs:
-            call = _packed_call(pack, q_BLHD.device)
-            out_THD, lse_HT = self.run_forward(_taken(pack, *inputs), call, scores)
+            call = _packed_call(pack, device)
+            out_THD, lse_HT = self.run_forward(_taken(pack, inputs), call, scores)
             lse_HT = replace_infinities(lse_HT, -torch.inf)
             if pack.q.run is None:
-                state.add_at(*pack.q.index(q_BLHD.device), out_THD, lse_HT)
+                state.add_at(*pack.q.index(device), out_THD, lse_HT)
             else:
                 state.add(*pack.q.run, out_THD.unsqueeze(0), lse_HT.unsqueeze(0))
 
     @override
     def backward(
         self,
-        dout_BLHD: torch.Tensor,
-        q_BLHD: torch.Tensor,
-        k_BLKD: torch.Tensor,
-        v_BLKD: torch.Tensor,
-        out_BLHD: torch.Tensor,
-        lse_BHL: torch.Tensor,
+        merged: Merged,
+        inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,
-        dq_BLHD: torch.Tensor,
-        dk_BLKD: torch.Tensor,
-        dv_BLKD: torch.Tensor,
+        gradients: QKV,
     ) -> None:
-        """Add each tile's gradients to ``dq, dk, dv``, given the merged out and lse."""
-        alone, packs = self._pack(tiles, scores.mask, q_BLHD.shape[0])
-        inputs, results = (q_BLHD, k_BLKD, v_BLKD), (dout_BLHD, out_BLHD)
-        totals = (dq_BLHD, dk_BLKD, dv_BLKD)
-        super().backward(
-            dout_BLHD, *inputs, out_BLHD, lse_BHL, alone, scores, dq_BLHD, dk_BLKD, dv_BLKD
-        )
-        inputs, results = unit_strides(*inputs), unit_strides(*results)
+        """Add each tile's share to ``gradients``."""
+        alone, packs = self._pack(tiles, scores.mask, inputs.q.shape[0])
+        super().backward(merged, inputs, alone, scores, gradients)
+        inputs, results = QKV(*unit_strides(*inputs)), unit_strides(merged.dout, merged.out)
         for pack in packs:
             dout_THD, out_THD = (pack.q.take(x) for x in results)
-            lse_HT = replace_infinities(pack.q.take(lse_BHL.transpose(1, 2)).T, torch.inf)
-            merged = Merged(dout_THD, out_THD, lse_HT.contiguous())
-            call = _packed_call(pack, q_BLHD.device)
-            parts = self.run_backward(merged, _taken(pack, *inputs), call, scores)
-            for spans, total, part in zip((pack.q, pack.k, pack.k), totals, parts, strict=True):
+            lse_HT = replace_infinities(pack.q.take(merged.lse.transpose(1, 2)).T, torch.inf)
+            known = Merged(dout_THD, out_THD, lse_HT.contiguous())
+            call = _packed_call(pack, inputs.q.device)
+            parts = self.run_backward(known, _taken(pack, inputs), call, scores)
+            for spans, total, part in zip((pack.q, pack.k, pack.k), gradients, parts, strict=True):
                 spans.add(total, part)
 
     def _pack(
@@ -161,5 +140,5 @@ def _packed_call(pack: Pack, device: torch.device) -> FlashCall:
     return FlashCall(pack.mask, pack.q.longest, pack.k.longest, cu_seqlens)
 
 
-def _taken(pack: Pack, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Inputs:
-    return Inputs(pack.q.take(q), pack.k.take(k), pack.k.take(v))
+def _taken(pack: Pack, inputs: QKV) -> QKV:
+    return QKV(pack.q.take(inputs.q), pack.k.take(inputs.k), pack.k.take(inputs.v))

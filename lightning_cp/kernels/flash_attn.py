@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lightning_cp.kernels.call_per_tile import Gradients, Inputs, Merged
+from lightning_cp.kernels.call_per_tile import Gradients
 from lightning_cp.kernels.call_varlen import CallVarlen, FlashCall
 from lightning_cp.kernels.devices import before_ampere, unfit_gpu
 from lightning_cp.kernels.operators import Operator
-from lightning_cp.kernels.protocol import Capabilities, Scores
+from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Scores
 
 _SCORES = ("softmax_scale", "causal", "window_size_left", "window_size_right", "softcap")
 _SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -74,7 +74,7 @@ class _FlashAttn(CallVarlen):
 
     @override
     def run_forward(
-        self, inputs: Inputs, call: FlashCall, scores: Scores
+        self, inputs: QKV, call: FlashCall, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One call."""
         packed = call.cu_seqlens is not None
@@ -85,7 +85,7 @@ class _FlashAttn(CallVarlen):
 
     @override
     def run_backward(
-        self, merged: Merged, inputs: Inputs, call: FlashCall, scores: Scores
+        self, merged: Merged, inputs: QKV, call: FlashCall, scores: Scores
     ) -> Gradients:
         """One call, into buffers of the inputs' dtype."""
         packed = call.cu_seqlens is not None

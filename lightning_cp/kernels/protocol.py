@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -89,6 +89,25 @@ class Capabilities:
         return None if obstacle is None else f"cannot run: {obstacle}"
 
 
+class QKV(NamedTuple):
+    """Queries [B, L, H, D], keys and values [B, S, K, D]; or their gradients."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class Merged(NamedTuple):
+    """What backward knows of the queries: the results of *all* their tiles, and the gradient of out."""
+
+    dout: torch.Tensor
+    """[B, L, H, D]."""
+    out: torch.Tensor
+    """[B, L, H, D], in q's dtype."""
+    lse: torch.Tensor
+    """[B, H, L]."""
+
+
 class Kernel(Protocol):
     """Block attention on one device. Implementations never communicate."""
 
@@ -103,35 +122,20 @@ class Kernel(Protocol):
         ...
 
     def forward(
-        self,
-        q_BLHD: torch.Tensor,
-        k_BLKD: torch.Tensor,
-        v_BLKD: torch.Tensor,
-        tiles: Sequence[Tile],
-        scores: Scores,
-        state: Accumulator,
+        self, inputs: QKV, tiles: Sequence[Tile], scores: Scores, state: Accumulator
     ) -> None:
         """Attend within each tile and merge the results into ``state``."""
         ...
 
     def backward(
         self,
-        dout_BLHD: torch.Tensor,
-        q_BLHD: torch.Tensor,
-        k_BLKD: torch.Tensor,
-        v_BLKD: torch.Tensor,
-        out_BLHD: torch.Tensor,
-        lse_BHL: torch.Tensor,
+        merged: Merged,
+        inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,
-        dq_BLHD: torch.Tensor,
-        dk_BLKD: torch.Tensor,
-        dv_BLKD: torch.Tensor,
+        gradients: QKV,
     ) -> None:
-        """Add each tile's gradients to ``dq, dk, dv``, given the *merged* out and lse.
-
-        ``out_BLHD`` has q's dtype; the gradients are float32 (float64 for float64 inputs).
-        """
+        """Add each tile's share to ``gradients``: float32 (float64 for float64 inputs), like ``inputs``."""
         ...
 
 

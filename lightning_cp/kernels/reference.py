@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_cp.kernels.merge import Accumulator, batch_rows
-from lightning_cp.kernels.protocol import Capabilities, Scores, accumulate_dtype
+from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Scores, accumulate_dtype
 from lightning_cp.layout.columns import UNBOUNDED
 from lightning_cp.layout.tiles import Mask, Tile
 
@@ -54,15 +54,10 @@ class ReferenceKernel:
         )
 
     def forward(
-        self,
-        q_BLHD: torch.Tensor,
-        k_BLKD: torch.Tensor,
-        v_BLKD: torch.Tensor,
-        tiles: Sequence[Tile],
-        scores: Scores,
-        state: Accumulator,
+        self, inputs: QKV, tiles: Sequence[Tile], scores: Scores, state: Accumulator
     ) -> None:
         """Attend within the tiles: one online softmax, and one merge, per block of queries."""
+        q_BLHD, k_BLKD, v_BLKD = inputs
         kv_heads, dtype = k_BLKD.shape[2], accumulate_dtype(q_BLHD.dtype)
         for block in _query_blocks(tiles, self.block_q):
             rows, queries = batch_rows(block.row), slice(block.start, block.end)
@@ -79,19 +74,15 @@ class ReferenceKernel:
 
     def backward(
         self,
-        dout_BLHD: torch.Tensor,
-        q_BLHD: torch.Tensor,
-        k_BLKD: torch.Tensor,
-        v_BLKD: torch.Tensor,
-        out_BLHD: torch.Tensor,
-        lse_BHL: torch.Tensor,
+        merged: Merged,
+        inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,
-        dq_BLHD: torch.Tensor,
-        dk_BLKD: torch.Tensor,
-        dv_BLKD: torch.Tensor,
+        gradients: QKV,
     ) -> None:
         """Add the gradients of each block of scores, recomputed from the merged ``lse``."""
+        (dout_BLHD, out_BLHD, lse_BHL), (q_BLHD, k_BLKD, v_BLKD) = merged, inputs
+        dq_BLHD, dk_BLKD, dv_BLKD = gradients
         kv_heads, dtype = k_BLKD.shape[2], accumulate_dtype(q_BLHD.dtype)
         for block in _query_blocks(tiles, self.block_q):
             rows, queries = batch_rows(block.row), slice(block.start, block.end)

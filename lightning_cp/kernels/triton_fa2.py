@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_cp.kernels.call_per_tile import unit_strides
 from lightning_cp.kernels.devices import before_ampere
 from lightning_cp.kernels.merge import Accumulator
-from lightning_cp.kernels.protocol import Capabilities, Request, Scores
+from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Request, Scores
 from lightning_cp.kernels.triton_arguments import (
     by_head,
     constants,
@@ -96,15 +96,10 @@ class TritonFA2:
         )
 
     def forward(
-        self,
-        q_BLHD: torch.Tensor,
-        k_BLKD: torch.Tensor,
-        v_BLKD: torch.Tensor,
-        tiles: Sequence[Tile],
-        scores: Scores,
-        state: Accumulator,
+        self, inputs: QKV, tiles: Sequence[Tile], scores: Scores, state: Accumulator
     ) -> None:
         """Attend within all tiles in one launch, and merge the result into ``state`` at once."""
+        q_BLHD, k_BLKD, v_BLKD = inputs
         launch = self._launches(q_BLHD).forward
         batch, _, heads, head_dim = q_BLHD.shape
         tiled = table(tiles, scores.mask, batch, "queries", launch.own, q_BLHD.device)
@@ -137,19 +132,14 @@ class TritonFA2:
 
     def backward(
         self,
-        dout_BLHD: torch.Tensor,
-        q_BLHD: torch.Tensor,
-        k_BLKD: torch.Tensor,
-        v_BLKD: torch.Tensor,
-        out_BLHD: torch.Tensor,
-        lse_BHL: torch.Tensor,
+        merged: Merged,
+        inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,
-        dq_BLHD: torch.Tensor,
-        dk_BLKD: torch.Tensor,
-        dv_BLKD: torch.Tensor,
+        gradients: QKV,
     ) -> None:
         """Add all tiles' gradients: dq in one launch, then dk and dv in one."""
+        (dout_BLHD, out_BLHD, lse_BHL), (q_BLHD, k_BLKD, v_BLKD) = merged, inputs
         launch = self._launches(q_BLHD)
         batch, _, heads, _ = q_BLHD.shape
         device, mask = q_BLHD.device, scores.mask
@@ -163,7 +153,7 @@ class TritonFA2:
         lse = by_head(lse_BHL.transpose(1, 2))
         delta = by_head(torch.empty_like(lse_BHL).transpose(1, 2))
         code, multiply = _device_code(), (scores.softmax_scale, *factors(scores))
-        with on_device(device), unit_stride_totals(dq_BLHD, dk_BLKD, dv_BLKD) as (dq, dk, dv):
+        with on_device(device), unit_stride_totals(*gradients) as (dq, dk, dv):
             code.backward_queries[grid(by_query, heads, batch)](
                 dout,
                 q,

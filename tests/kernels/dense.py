@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lightning_cp.kernels.api import Kernel, Scores, accumulate_dtype
+from lightning_cp.kernels.api import QKV, Kernel, Merged, Scores, accumulate_dtype
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.layout.documents import Documents
 from lightning_cp.layout.sequence import SequenceLayout
@@ -144,7 +144,8 @@ class Rank:
         state = self.state = Accumulator(queries, accumulate_dtype(self.dtype))
         for hop in self.hops:
             keys, values = self._received(hop, k), self._received(hop, v)
-            self.kernel.forward(queries, keys, values, hop.packed_tiles, self.scores, state)
+            inputs = QKV(queries, keys, values)
+            self.kernel.forward(inputs, hop.packed_tiles, self.scores, state)
         return state.result(self.dtype)
 
     def backward(
@@ -160,23 +161,12 @@ class Rank:
     ) -> torch.Tensor:
         """``dq``; adds to the ``dk, dv`` of every rank."""
         queries, douts = self.layout.shard(q, self.rank), self.layout.shard(dout, self.rank)
-        dq = _zeros(queries)
+        dq, merged = _zeros(queries), Merged(douts, out, lse)
         for hop in self.hops:
             keys, values = self._received(hop, k), self._received(hop, v)
             dkeys, dvalues = _zeros(keys), _zeros(values)
-            self.kernel.backward(
-                douts,
-                queries,
-                keys,
-                values,
-                out,
-                lse,
-                hop.packed_tiles,
-                self.scores,
-                dq,
-                dkeys,
-                dvalues,
-            )
+            inputs, gradients = QKV(queries, keys, values), QKV(dq, dkeys, dvalues)
+            self.kernel.backward(merged, inputs, hop.packed_tiles, self.scores, gradients)
             at = 0
             for start, end in hop.recv:
                 dk[hop.source][:, start:end] += dkeys[:, at : at + end - start]
@@ -200,11 +190,11 @@ def run(
     q, k, v, dout = tensors
     scores = Scores(SCALE, mask)
     state = Accumulator(q, accumulate_dtype(q.dtype))
-    kernel.forward(q, k, v, tiles, scores, state)
+    inputs, gradients = QKV(q, k, v), QKV(_zeros(q), _zeros(k), _zeros(v))
+    kernel.forward(inputs, tiles, scores, state)
     out, lse = state.result(q.dtype)
-    dq, dk, dv = _zeros(q), _zeros(k), _zeros(v)
-    kernel.backward(dout, q, k, v, out, lse, tiles, scores, dq, dk, dv)
-    return Answer(out, lse, dq, dk, dv)
+    kernel.backward(Merged(dout, out, lse), inputs, tiles, scores, gradients)
+    return Answer(out, lse, *gradients)
 
 
 def errors(answer: Answer, expected: Answer) -> dict[str, float]:
@@ -245,10 +235,10 @@ def with_tiles(kernel: Kernel, change: Callable[..., object]) -> Kernel:
         capabilities = kernel.capabilities
 
         def forward(self, *args: object) -> None:
-            kernel.forward(*args[:3], change(args[3]), *args[4:])  # type: ignore[arg-type]
+            kernel.forward(args[0], change(args[1]), *args[2:])  # type: ignore[arg-type]
 
         def backward(self, *args: object) -> None:
-            kernel.backward(*args[:6], change(args[6]), *args[7:])  # type: ignore[arg-type]
+            kernel.backward(*args[:2], change(args[2]), *args[3:])  # type: ignore[arg-type]
 
     return Changed()  # type: ignore[return-value]
 

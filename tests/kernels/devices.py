@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cp.kernels.api import Kernel, Scores
+from lightning_cp.kernels.api import QKV, Kernel, Merged, Scores
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.kernels.triton_fa2 import TritonFA2, is_installed, is_interpreted
 from lightning_cp.kernels.triton_launch import Launch, Launches
@@ -50,34 +50,20 @@ class OnDevice:
     def capabilities(self) -> Any:
         return self.kernel.capabilities
 
-    def forward(
-        self, q_BLHD: Any, k_BLKD: Any, v_BLKD: Any, tiles: Any, scores: Scores, state: Any
-    ) -> None:
-        q, k, v = (x.to(self.device) for x in (q_BLHD, k_BLKD, v_BLKD))
-        partial = Accumulator(q, torch.float32)
-        self.kernel.forward(q, k, v, tiles, self._moved(scores), partial)
+    def forward(self, inputs: QKV, tiles: Any, scores: Scores, state: Any) -> None:
+        there = QKV(*(x.to(self.device) for x in inputs))
+        partial = Accumulator(there.q, torch.float32)
+        self.kernel.forward(there, tiles, self._moved(scores), partial)
         out, lse = partial.result(torch.float32)
         state.add(ALL_ROWS, 0, out.cpu(), lse.cpu())
 
     def backward(
-        self,
-        dout_BLHD: Any,
-        q_BLHD: Any,
-        k_BLKD: Any,
-        v_BLKD: Any,
-        out_BLHD: Any,
-        lse_BHL: Any,
-        tiles: Any,
-        scores: Scores,
-        dq_BLHD: Any,
-        dk_BLKD: Any,
-        dv_BLKD: Any,
+        self, merged: Merged, inputs: QKV, tiles: Any, scores: Scores, gradients: QKV
     ) -> None:
-        inputs = (dout_BLHD, q_BLHD, k_BLKD, v_BLKD, out_BLHD, lse_BHL)
-        dout, q, k, v, out, lse = (x.to(self.device) for x in inputs)
-        dq, dk, dv = (x.to(self.device) for x in (dq_BLHD, dk_BLKD, dv_BLKD))
-        self.kernel.backward(dout, q, k, v, out, lse, tiles, self._moved(scores), dq, dk, dv)
-        for total, here in zip((dq, dk, dv), (dq_BLHD, dk_BLKD, dv_BLKD), strict=True):
+        known = Merged(*(x.to(self.device) for x in merged))
+        there, totals = (QKV(*(x.to(self.device) for x in xs)) for xs in (inputs, gradients))
+        self.kernel.backward(known, there, tiles, self._moved(scores), totals)
+        for here, total in zip(gradients, totals, strict=True):
             here.copy_(total)
 
     def _moved(self, scores: Scores) -> Scores:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_cp.kernels import packs
-from lightning_cp.kernels.api import Kernel, Scores
+from lightning_cp.kernels.api import QKV, Kernel, Scores
 from lightning_cp.kernels.aten import AtenCudaCudnn, AtenCudaFlash
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.layout.sequence import SequenceLayout
@@ -155,5 +155,5 @@ def test_schema_is_the_one_called(name: str) -> None:
 def test_results_merge_into_an_accumulator_of_another_dtype(kernel: Kernel) -> None:
     q, k, v, _ = (x.to("meta", torch.float16) for x in Problem(Mask()).tensors())
     state = Accumulator(q, torch.float32)
-    kernel.forward(q, k, v, [Tile(0, 0, 9, 0, 9, 0, "causal")], Scores(1.0, Mask()), state)
+    kernel.forward(QKV(q, k, v), [Tile(0, 0, 9, 0, 9, 0, "causal")], Scores(1.0, Mask()), state)
     assert state.result(torch.float16)[0].dtype == torch.float16

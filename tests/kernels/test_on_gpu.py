@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 import torch
 
-from lightning_cp.kernels.api import Kernel, Request, Scores, kernels
+from lightning_cp.kernels.api import QKV, Kernel, Merged, Request, Scores, kernels
 from lightning_cp.kernels.call_varlen import CallVarlen
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.kernels.packs import PackRule
@@ -40,25 +40,26 @@ class OnGpu:
         self._kernel = kernel
 
     def forward(
+        self, inputs: QKV, tiles: Sequence[Tile], scores: Scores, state: Accumulator
+    ) -> None:
+        there = QKV(*(x.cuda() for x in inputs))
+        partial = Accumulator(there.q, torch.float32)
+        self._kernel.forward(there, tiles, scores, partial)
+        state.add(ALL_ROWS, 0, *(x.cpu() for x in partial.result(torch.float32)))
+
+    def backward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        merged: Merged,
+        inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,
-        state: Accumulator,
+        gradients: QKV,
     ) -> None:
-        there = Accumulator(q.cuda(), torch.float32)
-        self._kernel.forward(q.cuda(), k.cuda(), v.cuda(), tiles, scores, there)
-        state.add(ALL_ROWS, 0, *(x.cpu() for x in there.result(torch.float32)))
-
-    def backward(self, *args: object) -> None:
-        there = [x.cuda() if isinstance(x, torch.Tensor) else x for x in args]
-        self._kernel.backward(*there)  # type: ignore[arg-type]
-        for total, result in zip(args[-3:], there[-3:], strict=True):
-            assert isinstance(total, torch.Tensor)
-            assert isinstance(result, torch.Tensor)
-            total.copy_(result)
+        known = Merged(*(x.cuda() for x in merged))
+        there, totals = (QKV(*(x.cuda() for x in xs)) for xs in (inputs, gradients))
+        self._kernel.backward(known, there, tiles, scores, totals)
+        for here, total in zip(gradients, totals, strict=True):
+            here.copy_(total)
 
 
 @pytest.fixture(params=NAMES)

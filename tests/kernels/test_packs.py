@@ -14,10 +14,9 @@ from typing_extensions import override
 
 from lightning_cp.kernels import packs
 from lightning_cp.kernels.aten import AtenCudaFlash
-from lightning_cp.kernels.call_per_tile import Inputs
 from lightning_cp.kernels.call_varlen import FlashCall
 from lightning_cp.kernels.packs import PackRule, Spans, flash_mask, pack_tiles
-from lightning_cp.kernels.protocol import Scores
+from lightning_cp.kernels.protocol import QKV, Scores
 from lightning_cp.layout.documents import Documents
 from lightning_cp.layout.sequence import SequenceLayout
 from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile, schedule
@@ -47,7 +46,7 @@ class Spy(AtenCudaFlash):
 
     @override
     def run_forward(
-        self, inputs: Inputs, call: FlashCall, scores: Scores
+        self, inputs: QKV, call: FlashCall, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.sequences.append(len(call.cu_seqlens[0]) - 1 if call.cu_seqlens else 0)
         self.queries.append(inputs.q)

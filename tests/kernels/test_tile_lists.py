@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_cp.kernels.api import Kernel, Scores, kernels
+from lightning_cp.kernels.api import QKV, Kernel, Merged, Scores, kernels
 from lightning_cp.kernels.aten import AtenCpuFlash
 from lightning_cp.kernels.call_per_tile import replace_infinities
 from lightning_cp.kernels.merge import Accumulator
@@ -219,6 +219,7 @@ def test_reference_takes_no_more_than_a_block() -> None:
     out, lse = state.result(q.dtype)  # makes the buffers, which are the caller's
     kernel = ReferenceKernel(block, block)
     with _LargestNew(q, k, v, dout, dq, dk, dv, out, lse) as largest:
-        kernel.forward(q, k, v, tiles, scores, state)
-        kernel.backward(dout, q, k, v, out, lse, tiles, scores, dq, dk, dv)
+        kernel.forward(QKV(q, k, v), tiles, scores, state)
+        merged, gradients = Merged(dout, out, lse), QKV(dq, dk, dv)
+        kernel.backward(merged, QKV(q, k, v), tiles, scores, gradients)
     assert 0 < largest.entries <= BATCH * q.shape[2] * block * block

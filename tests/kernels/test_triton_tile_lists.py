@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cp.kernels.api import Kernel, Scores
+from lightning_cp.kernels.api import QKV, Kernel, Merged, Scores
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.kernels.reference import ReferenceKernel
 from lightning_cp.kernels.triton_fa2 import TritonFA2
@@ -123,8 +123,8 @@ def test_gradients_are_added(device: str) -> None:
     q, k, v, dout = draw(device)
     kernel, scores, mask = triton_on(device), Scores(SCALE, Mask()), Mask()
     once = run(kernel, (q, k, v, dout), [SQUARE], mask)
-    totals = [torch.full_like(x, 3.0) for x in (q, k, v)]
-    kernel.backward(dout, q, k, v, once.out, once.lse, [SQUARE], scores, *totals)
+    totals = QKV(*(torch.full_like(x, 3.0) for x in (q, k, v)))
+    kernel.backward(Merged(dout, once.out, once.lse), QKV(q, k, v), [SQUARE], scores, totals)
     for total, part in zip(totals, (once.dq, once.dk, once.dv), strict=True):
         assert torch.equal(total, part + 3.0)
 
@@ -176,7 +176,7 @@ def test_nan_is_not_hidden(device: str) -> None:
     q, k, v, _ = draw(device)
     q[0, 3, 1, 2] = torch.nan
     scores, state = Scores(SCALE, Mask(), max_logits=True), Accumulator(q, q.dtype)
-    triton_on(device).forward(q, k, v, [SQUARE], scores, state)
+    triton_on(device).forward(QKV(q, k, v), [SQUARE], scores, state)
     out, lse = state.result(q.dtype)
     assert bool(out[0, 3, 1].isnan().all())
     assert bool(lse[0, 1, 3].isnan())
@@ -213,7 +213,7 @@ def test_largest_scores(rows: int, device: str) -> None:
     scores = Scores(SCALE, Mask(), 2.0, slopes.to(device), max_logits=True)
     state = Accumulator(q, torch.float32)
     for tile in tiles:
-        triton_on(device).forward(q, k, v, [tile], scores, state)
+        triton_on(device).forward(QKV(q, k, v), [tile], scores, state)
     assert oracle.max_error(state.max_logits.cpu(), want) < 2e-6
 
 

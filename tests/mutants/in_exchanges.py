@@ -77,8 +77,8 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "gradients travel in the dtype of the inputs",
         RING,
-        "dtype = accumulate_dtype(q_TBHD.dtype)\n    dq_BLHD",
-        "dtype = q_TBHD.dtype\n    dq_BLHD",
+        "dtype = accumulate_dtype(q_TBHD.dtype)\n    merged",
+        "dtype = q_TBHD.dtype\n    merged",
         (sends("ring 2 zigzag"),),
         "Half the bytes, and an error that grows with the ring.",
     ),
