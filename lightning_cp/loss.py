@@ -55,7 +55,8 @@ def require_connected(loss: torch.Tensor | None) -> None:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and leaf.dim():  # a scalar is a constant that somebody made
+        # A scalar that is no parameter is a constant that somebody made.
+        if leaf is not None and (leaf.dim() or isinstance(leaf, torch.nn.Parameter)):
             return
         ahead.extend(source for source, _ in node.next_functions)
     shown = (

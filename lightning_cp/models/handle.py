@@ -18,7 +18,7 @@ from lightning_cp.attention.api import attend
 from lightning_cp.attention.exchange import Exchange
 from lightning_cp.attention.plan import AttentionPlan, make_plan, request_of
 from lightning_cp.attention.spec import AttentionSpec
-from lightning_cp.comm.agreement import agree
+from lightning_cp.comm.agreement import agree, lists_of_ranks
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.api import Request
 from lightning_cp.layout import SequenceLayout
@@ -50,6 +50,8 @@ class StepState:
     needs_loss: bool = True
     """The step trains or evaluates: what it makes of labels counts. Not so when it predicts."""
     calls: int = 0
+    need_gradients: list[bool] = field(default_factory=list)
+    """Of each attention call: whether backward will come through it."""
     first_gradient: torch.Tensor | None = None
     """Largest entry of the gradient that backward brought first to an attention call, if there are no
     targets here: it comes from this rank's own loss alone, and should be 0."""
@@ -126,6 +128,7 @@ class SwapHandle:
         plan = self._plan(q, k, v, spec, state.layout)
         out = attend(q, k, v, plan)
         assert isinstance(out, torch.Tensor)
+        state.need_gradients.append(out.requires_grad)
         if out.requires_grad:
             out.register_hook(state.note_gradient)
         state.calls += 1
@@ -198,6 +201,26 @@ class SwapHandle:
             "intercepted in Hugging Face models that use transformers' attention interface, and in "
             "calls of torch.nn.functional.scaled_dot_product_attention; call one of these, or use a "
             "strategy without context parallelism."
+        )
+
+    def require_same_gradients(self) -> None:
+        """Before backward: refuse attention that it reaches on some ranks of the cp group only.
+
+        Raises:
+            ConfigError: on every rank, naming the ranks that would wait for the others.
+        """
+        if self.state is None or self.mesh.cp_size == 1:
+            return
+        group = self.mesh.control_group(Flat.CP)
+        every = lists_of_ranks(self.state.need_gradients, group)
+        if all(other == every[0] for other in every):
+            return
+        waiting = [rank for rank, needs in enumerate(every) if sum(needs) == max(map(sum, every))]
+        raise ConfigError(
+            f"backward comes through more attention calls on context-parallel ranks {waiting} than on the "
+            f"others ({[sum(needs) for needs in every]} calls), so they would wait for ever. Something that "
+            "is trained takes part in the forward on some ranks only, by what their own tokens are (an `if` "
+            "on a mask): let it take part on every rank, multiplied by the mask."
         )
 
     def on_activate(self, action: Callable[[], Callable[[], None]]) -> None:

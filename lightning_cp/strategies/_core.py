@@ -205,9 +205,13 @@ class ContextParallelCore(StepValues):
             loss: what the step computed.
             optimizers: all that the run has.
             automatic: gradients are zeroed after steps only.
+
+        Raises:
+            ConfigError: backward would come through attention on some ranks only.
         """
         if self._handle is not None and self._handle.state is not None:
             self._handle.state.weighted = True
+            self._handle.require_same_gradients()
         if self._loss is None:
             return loss
         return self._loss.scale(loss, optimizers, automatic=automatic)

@@ -38,6 +38,10 @@ class _Window:
         if self.last is not batch:
             self.batches, self.targets, self.last = self.batches + 1, self.targets + targets, batch
 
+    def holds_more(self, batch: object, targets: int) -> bool:
+        """Whether targets of other batches are in the gradients."""
+        return self.targets > (targets if self.last is batch else 0)
+
 
 class TokenWindows:
     """Follows what each optimizer has accumulated: several may step at different times."""
@@ -69,10 +73,10 @@ class TokenWindows:
         _refuse_shared(training)
         if group is not None:
             self._forget_zeroed(training, group)
+        if not any(window.holds_more(batch, targets) for window in self._windows.values()):
+            self._unit = max(targets, 1)  # nothing is in any gradient yet, trained now or not
         for optimizer in training:
             self._windows.setdefault(optimizer, _Window()).include(batch, targets)
-        if not any(self._windows[each].targets > targets for each in training):
-            self._unit = max(targets, 1)  # nothing is in any gradient yet
         return targets / self._unit
 
     def __reduce__(self) -> Any:

@@ -162,6 +162,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
             self._core.require_loss(tensor)
             scaled = self._core.scale_loss(tensor, self._optimizers)
             super().backward(scaled, module, *args, **kwargs)
+            self._engine.require_averaged()
             self._core.after_backward(self._models.parameters())
         except BaseException:
             self._core.end_step()

@@ -66,7 +66,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         needs_labels = trainer.state.fn != TrainerFn.PREDICTING
         swapped = self._core.attach(module, options, needs_labels=needs_labels)
         self._announce(module, swapped)
-        self._watch_clipping()
+        self._watch_precision()
         assert self._callback is not None
         self._callback.watch(trainer, module)
         super().setup(trainer)
@@ -139,22 +139,13 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         return self._callback.unshard_output(output, dims)
 
     @override
-    def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """Layers may have been frozen or unfrozen within the step."""
-        followed = self._follow_what_is_trained()
-        super().pre_backward(closure_loss)
-        assert self.lightning_module is not None
-        assert isinstance(self.model, DistributedDataParallel)
-        if followed and self.lightning_module.automatic_optimization:
-            prepare_for_backward(self.model, closure_loss)  # as its forward would have done
-
-    @override
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self.model is not None
         assert self.lightning_module is not None
         automatic = self.lightning_module.automatic_optimization
         scaled = self._core.scale_loss(closure_loss, self.optimizers, automatic=automatic)
         loss = super().backward(scaled, *args, **kwargs)
+        self._engine.require_averaged()
         self._core.after_backward(self.model.parameters())
         return loss
 
@@ -184,7 +175,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     @override
     def teardown(self) -> None:
         self._core.detach()
-        self.precision_plugin.__dict__.pop("clip_gradients", None)
+        self._unwatch_precision()
         super().teardown()
 
     # -- helpers ---------------------------------------------------------------------------------
@@ -221,19 +212,30 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         finally:
             self._core.end_step()
 
-    def _watch_clipping(self) -> None:
-        """In manual optimization gradients are clipped before ``optimizer_step`` is called."""
+    def _watch_precision(self) -> None:
+        """Come between hooks and autograd; and before gradients are clipped by hand, in final size."""
+        self._unwatch_precision()
         plugin = self.precision_plugin
-        if not self._core.settings.weights_globally or "clip_gradients" in plugin.__dict__:
-            return
-        own_clip = plugin.clip_gradients
+        own_backward, own_clip = plugin.backward, plugin.clip_gradients
+
+        def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            if self._follow_what_is_trained():  # frozen or unfrozen within the step, or by a hook
+                assert isinstance(self.model, DistributedDataParallel)
+                prepare_for_backward(self.model, loss)  # as its forward would have done
+            own_backward(loss, *args, **kwargs)
 
         def clip(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             wrapped = isinstance(optimizer, LightningOptimizer)
             self._end_window(optimizer.optimizer if wrapped else optimizer)
             own_clip(optimizer, *args, **kwargs)
 
-        object.__setattr__(plugin, "clip_gradients", clip)
+        object.__setattr__(plugin, "backward", backward)
+        if self._core.settings.weights_globally:
+            object.__setattr__(plugin, "clip_gradients", clip)
+
+    def _unwatch_precision(self) -> None:
+        for name in ("backward", "clip_gradients"):
+            self.precision_plugin.__dict__.pop(name, None)
 
     def _leave_samplers_alone(self) -> None:
         """All ranks read the same samples, as one process does; Lightning's sampler would shuffle them."""

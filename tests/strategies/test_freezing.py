@@ -9,7 +9,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from tests.pool import run_ranks
+from lightning_cp import ContextParallelMixin
+from lightning_cp.errors import ConfigError
+from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.small import (
     HYBRID,
     RING,
@@ -78,6 +80,61 @@ class WithinAWindow(Small):
             train_only(self, 0)
 
 
+class BeforeBackward(Small):
+    """A hook freezes, in turns, what the forward has used already; momentum moves no frozen layer."""
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        if self.global_step > 1:
+            train_only(self, self.global_step % 2)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        for parameter in self.parameters():
+            parameter.requires_grad_(True)
+        return self.loss(batch)
+
+
+class ForTheForward(Small):
+    """A half is frozen while the loss is computed, and not before or after."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        train_only(self, 1)
+        loss = self.loss(batch)
+        for parameter in self.parameters():
+            parameter.requires_grad_(True)
+        return loss
+
+
+class PartByHand(BothInOneStep):
+    """The last layer's gradient is left out of the first of two losses; then the layer is frozen."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        last = list(self.parameters())[-1]
+        for optimizer, trained in ((first, True), (second, False)):
+            last.requires_grad_(trained)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch) if not trained else self.without(batch, last))
+            optimizer.step()
+
+    def without(self, batch: Batch, left_out: torch.nn.Parameter) -> torch.Tensor:
+        """The loss of a step that does not train a parameter, which takes part all the same."""
+        left_out.requires_grad_(False)
+        loss = self.loss(batch)
+        left_out.requires_grad_(True)
+        return loss
+
+
+class AtTheEnd(Small):
+    """The last step leaves a layer out, and no forward comes after it."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        last = list(self.parameters())[-1]
+        last.requires_grad_(self.global_step + 1 < self.trainer.num_training_batches)
+        loss = self.loss(batch)
+        last.requires_grad_(True)
+        return loss
+
+
 KINDS: dict[str, tuple[type[Small], dict[str, Any]]] = {
     "in the step": (InTheStep, {}),
     "in the step of a window": (InTheStep, {"accumulate_grad_batches": 2}),
@@ -85,14 +142,21 @@ KINDS: dict[str, tuple[type[Small], dict[str, Any]]] = {
     "between micro-batches": (BetweenMicroBatches, {"accumulate_grad_batches": 3}),
     "within a window": (WithinAWindow, {"accumulate_grad_batches": 2}),
     "for good": (WithinAWindow, {}),
+    "before backward": (BeforeBackward, {}),
 }
+PARTS: dict[str, tuple[type[Small], dict[str, Any]]] = {
+    "frozen for the forward": (ForTheForward, {}),
+    "a part by hand": (PartByHand, {}),
+    "at the end": (AtTheEnd, {"max_epochs": 1}),
+}
+"""Steps of which DistributedDataParallel has to be told that they use parts of the model."""
 UNUSED = {"find_unused_parameters": True}
 
 
 def fitted(rank: int, world_size: int, settings: Settings | None, kind: str) -> torch.Tensor:
-    made, options = KINDS[kind]
+    made, options = (KINDS | PARTS)[kind]
     module = made()
-    trainer_of(world_size, settings, max_epochs=2, **options).fit(module, loader(8))
+    trainer_of(world_size, settings, **{"max_epochs": 2, **options}).fit(module, loader(8))
     return weights(module)
 
 
@@ -110,3 +174,41 @@ def test_as_in_one_process(kind: str, settings: Settings, options: Settings) -> 
     ranks = settings["ring_size"] * settings["ulysses_size"]
     for got in run_ranks(ranks, fitted, {**settings, **options}, kind):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_parts_of_the_model_as_in_one_process(kind: str) -> None:
+    for got in run_ranks(2, fitted, {**RING, **UNUSED}, kind):
+        torch.testing.assert_close(got, alone(kind), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_parts_of_the_model_are_refused_if_nobody_said_so(kind: str) -> None:
+    """At once: the ranks would go apart, and say so a step later, or never."""
+    match = r"no gradient to some parameters that are trained \(.+\).*find_unused_parameters=True"
+    expect_on_every_rank(2, fitted, RING, kind, error=ConfigError, match=match)
+
+
+class BySomeRanksOnly(ContextParallelMixin, Small):  # type: ignore[misc]
+    """A frozen model, a trained head, and a trained vector for the first tokens, which one rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(False)
+        self.model.head.weight.requires_grad_(True)
+        self.prompt = torch.nn.Parameter(torch.zeros(self.model.embed.weight.shape[1]))
+        self.model.embed.register_forward_hook(self.add)
+
+    def add(self, module: Any, args: Any, x: torch.Tensor) -> torch.Tensor:
+        first = self.token_positions(x, dim=1) < 3
+        return x + self.prompt * first.unsqueeze(-1) if bool(first.any()) else x
+
+
+def train_prompt(rank: int, world_size: int) -> None:
+    trainer_of(world_size, {**RING, **UNUSED}, max_epochs=1).fit(BySomeRanksOnly(), loader(2))
+
+
+def test_backward_through_attention_on_some_ranks_only_is_refused() -> None:
+    match = r"more attention calls on context-parallel ranks \[0\] than on the others"
+    expect_on_every_rank(2, train_prompt, error=ConfigError, match=match)

@@ -22,6 +22,7 @@ from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.pool.environment import PoolEnvironment
 from tests.strategies.small import (
+    LENGTH,
     Batch,
     Settings,
     Small,
@@ -252,6 +253,50 @@ def alternating(rank: int, world_size: int, data_ranks: int | None, emptied: boo
 def test_optimizers_with_windows_of_their_own(emptied: bool) -> None:
     (alone_,) = run_ranks(1, alternating, None, emptied)
     for got in run_ranks(4, alternating, 2, emptied):
+        close(got, alone_)
+
+
+class TakingTurns(Alternating):
+    """Two optimizers whose windows of two batches overlap; the one that has no turn is frozen.
+
+    Args:
+        targets: of every batch, to weight them by hand; ``None`` leaves it to the strategy.
+    """
+
+    def __init__(self, targets: list[int] | None) -> None:
+        super().__init__(True)
+        self.targets = targets
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        turn, ends = batch_idx % 2, batch_idx % 4 >= 2
+        for index, optimizer in enumerate(optimizers):
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.requires_grad_(index == turn)
+        share = 0.5
+        if self.targets is not None:
+            other = self.targets[batch_idx - 2 if ends else batch_idx + 2]
+            share = self.targets[batch_idx] / (self.targets[batch_idx] + other)
+        self.manual_backward(share * self.loss(batch))
+        if ends:
+            optimizers[turn].step()
+            optimizers[turn].zero_grad()
+
+
+def taking_turns(rank: int, world_size: int) -> torch.Tensor:
+    rows = samples(8)
+    for index, row in enumerate(rows):
+        row["labels"] = row["input_ids"].masked_fill(torch.arange(LENGTH) < 3 * index, -100)
+    targets = [LENGTH - 3 * index for index in range(8)]
+    module: pl.LightningModule = TakingTurns(targets if world_size == 1 else None)
+    settings = None if world_size == 1 else settings_of(1)
+    trainer_of(world_size, settings).fit(module, DataLoader(rows, batch_size=1))  # type: ignore[arg-type]
+    return weights(module)
+
+
+def test_windows_that_overlap_while_layers_take_turns() -> None:
+    (alone_,) = run_ranks(1, taking_turns)
+    for got in run_ranks(2, taking_turns):
         close(got, alone_)
 
 

@@ -39,6 +39,10 @@ class Engine(Protocol):
         """What to call instead of ``wrapped`` once ``is_current`` says no, also within a step."""
         ...
 
+    def require_averaged(self) -> None:
+        """After backward: refuse gradients that stayed on their ranks."""
+        ...
+
     def is_current(self, module: nn.Module) -> bool:
         """Whether the wrapper still serves the parameters that are trained now."""
         ...

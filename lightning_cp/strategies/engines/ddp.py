@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -30,6 +31,7 @@ class DDPEngine:
     def __init__(self) -> None:
         self._averaged: dict[int, ref[nn.Parameter]] = {}  # by id: tensors do not hash by equality
         self._finds_unused: dict[int, ref[nn.Module]] = {}  # likewise; pickled with the strategy
+        self._wrapped: dict[int, ref[DistributedDataParallel]] = {}
 
     def wrap(
         self,
@@ -49,12 +51,43 @@ class DDPEngine:
         # A side stream, as PyTorch's CUDA notes ask for DDP construction.
         on_cuda = device.type == "cuda"
         with torch.cuda.stream(torch.cuda.Stream()) if on_cuda else nullcontext():
-            return DistributedDataParallel(
+            wrapped = DistributedDataParallel(
                 module,
                 device_ids=[device.index] if on_cuda else None,
                 process_group=mesh.group(Flat.LOSS),
                 **options,
             )
+        self._wrapped[id(module)] = ref(wrapped)
+        return wrapped
+
+    def require_averaged(self) -> None:
+        """After backward: refuse gradients that stayed on their ranks.
+
+        DistributedDataParallel itself says so at the next forward only, after an optimizer has stepped, and
+        not at all after the last one.
+
+        Raises:
+            ConfigError: parameters that it waits for got no gradient, so others were not averaged either.
+        """
+        for wrapped in [kept() for kept in self._wrapped.values()]:
+            if wrapped is None or not wrapped.require_backward_grad_sync:
+                continue
+            try:
+                wrapped._check_reducer_finalized()
+            except RuntimeError as unfinished:
+                raise ConfigError(self._without_gradient(wrapped.module, str(unfinished))) from None
+
+    def _without_gradient(self, module: nn.Module, said: str) -> str:
+        """The names of the parameters that DistributedDataParallel numbers."""
+        listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", said)
+        names = [name for name, p in module.named_parameters() if self._averages(p)]
+        missing = [names[int(at)] for at in listed[1].split()] if listed else []
+        shown = f" ({', '.join(missing[:3])}{', ...' * (len(missing) > 3)})" if missing else ""
+        return (
+            f"backward brought no gradient to some parameters that are trained{shown}, so those of others "
+            "were not averaged over the ranks either. Where a step uses parts of the model only, pass "
+            "find_unused_parameters=True to the strategy; or freeze what is not trained before the forward."
+        )
 
     def follow(
         self,
