@@ -11,11 +11,11 @@ plus ``hop`` for every hop at which it exchanges anything; the call takes as lon
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 from typing import NamedTuple
 
 import numpy as np
 
+from lightning_cp.layout.heads import HeadSplit
 from lightning_cp.layout.tiles import Schedule
 
 
@@ -27,8 +27,15 @@ class Heads(NamedTuple):
     dim: int
 
     def of_ulysses_rank(self, ulysses_size: int) -> Heads:
-        """Those that a rank computes; key/value heads are sent to every rank that uses them."""
-        return Heads(ceil(self.query / ulysses_size), ceil(self.kv / ulysses_size), self.dim)
+        """Those that a rank computes; key/value heads are sent to every rank that uses them.
+
+        Raises:
+            ConfigError: query heads do not divide by ``ulysses_size``.
+            ShapeError: query heads do not divide by key/value heads.
+        """
+        split = HeadSplit(self.query, self.kv, ulysses_size)
+        most = max(split.num_local_kv(rank) for rank in range(ulysses_size))
+        return Heads(split.local_heads, most, self.dim)
 
 
 DEFAULT_HEADS = Heads(32, 8, 128)

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_cp.layout import Mask
 from lightning_cp.layout.cost import Heads
-from lightning_cp.models.swap import hf_models
+from lightning_cp.models.swap import hf_models, told
 
 UNBOUNDED = -1
 
@@ -35,12 +35,11 @@ def expected_mask(model: nn.Module) -> Mask:
 def expected_heads(model: nn.Module) -> Heads | None:
     """The heads of a Hugging Face model, of the first that tells if there are several; else ``None``."""
     for root in hf_models(model):
-        config: Any = root.config.get_text_config()
-        query = getattr(config, "num_attention_heads", None)
-        size = getattr(config, "hidden_size", None)
+        config = root.config
+        query, size = told(config, "num_attention_heads"), told(config, "hidden_size")
         if type(query) is int and type(size) is int:
-            kv = getattr(config, "num_key_value_heads", None) or query
-            return Heads(query, kv, getattr(config, "head_dim", None) or size // query)
+            kv = told(config, "num_key_value_heads") or query
+            return Heads(query, kv, told(config, "head_dim") or size // query)
     return None
 
 
@@ -48,7 +47,7 @@ def _window(part: Any) -> int:
     """How far back a module sees; a config without kinds of layers speaks for all of them."""
     size = getattr(part, "sliding_window", None)
     config = getattr(part, "config", None)
-    alike = not hasattr(part, "sliding_window") and getattr(config, "layer_types", None) is None
-    if alike and getattr(config, "use_sliding_window", True):
-        size = getattr(config, "sliding_window", None)
+    alike = not hasattr(part, "sliding_window") and told(config, "layer_types") is None
+    if alike and told(config, "use_sliding_window") in (None, True):
+        size = told(config, "sliding_window")
     return size - 1 if isinstance(size, int) and size > 0 else UNBOUNDED

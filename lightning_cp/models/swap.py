@@ -100,6 +100,17 @@ def _refuse_compiled(model: nn.Module, chosen: Iterable[nn.Module]) -> None:
             )
 
 
+def told(config: Any, name: str) -> Any:
+    """What a config says of ``name``; ``None`` if nothing, or if it is another thing in each layer.
+
+    Some of transformers raise errors of other kinds than AttributeError where layers differ.
+    """
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None
+
+
 _HEAD_NAMES = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num_q_heads")
 
 
@@ -112,7 +123,7 @@ def num_heads_of(model: nn.Module) -> int:
     counts: set[int] = set()
     for module in model.modules():
         for holder in (getattr(module, "config", None), module):
-            values = [getattr(holder, name, None) for name in _HEAD_NAMES]
+            values = [told(holder, name) for name in _HEAD_NAMES]
             counts.update(value for value in values if type(value) is int and value > 0)
     if not counts:
         raise ConfigError(

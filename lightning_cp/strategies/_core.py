@@ -16,7 +16,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_cp.attention.delegate import OWN_KERNELS
+from lightning_cp.attention.delegate import THEIR_KERNELS
 from lightning_cp.batch import BatchRules
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.api import Request, explain_kernels
@@ -89,16 +89,16 @@ class ContextParallelCore(StepValues):
 
     def _cost_for(self, model: nn.Module) -> CostModel:
         """How dear communication is for the heads that a ring rank has."""
-        heads = expected_heads(model)
-        if heads is None:
-            return self.cost
-        return self.cost.with_heads(heads.of_ulysses_rank(self.mesh.ulysses_size))
+        heads, size = expected_heads(model), self.mesh.ulysses_size
+        if heads is None or heads.query % heads.kv or heads.query % size:
+            return self.cost  # other attention than that one is shared, then
+        return self.cost.with_heads(heads.of_ulysses_rank(size))
 
     def explain(self) -> str:
         """Which kernel each kind of attention call got so far, and why each other one did not."""
         kernel = self.settings.kernel
         if self.settings.exchange == "ring_flash_attn":
-            return OWN_KERNELS
+            return THEIR_KERNELS
         lines = [explain_kernels(kernel, request) for request in self._requests]
         return "\n".join(lines) or "no attention call came through context parallelism yet"
 

@@ -7,7 +7,7 @@ from typing import cast
 
 from lightning_cp.batch import BatchRules, WholeBatch, documents_of
 from lightning_cp.layout import CostModel, LayoutChoice, Mask, SequenceLayout, explain_layout
-from lightning_cp.layout.choose import DEFAULT
+from lightning_cp.layout.choose import DEFAULT_COST
 from lightning_cp.layout.sequence import CAUSAL, LayoutKind
 from lightning_cp.mesh import ContextParallelMesh
 
@@ -23,7 +23,7 @@ class LayoutRule:
     """``auto``, or a kind of layout."""
     mask: Mask = CAUSAL
     """What the model's attention is expected to ask for."""
-    cost: CostModel = DEFAULT
+    cost: CostModel = DEFAULT_COST
 
 
 def layout_of(

@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import CostModel
+from lightning_cp.layout.choose import DEFAULT_COST
 from lightning_cp.mesh import ContextParallelMesh, Factors
 from lightning_cp.strategies.settings import Settings
 
@@ -18,7 +19,7 @@ class RunMesh:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._mesh: ContextParallelMesh | None = None
-        self.cost = CostModel()
+        self.cost = DEFAULT_COST
         """How dear communication on the ring is thought to be, for ``layout="auto"``."""
 
     @property

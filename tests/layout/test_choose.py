@@ -169,3 +169,4 @@ def test_other_heads_are_another_machine(heads: Heads) -> None:
 def test_a_ulysses_rank_has_its_share_of_the_heads() -> None:
     assert Heads(32, 8, 128).of_ulysses_rank(4) == Heads(8, 2, 128)
     assert Heads(32, 8, 128).of_ulysses_rank(16) == Heads(2, 1, 128), "sent to both that use it"
+    assert Heads(12, 3, 128).of_ulysses_rank(4) == Heads(3, 2, 128), "two of the ranks straddle"

@@ -16,12 +16,13 @@ from lightning_cp import UlyssesRingStrategy
 from lightning_cp.layout import CostModel, Mask
 from lightning_cp.layout.cost import Heads
 from lightning_cp.models.expected import expected_heads, expected_mask
+from lightning_cp.models.swap import num_heads_of
 from tests.pool import run_ranks
 from tests.strategies.runs import Result, Run, execute, make_data
 from tests.strategies.runs import loader as row_loader
 from tests.strategies.small import Batch, Small, close, samples, trainer_of, weights
 from tests.strategies.test_exactness import MODELS, baseline, compare
-from tests.strategies.test_fabric import Loop
+from tests.strategies.test_fabric import Loop, fabric_of
 
 # Two rows with other documents of up to 400 tokens each; a length that divides by nothing.
 PACKED = Run(packed=True, seq_len=709, longest=400, steps=4, heads=(4, 2), predict=True)
@@ -187,6 +188,12 @@ def test_the_choice_is_said_once() -> None:
     assert run_ranks(2, said)[0] == [first]
 
 
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "vocab_size": 32,
+}
 HF: dict[str, tuple[str, dict[str, Any], Mask]] = {
     "causal": ("Llama", {}, Mask()),
     "window of all layers": ("Mistral", {"sliding_window": 7}, Mask(window=(6, -1))),
@@ -207,16 +214,47 @@ def test_mask_and_heads_are_read_from_the_model(
 ) -> None:
     import transformers
 
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
     kv_heads = 4 if name == "Bert" else 2
     heads = {"num_attention_heads": 4} | (
         {} if name == "Bert" else {"num_key_value_heads": kv_heads}
     )
     kinds = {"Bert": ("BertConfig", "BertModel"), "Llama": ("LlamaConfig", "LlamaModel")}
     config, model = kinds.get(name, (f"{name}Config", f"{name}Model"))
-    made = getattr(transformers, model)(getattr(transformers, config)(**sizes, **heads, **options))
+    made = getattr(transformers, model)(getattr(transformers, config)(**SIZES, **heads, **options))
     assert expected_mask(torch.nn.Sequential(made)) == mask
     assert expected_heads(torch.nn.Sequential(made)) == Heads(4, kv_heads, 8)
+
+
+def test_layers_that_differ_tell_nothing() -> None:
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    more: dict[str, Any] = {"global_head_dim": 16, "vocab_size_per_layer_input": 32}
+    model = Gemma4ForCausalLM(Gemma4TextConfig(**SIZES, **heads, **more))
+    with pytest.raises(RuntimeError, match="head_dim"):
+        _ = model.config.head_dim
+    found = expected_heads(model)
+    assert found is None or (found.query, found.kv) == (4, 2)
+    expected_mask(model)
+    assert num_heads_of(model) == 4
+
+
+def cost_of(rank: int, world_size: int) -> tuple[int, int]:
+    """What ``layout="auto"`` goes by once the model is known."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2))
+    fabric: Any = fabric_of(world_size, {"ring_size": 2, "ulysses_size": 2})
+    fabric.launch()
+    fabric.setup(model)
+    cost = fabric.strategy._core._rule.cost
+    return cost.key, cost.hop
+
+
+def test_layouts_weigh_the_heads_of_a_ulysses_rank() -> None:
+    """2 query heads and 1 K/V head of 8 entries, where the numbers for one node are of 32, 8 and 128."""
+    key, hop = 333 * (1 / 8) * (32 / 2), 732_000 * (32 * 128) / (2 * 8)
+    assert run_ranks(4, cost_of) == [(key, hop)] * 4
 
 
 def test_plain_modules_do_not_tell() -> None:
