@@ -8,7 +8,7 @@ from typing import Literal, Required, TypedDict, overload
 import torch
 from typing_extensions import Unpack
 
-from lightning_cp.attention.delegate import OWN_KERNELS, delegate
+from lightning_cp.attention.delegate import THEIR_KERNELS, delegate
 from lightning_cp.attention.exchange import Exchange
 from lightning_cp.attention.function import ContextParallelAttention
 from lightning_cp.attention.keep import Stash, current_stash
@@ -17,7 +17,7 @@ from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.attention.ulysses import q_to_tokens
 from lightning_cp.comm.agreement import agree, fingerprint
 from lightning_cp.kernels.api import explain_kernels
-from lightning_cp.layout import SequenceLayout
+from lightning_cp.layout import HeadSplit, SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh, Flat
 
 
@@ -200,14 +200,17 @@ def explain(
 
     Raises:
         ShapeError: q, k, v do not fit each other or the layout, or slopes or sinks do not fit q.
-        ConfigError: an unknown kernel or exchange, a layout of another mesh, or a call that the package
-            ``ring_flash_attn`` gets wrong.
+        ConfigError: an unknown kernel or exchange, heads that do not split, a layout of another mesh, or a
+            call that the package ``ring_flash_attn`` gets wrong.
     """
     spec = spec or AttentionSpec()
     check_call(q_BLHD, k_BLKD, v_BLKD, mesh, layout, spec)
+    HeadSplit(
+        q_BLHD.shape[2], k_BLKD.shape[2], mesh.ulysses_size
+    )  # refuses heads that do not split
     if Exchange(exchange).name == "ring_flash_attn":
         delegate(q_BLHD, layout, spec, kernel, max_logits=return_max_logits)
-        return OWN_KERNELS
+        return THEIR_KERNELS
     return explain_kernels(kernel, request_of(q_BLHD, spec, max_logits=return_max_logits))
 
 

@@ -27,7 +27,7 @@ from lightning_cp.layout import SequenceLayout
 DEVICE_TYPES = frozenset({"cuda"})
 KERNELS = ("auto", "flash_attn", "flash_attn_2")
 _NAME = "exchange='ring_flash_attn'"
-OWN_KERNELS = f"{_NAME}: that package computes attention, with its own kernels"
+THEIR_KERNELS = f"{_NAME}: that package computes attention, with its own kernels"
 _ALIAS = "_lightning_cp_ring_flash_attn"
 _MISSING = (
     f"{_NAME} needs the ring-flash-attn and flash-attn packages: pip install lightning-cp[flash]"

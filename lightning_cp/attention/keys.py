@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import groupby
+
 import torch
 
 from lightning_cp.attention.ulysses import unpair
@@ -32,6 +35,15 @@ def _expanded(x_BTKD: torch.Tensor, index: tuple[int, ...]) -> torch.Tensor:
     return torch.stack([x_BTKD[:, :, head] for head in index], dim=2)
 
 
+def _queries_of(index: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
+    """Each K/V head, with the query heads that use it: they lie side by side."""
+    start = 0
+    for head, group in groupby(index):
+        end = start + len(list(group))
+        yield head, slice(start, end)
+        start = end
+
+
 class KeyGradients:
     """K, V and gradient buffers in the kernel's shapes; folds expanded heads back into ``dkv``."""
 
@@ -53,5 +65,5 @@ class KeyGradients:
         if self._index is None or kind is not None:
             return
         for target_TBKD, expanded_BTHD in zip(unpair(self._dkv), self._expanded, strict=True):
-            for query_head, head in enumerate(self._index):
-                target_TBKD[:, :, head] += expanded_BTHD[:, :, query_head].transpose(0, 1)
+            for head, queries in _queries_of(self._index):
+                target_TBKD[:, :, head] += expanded_BTHD[:, :, queries].sum(2).transpose(0, 1)

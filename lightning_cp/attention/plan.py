@@ -36,8 +36,6 @@ class AttentionPlan:
     heads: HeadSplit
     schedule: Schedule
     scores: Scores
-    request: Request
-    """What was asked of the kernel."""
     kernel: Kernel
     exchange: Exchange = DEFAULT_EXCHANGE
     sinks: torch.Tensor | None = None
@@ -117,9 +115,7 @@ def make_plan(
         kernel = "auto"  # not called
     chosen = _select(kernel, request)
     sinks, negative = spec.sinks, scale < 0
-    return AttentionPlan(
-        *(mesh, heads, whole, scores, request, chosen, exchange), sinks, negative, theirs
-    )
+    return AttentionPlan(*(mesh, heads, whole, scores, chosen, exchange), sinks, negative, theirs)
 
 
 def request_of(q_BLHD: torch.Tensor, spec: AttentionSpec, *, max_logits: bool = False) -> Request:
@@ -170,31 +166,37 @@ def check_inputs(
     Raises:
         ShapeError: naming all three tensors.
     """
-    shown = ", ".join(
-        f"{name} {tuple(x.shape)} {x.dtype} on {x.device}"
-        for name, x in (("q", q_BLHD), ("k", k_BLKD), ("v", v_BLKD))
-    )
-    if any(x.dim() != 4 for x in (q_BLHD, k_BLKD, v_BLKD)):
-        raise ShapeError(f"q, k and v must be [batch, local tokens, heads, head dim], got {shown}.")
-    if len({(x.dtype, x.device) for x in (q_BLHD, k_BLKD, v_BLKD)}) > 1:
-        raise ShapeError(f"q, k and v must have one dtype and one device, got {shown}.")
-    if k_BLKD.shape != v_BLKD.shape or q_BLHD.shape[0] != k_BLKD.shape[0]:
-        raise ShapeError(f"k and v must have equal shapes, and the batch size of q, got {shown}.")
-    if q_BLHD.shape[3] != k_BLKD.shape[3]:
-        raise ShapeError(f"q and k must have the same head dim, got {shown}.")
-    if q_BLHD.shape[1] != k_BLKD.shape[1]:
-        raise ShapeError(
-            f"q and k must hold the same local tokens (cross-attention is not sharded), got {shown}."
+    problem = _misfit(q_BLHD, k_BLKD, v_BLKD, layout)
+    if problem is not None:
+        shown = ", ".join(
+            f"{name} {tuple(x.shape)} {x.dtype} on {x.device}"
+            for name, x in (("q", q_BLHD), ("k", k_BLKD), ("v", v_BLKD))
         )
+        raise ShapeError(f"{problem}, got {shown}.")
+
+
+def _misfit(
+    q_BLHD: torch.Tensor, k_BLKD: torch.Tensor, v_BLKD: torch.Tensor, layout: SequenceLayout
+) -> str | None:
+    """What does not fit, or ``None``."""
+    if any(x.dim() != 4 for x in (q_BLHD, k_BLKD, v_BLKD)):
+        return "q, k and v must be [batch, local tokens, heads, head dim]"
+    if len({(x.dtype, x.device) for x in (q_BLHD, k_BLKD, v_BLKD)}) > 1:
+        return "q, k and v must have one dtype and one device"
+    if k_BLKD.shape != v_BLKD.shape or q_BLHD.shape[0] != k_BLKD.shape[0]:
+        return "k and v must have equal shapes, and the batch size of q"
+    if q_BLHD.shape[3] != k_BLKD.shape[3]:
+        return "q and k must have the same head dim"
+    if q_BLHD.shape[1] != k_BLKD.shape[1]:
+        return "q and k must hold the same local tokens (cross-attention is not sharded)"
     if q_BLHD.shape[1] != layout.local_len:
-        hint = " It looks like the whole sequence: shard it first."
-        raise ShapeError(
-            f"the layout gives each rank {layout.local_len} of {layout.seq_len} tokens (padded to "
-            f"{layout.padded_len}), got {shown}."
-            + (hint if q_BLHD.shape[1] in (layout.seq_len, layout.padded_len) else "")
+        is_whole = q_BLHD.shape[1] in (layout.seq_len, layout.padded_len)
+        begin = "this looks like the whole sequence: shard it first. The" if is_whole else "the"
+        return (
+            f"{begin} layout gives each rank {layout.local_len} of {layout.seq_len} tokens (padded to "
+            f"{layout.padded_len})"
         )
     documents = layout.documents
     if documents is not None and documents.num_rows not in (1, q_BLHD.shape[0]):
-        raise ShapeError(
-            f"documents describe {documents.num_rows} rows, but the batch has {q_BLHD.shape[0]}: {shown}."
-        )
+        return f"documents describe {documents.num_rows} rows, but the batch has {q_BLHD.shape[0]}"
+    return None

@@ -68,7 +68,7 @@ def gather_heads(
     received = x_LBHD.new_empty(sum(sizes))
     sent = [tokens * batch * heads * dim] * len(ranges)
     pieces = _start(received, x_LBHD.contiguous(), sizes, sent, group).wait().split(sizes)
-    gathered = x_LBHD.new_zeros(batch, tokens, num_heads, dim)
+    gathered = x_LBHD.new_empty(batch, tokens, num_heads, dim)
     filled = 0  # heads below this one hold a value already: ranges are sorted, overlaps add up
     for (first, last), piece in zip(ranges, pieces, strict=True):
         part = piece.view(tokens, batch, last - first, dim).transpose(0, 1)

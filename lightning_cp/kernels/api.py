@@ -20,7 +20,7 @@ from lightning_cp.kernels.triton_fa2 import TritonFA2
 
 
 def kernels() -> dict[str, Kernel]:
-    """Every kernel by name, fastest first."""
+    """Every kernel by name, in the order in which ``auto`` asks them."""
     found: tuple[Kernel, ...] = (
         FlashAttn3(),
         AtenCudaFlash(),
@@ -58,14 +58,20 @@ def select_kernel(name: str, request: Request) -> Kernel:
         if reason is None:
             return every[candidate]
         refusals.append(f"{candidate} {reason}")
+    able = [each for each, kernel in every.items() if _refusal("auto", kernel, request) is None]
     raise ConfigError(
         f"no kernel can do what kernel={name!r} was asked: {_shown(request)}. "
-        f"Passed over: {'; '.join(refusals)}."
+        f"Passed over: {'; '.join(refusals)}. "
+        + (
+            f"Others can: kernel='auto', or {' or '.join(able)}."
+            if able
+            else "No other can either."
+        )
     )
 
 
 def explain_kernels(name: str, request: Request) -> str:
-    """What :func:`select_kernel` does with a request, and why: one line per kernel, fastest first.
+    """What :func:`select_kernel` does with a request, and why: one line per kernel, in that order.
 
     Raises:
         ConfigError: an unknown name.
@@ -87,7 +93,7 @@ def explain_kernels(name: str, request: Request) -> str:
 
 
 def _candidates(name: str, every: Mapping[str, Kernel]) -> tuple[str, ...]:
-    """The kernels that a name stands for, fastest first."""
+    """The kernels that a name stands for, in order."""
     if name != "auto" and name not in every and name not in ALIASES:
         known = ", ".join(["auto", *ALIASES, *every])
         raise ConfigError(f"unknown kernel {name!r}. Known: {known}.")

@@ -110,7 +110,8 @@ class CallVarlen(CallPerTile):
     ) -> None:
         """Add each tile's share to ``gradients``."""
         alone, packs = self._pack(tiles, scores.mask, inputs.q.shape[0])
-        super().backward(merged, inputs, alone, scores, gradients)
+        if alone:
+            super().backward(merged, inputs, alone, scores, gradients)
         inputs, results = QKV(*unit_strides(*inputs)), unit_strides(merged.dout, merged.out)
         for pack in packs:
             dout_THD, out_THD = (pack.q.take(x) for x in results)
@@ -127,7 +128,7 @@ class CallVarlen(CallPerTile):
         """The tiles to call one by one, and packs of the others; none where there are few tiles."""
         if len(tiles) < self._rule.fewest:
             return tiles, ()
-        return pack_tiles(tuple(tiles), mask, batch, self._rule)
+        return pack_tiles(tiles, mask, batch, self._rule)
 
 
 def _dense_call(tile: Tile, mask: Mask) -> FlashCall:

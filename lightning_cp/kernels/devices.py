@@ -1,4 +1,4 @@
-"""Which GPUs a kernel runs on, asked of the machine."""
+"""The devices that kernels run on: which GPUs they take, and how small tables reach them."""
 
 from __future__ import annotations
 
@@ -33,3 +33,10 @@ def before_ampere(name: str) -> str | None:
 def has_nvidia_gpu() -> bool:
     """Whether there is one that PyTorch can use."""
     return torch.cuda.is_available() and torch.version.hip is None
+
+
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A CPU tensor on the device; copied to a GPU from pinned memory, so that the host does not wait."""
+    if device.type != "cuda":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)

@@ -21,7 +21,7 @@ def merge(
 ) -> None:
     """Merge ``new`` into ``out, lse`` in place; both sides may be -inf.
 
-    ``new_out`` may have a lower precision than ``out``; it is widened as it is read.
+    ``new_out`` may have a lower precision than ``out``; it is widened first.
     """
     torch.logaddexp(lse_BHL, new_lse_BHL, out=lse_BHL)
     # Where both sides are -inf, -inf - -inf would be NaN: those rows get weight 0 and keep out 0.

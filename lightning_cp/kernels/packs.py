@@ -20,11 +20,13 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_cp.kernels.devices import to_device
 from lightning_cp.kernels.flash_window import (
     UNBOUNDED_WINDOW,
     bottom_right_window,
     representable,
 )
+from lightning_cp.kernels.same import Same
 from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
 
 Span = tuple[int, int, int]
@@ -105,9 +107,9 @@ class Spans:
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if device not in self._tensors:
             self._tensors[device] = (
-                torch.tensor(self._ends, dtype=torch.int32, device=device),
-                torch.tensor(self._table, dtype=torch.int64, device=device),
-                torch.tensor(self._lengths, dtype=torch.int64, device=device),
+                to_device(torch.tensor(self._ends, dtype=torch.int32), device),
+                to_device(torch.tensor(self._table, dtype=torch.int64), device),
+                to_device(torch.tensor(self._lengths, dtype=torch.int64), device),
             )
         return self._tensors[device]
 
@@ -130,11 +132,10 @@ def in_flash_terms(tiles: Iterable[Tile], mask: Mask) -> Iterator[Tile]:
             yield from representable(tile, mask)
 
 
-@lru_cache(maxsize=256)  # layers and steps bring the same tiles
 def pack_tiles(
-    tiles: tuple[Tile, ...], mask: Mask, batch: int, rule: PackRule
+    tiles: Sequence[Tile], mask: Mask, batch: int, rule: PackRule
 ) -> tuple[tuple[Tile, ...], tuple[Pack, ...]]:
-    """The tiles to call one by one, and the packs of the others.
+    """The tiles to call one by one, and the packs of the others; cached for the same tuple.
 
     Args:
         tiles: of one hop.
@@ -142,9 +143,16 @@ def pack_tiles(
         batch: rows that a tile of all rows stands for.
         rule: which tiles are packed.
     """
+    return _packs(Same(tiles), mask, batch, rule)
+
+
+@lru_cache(maxsize=256)
+def _packs(
+    same: Same, mask: Mask, batch: int, rule: PackRule
+) -> tuple[tuple[Tile, ...], tuple[Pack, ...]]:
     alone: list[Tile] = []
     groups: dict[tuple[FlashMask, bool], list[Tile]] = defaultdict(list)
-    for tile in in_flash_terms(tiles, mask):
+    for tile in in_flash_terms(same.tiles, mask):
         if max(tile.q_len, tile.k_len) > rule.longest:
             alone.append(tile)
         else:

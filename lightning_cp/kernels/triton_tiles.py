@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lightning_cp.kernels.devices import to_device
+from lightning_cp.kernels.same import Same
 from lightning_cp.layout.columns import UNBOUNDED
 from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
 
@@ -59,9 +61,6 @@ def table(
 ) -> Table | None:
     """The table of a tile list, cached; ``None`` if no tile has any pair.
 
-    A schedule hands out the same tuple for every layer, so the cache asks whether it is that one:
-    hashing thousands of tiles at each call would cost more than the launch.
-
     Args:
         tiles: the tiles of a hop.
         mask: what a ``band`` tile means.
@@ -70,25 +69,12 @@ def table(
         size: most tokens of a block.
         device: where the kernel runs.
     """
-    return _table(_Same(tuple(tiles)), mask, batch, over, size, device)
-
-
-class _Same:
-    """A tuple that equals only itself."""
-
-    def __init__(self, tiles: tuple[Tile, ...]) -> None:
-        self.tiles = tiles
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.tiles is self.tiles
-
-    def __hash__(self) -> int:
-        return id(self.tiles)
+    return _table(Same(tiles), mask, batch, over, size, device)
 
 
 @lru_cache(maxsize=1024)
 def _table(
-    same: _Same, mask: Mask, batch: int, over: str, size: int, device: torch.device
+    same: Same, mask: Mask, batch: int, over: str, size: int, device: torch.device
 ) -> Table | None:
     kept = [tile for tile in same.tiles if tile.q_len and tile.k_len]
     if not kept:
@@ -180,4 +166,4 @@ def _count_up(counts: Ints) -> tuple[Ints, Ints]:
 
 
 def _to_device(x: Ints, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(x.astype(np.int32)).to(device)
+    return to_device(torch.from_numpy(x.astype(np.int32)), device)

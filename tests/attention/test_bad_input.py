@@ -75,7 +75,7 @@ SHAPES: dict[str, tuple[Change, str]] = {
     "cross-attention": ({"q": tensor(2, 6)}, "the same local tokens .cross-attention"),
     "the whole sequence": (
         dict.fromkeys(("q", "k", "v"), tensor(2, LENGTH)),
-        r"gives each rank 8 of 30 tokens \(padded to 32\), .* whole sequence: shard it first",
+        r"whole sequence: shard it first.*gives each rank 8 of 30 tokens \(padded to 32\), got q",
     ),
     "the whole padded sequence": (dict.fromkeys(("q", "k", "v"), tensor(2, 32)), "shard it first"),
     "too few tokens": (dict.fromkeys(("q", "k", "v"), tensor(2, 7)), r"each rank 8 of 30 tokens"),

@@ -88,7 +88,7 @@ class Watch:
 
 def _alive(buffers: tuple[weakref.ref[torch.Tensor], ...]) -> list[torch.Tensor]:
     tensors = [buffer() for buffer in buffers]
-    assert None not in [x if x is None else 0 for x in tensors], "a buffer was given up too early"
+    assert all(x is not None for x in tensors), "a buffer was given up too early"
     return [x for x in tensors if x is not None]
 
 

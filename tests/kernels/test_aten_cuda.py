@@ -70,9 +70,9 @@ def test_red_when_tall_bands_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> Non
     layout = SequenceLayout(SEQ_LEN, ring_size=4)
     check(sharded(problem, FLASH, layout), problem)
     monkeypatch.setattr(packs, "representable", lambda tile, mask: [tile])
-    packs.pack_tiles.cache_clear()
+    packs._packs.cache_clear()
     answer = sharded(problem, FLASH, layout)
-    packs.pack_tiles.cache_clear()
+    packs._packs.cache_clear()
     assert is_wrong(answer, problem, "out")
 
 

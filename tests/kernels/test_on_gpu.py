@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lightning_cp.kernels.api import QKV, Kernel, Merged, Request, Scores, kernels
+from lightning_cp.kernels.aten import AtenCudaCudnn
 from lightning_cp.kernels.call_varlen import CallVarlen
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.kernels.packs import PackRule
@@ -84,6 +85,21 @@ def test_cells(dtype: torch.dtype, mask: str, rule: str, name: str) -> None:
     for documents, layout in product(DOCUMENTS.values(), LAYOUTS.values()):
         problem = Problem((MASKS | WINDOWS)[mask], HEADS["gqa"], documents, dtype, SEQ_LEN, 64)
         check(sharded(problem, kernel_of(name, rule), layout), problem)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_cudnn_cells(dtype: torch.dtype, mask: str, heads: str, head_dim: int) -> None:
+    """Documents of one token among them, which are a single key."""
+    cudnn = AtenCudaCudnn()
+    reason = cudnn.capabilities.refusal(Request("cuda", dtype, head_dim, frozenset(MASKS)))
+    if reason is not None:
+        pytest.skip(f"aten_cuda_cudnn {reason}")
+    for documents, layout in product(DOCUMENTS.values(), LAYOUTS.values()):
+        problem = Problem(MASKS[mask], HEADS[heads], documents, dtype, SEQ_LEN, head_dim)
+        check(sharded(problem, OnGpu(cudnn), layout), problem)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])

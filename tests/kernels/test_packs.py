@@ -134,9 +134,9 @@ def test_red_when_a_key_is_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = SequenceLayout(SEQ_LEN, ring_size=4)
     check(sharded(problem, AtenCudaFlash(ALWAYS), layout), problem)
     monkeypatch.setattr(packs, "_disjoint", lambda tiles: [sorted(tiles)])
-    packs.pack_tiles.cache_clear()
+    packs._packs.cache_clear()
     answer = sharded(problem, AtenCudaFlash(ALWAYS), layout)
-    packs.pack_tiles.cache_clear()
+    packs._packs.cache_clear()
     assert is_wrong(answer, problem, "dk")
 
 

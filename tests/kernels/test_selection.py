@@ -77,6 +77,15 @@ def test_refused(name: str, request_: Request, match: str) -> None:
         select_kernel(name, request_)
 
 
+def test_a_refusal_says_what_would_work() -> None:
+    with pytest.raises(
+        ConfigError, match=r"Others can: kernel='auto', or aten_cpu_flash or reference\.$"
+    ):
+        select_kernel("aten_cuda_flash", CPU)
+    with pytest.raises(ConfigError, match=r"No other can either\.$"):
+        select_kernel("aten", replace(CPU, dtype=torch.complex64))
+
+
 def test_refusal_names_the_request_and_every_kernel_that_was_passed_over() -> None:
     request_ = replace(CPU, dtype=torch.complex64, needs=frozenset({"alibi", "softcap"}))
     with pytest.raises(ConfigError) as caught:
