@@ -17,7 +17,7 @@ from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.sequence import CAUSAL, SequenceLayout
 from lightning_cp.layout.tiles import Schedule
 
-DEFAULT = CostModel()
+DEFAULT_COST = CostModel()
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def choose_layout(
     documents: Documents | None = None,
     mask: Mask = CAUSAL,
     *,
-    cost: CostModel = DEFAULT,
+    cost: CostModel = DEFAULT_COST,
     padding: bool = True,
 ) -> SequenceLayout:
     """The layout that ``layout="auto"`` gives a batch; the arguments are those of ``explain_layout``."""
@@ -83,7 +83,7 @@ def explain_layout(
     documents: Documents | None = None,
     mask: Mask = CAUSAL,
     *,
-    cost: CostModel = DEFAULT,
+    cost: CostModel = DEFAULT_COST,
     padding: bool = True,
 ) -> LayoutChoice:
     """Choose a layout, and say why. The same on every rank, without communication.
