@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,21 @@ DEVICES = [
         "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
     ),
 ]
+
+
+def with_dtypes(cpu: Sequence[torch.dtype], cuda: Sequence[torch.dtype]) -> list[Any]:
+    """Each device with its dtypes, for ``parametrize(("device", "dtype"), ..)``."""
+    return [
+        pytest.param(
+            *device.values,
+            dtype,
+            marks=device.marks,
+            id=f"{device.values[0]}-{str(dtype).removeprefix('torch.')}",
+        )
+        for device, dtypes in zip(DEVICES, (cpu, cuda), strict=True)
+        for dtype in dtypes
+    ]
+
 
 SMALL = Launches(*[Launch(32, 16)] * 3)
 

@@ -21,7 +21,7 @@ from lightning_cp.layout.tiles import Mask
 from tests import oracle
 from tests.kernels.cells import DOCUMENTS, intervals
 from tests.kernels.dense import Answer, Problem, dense, errors, sharded
-from tests.kernels.devices import DEVICES, OnDevice, triton_on
+from tests.kernels.devices import DEVICES, OnDevice, triton_on, with_dtypes
 
 MASKS = {
     "causal": Mask(),
@@ -36,6 +36,9 @@ FULL_SIZE = {
     "rows": (intervals(200, 801, -30), intervals(-7, 3, 1000, 21)),
 }
 
+HALF = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, *HALF)
+INTERPRETED = (torch.float32, torch.float16)
 
 # Slopes of both signs, all different, so that the bias of another head or row shows.
 SLOPES = 0.1 * torch.cos(torch.arange(8, dtype=torch.float32) + 0.5)
@@ -80,12 +83,6 @@ def check(device: str, problem: Problem, ranks: int = 2) -> None:
     assert not worse, worse
 
 
-def skip_wrong(device: str, dtype: torch.dtype) -> None:
-    """Skip what the interpreter cannot do."""
-    if device == "cpu" and dtype == torch.bfloat16:
-        pytest.skip("the interpreter's bfloat16 is wrong")
-
-
 def norm_errors(answer: Answer, expected: Answer) -> dict[str, float]:
     """Norm of the difference over the norm, for each of out, lse, dq, dk and dv."""
     found: dict[str, float] = {}
@@ -116,13 +113,11 @@ def test_float32(mask: str, documents: str, ranks: int, device: str) -> None:
     check(device, problem_on(device, mask, documents), ranks)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("device", "dtype"), with_dtypes(INTERPRETED[1:], HALF))
 @pytest.mark.parametrize(("mask", "documents", "ranks"), [CELLS[2], CELLS[3], CELLS[5]])
 def test_half_precision(
     mask: str, documents: str, ranks: int, device: str, dtype: torch.dtype
 ) -> None:
-    skip_wrong(device, dtype)
     check(device, problem_on(device, mask, documents, dtype=dtype), ranks)
 
 
@@ -133,13 +128,10 @@ def test_head_groups(heads: tuple[int, int], device: str) -> None:
     check(device, problem_on(device, "causal", "dense", heads=heads, seq_len=seq_len), ranks=1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", sorted(HEAD_DIMS))
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("device", "dtype"), with_dtypes(INTERPRETED[:1], DTYPES))
 def test_head_dims(device: str, head_dim: int, dtype: torch.dtype) -> None:
-    """With the blocks of each dtype and head dim on a device."""
-    if device == "cpu" and dtype != torch.float32:
-        pytest.skip("in the interpreter one dtype stands for all")
+    """On a device with the blocks of each dtype; in the interpreter one dtype stands for all."""
     seq_len = 40 if device == "cpu" else 531
     how = {"head_dim": head_dim, "dtype": dtype, "seq_len": seq_len, "batch": 1}
     check(device, problem_on(device, "causal", "dense", **how), ranks=1)
@@ -159,9 +151,7 @@ def test_slopes(mask: str, documents: str, rows: int, device: str) -> None:
     check(device, problem_on(device, mask, documents, how=slopes(device, rows)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("device", "dtype"), with_dtypes(INTERPRETED, DTYPES))
 def test_capped_slopes_in_a_window(device: str, dtype: torch.dtype) -> None:
-    skip_wrong(device, dtype)
     how = slopes(device, 2, softcap=2.0)
     check(device, problem_on(device, "window", "rows", how=how, dtype=dtype))
