@@ -43,6 +43,8 @@ def default_cells(grid: Grid, kernel: str) -> list[Problem]:
         cells.append(Problem(heads["gqa"], "dense", dtype=dtype))
         cells.append(Problem(last, "rows", dtype=dtype))
         cells.append(Problem(last, "packed", causal=False, dtype=dtype))
+    # The matrix has float16 on 2 and 4 ranks only.
+    cells += [Problem(heads["gqa"], name, dtype=torch.float16) for name in sequences]
     if kernel == "reference":
         cells += [Problem(heads["gqa"], "rows", window=window) for window in WINDOWS]
         cells.append(Problem(last, "dense", causal=False, window=WINDOWS[1]))
