@@ -17,9 +17,16 @@ SINGLE = Grid()
 HALF = (torch.bfloat16, torch.float16)
 
 
-def check(cells: list[Problem], grid: Grid, kernel: str) -> None:
-    """Run the cells on the grid; fail with all that are beyond their limits."""
-    alone = one_rank(cells, kernel)
+def check(cells: list[Problem], grid: Grid, kernel: str, judge: str | None = None) -> None:
+    """Run the cells on the grid; fail with all that are beyond their limits.
+
+    Args:
+        cells: the problems.
+        grid: the ranks.
+        kernel: what computes them there.
+        judge: the kernel whose error on one rank is the measure; ``kernel`` itself by default.
+    """
+    alone = one_rank(cells, judge or kernel)
     allowed = {cell: limits(cell, alone.get(cell)) for cell in cells}
     failures: list[str] = []
     for cell, answer in zip(cells, answers(cells, grid, kernel), strict=True):
