@@ -104,6 +104,7 @@ def run_tests(root: Path, tests: Sequence[str]) -> TestRun:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
     # Before an editable installation of this repository, and for the ranks that tests start.
     environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
+    environment["TRITON_INTERPRET"] = "1"  # what is selected of Triton's tests, where CUDA is too
     try:
         done = subprocess.run(
             command, cwd=root, env=environment, capture_output=True, text=True, timeout=limit

@@ -18,6 +18,16 @@ def scores(cell: str) -> str:
     return f"tests/kernels/test_scores.py::test_equals_dense[reference-{cell}]"
 
 
+def triton(cell: str, file: str = "") -> str:
+    """Our Triton kernels in Triton's interpreter: a test, its cell, and what its file is called."""
+    return f"tests/kernels/test_triton{file}.py::test_{cell}"
+
+
+def triton_modes(grid: str) -> str:
+    """They on one grid of ranks."""
+    return f"tests/attention/test_triton.py::test_equals_dense[{grid}]"
+
+
 def poisoned(cell: str) -> str:
     """Padding that holds NaN: ``grid-sequences-dtype-kernel``."""
     return f"tests/attention/test_leaks.py::test_padding_neither_shows_nor_gets_a_gradient[{cell}]"

@@ -13,15 +13,21 @@ import random
 import time
 from collections.abc import Sequence
 
+from lightning_cp.kernels.triton_fa2 import is_installed
 from tests.mutants.in_exchanges import EXCHANGE_MUTANTS
 from tests.mutants.in_kernels import KERNEL_MUTANTS
 from tests.mutants.in_layouts import LAYOUT_MUTANTS
+from tests.mutants.in_triton import TRITON_MUTANTS
 from tests.mutants.mutant import Mutant
 
-MUTANTS: dict[str, Mutant] = {
-    mutant.name: mutant for mutant in (*LAYOUT_MUTANTS, *EXCHANGE_MUTANTS, *KERNEL_MUTANTS)
-}
-assert len(MUTANTS) == len(LAYOUT_MUTANTS) + len(EXCHANGE_MUTANTS) + len(KERNEL_MUTANTS)
+EVERY = (
+    *LAYOUT_MUTANTS,
+    *EXCHANGE_MUTANTS,
+    *KERNEL_MUTANTS,
+    *(TRITON_MUTANTS if is_installed() else ()),  # without Triton their tests are skipped
+)
+MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}
+assert len(MUTANTS) == len(EVERY)
 
 
 def seed_of_today() -> str:
