@@ -198,6 +198,21 @@ def test_scores_beyond_the_range_of_exp(device: str) -> None:
     assert all(bool(x.isfinite().all()) for x in (answer.out, answer.dq, answer.dk, answer.dv))
 
 
+# Of dk and dv rows beyond a block's keys do overflow; nothing of them is stored or summed.
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize("device", DEVICES)
+def test_all_scores_far_below_zero(device: str) -> None:
+    """Blocks are filled up with zeros, whose score of 0 would have a weight beyond float32."""
+    q, k, v, dout = draw(device)
+    tensors = (q + 4.0, k - 4.0, v, dout)
+    tiles = [Tile(ALL_ROWS, 0, QUERIES, 0, KEYS, 0, "full")]
+    inputs = [x.cpu() for x in tensors]
+    expected = dense_attention(*inputs, visible=seen_by(tiles, Mask()))
+    assert float(expected.lse.max()) < -100  # e^100 is too large for float32
+    found = errors(on_cpu(run(triton_on(device), tensors, tiles, Mask())), expected)
+    assert all(error < 1e-4 for error in found.values()), found
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_largest_scores(rows: int, device: str) -> None:

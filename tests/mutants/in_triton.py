@@ -1,8 +1,4 @@
-"""Mistakes in our Triton kernels, seen in Triton's interpreter.
-
-Left out because nothing can tell it from the code as it is: keys beyond a tile that backward does not
-mask for dq. They are loaded as zeros, and whatever their weights are, they add nothing.
-"""
+"""Mistakes in our Triton kernels, seen in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -77,7 +73,7 @@ TRITON_MUTANTS = (
         "state.add(ALL_ROWS, start, out, lse, top)",
         "state.add(ALL_ROWS, 0, out, lse, top)",
         (triton_modes("ring 2 zigzag"),),
-        "What late queries see of another rank's keys goes to early ones. One rank is right.",
+        "What late queries see of another rank's keys goes to early ones.",
     ),
     Mutant(
         "Triton: distances of local positions",
@@ -94,6 +90,14 @@ TRITON_MUTANTS = (
         "dscores = weights * dweights * bend",
         (triton("lists[bands-cpu]", "_tile_lists"),),
         "The softmax is differentiated as if its sum were constant: only dq is wrong.",
+    ),
+    Mutant(
+        "Triton: keys beyond a tile in backward",
+        BACKWARD,
+        " & (index < edges[part + 1])[None, :]",
+        "",
+        (triton("all_scores_far_below_zero[cpu]", "_tile_lists"),),
+        "They are zeros and add nothing, until a weight overflows: dq is NaN, late in training.",
     ),
     Mutant(
         "Triton: derivative of the cap dropped",
