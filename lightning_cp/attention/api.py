@@ -12,7 +12,7 @@ from lightning_cp.attention.delegate import THEIR_KERNELS, delegate
 from lightning_cp.attention.exchange import Exchange
 from lightning_cp.attention.function import ContextParallelAttention
 from lightning_cp.attention.keep import Stash, current_stash
-from lightning_cp.attention.plan import AttentionPlan, check_call, make_plan, request_of
+from lightning_cp.attention.plan import AttentionPlan, check_call, check_mesh, make_plan, request_of
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.attention.ulysses import q_to_tokens
 from lightning_cp.comm.agreement import agree, fingerprint
@@ -119,10 +119,11 @@ def context_parallel_attention(
         BatchMismatchError: ranks of the cp group make different calls.
         RankFailure: another rank's call was refused.
     """
-    spec = spec or AttentionSpec()
+    check_mesh(mesh)
+    spec = AttentionSpec() if spec is None else spec
     error: Exception | None = None
     plan: AttentionPlan | None = None
-    facts: dict[str, int] = {}
+    facts: dict[str, object] = {}
     try:
         how = Exchange(exchange, forward_execution, backward_execution, kv_heads_per_gather)
         plan = make_plan(
@@ -130,15 +131,23 @@ def context_parallel_attention(
             exchange=how,
             max_logits=return_max_logits,
         )
-        facts = _facts(q_BLHD, k_BLKD, layout, spec, plan)
-        facts["what is returned"] = 2 * return_max_logits + return_lse
+        facts = _facts((q_BLHD, k_BLKD, v_BLKD), layout, spec, plan)
+        wanted = {"lse": return_lse, "max_logits": return_max_logits}
+        facts["what is returned"] = ["out", *(name for name, asked in wanted.items() if asked)]
     except Exception as refused:  # any: a rank that raised alone would leave the others waiting
         error = refused
     stash = current_stash()
     agreed = stash is not None and stash.replaying  # when what is repeated now was recorded
     if mesh.cp_size > 1 and not agreed:
         group = mesh.control_group(Flat.CP)
-        agree(facts, group, what="context_parallel_attention", error=error)
+        agree(
+            {name: fingerprint(value) for name, value in facts.items()},
+            group,
+            what="context_parallel_attention",
+            error=error,
+            texts={name: str(value) for name, value in facts.items()},
+            remedy="All ranks of a context-parallel group make the same call, with the same settings.",
+        )
     if error is not None:
         raise error
     assert plan is not None
@@ -203,7 +212,8 @@ def explain(
         ConfigError: an unknown kernel or exchange, heads that do not split, a layout of another mesh, or a
             call that the package ``ring_flash_attn`` gets wrong.
     """
-    spec = spec or AttentionSpec()
+    check_mesh(mesh)
+    spec = AttentionSpec() if spec is None else spec
     check_call(q_BLHD, k_BLKD, v_BLKD, mesh, layout, spec)
     HeadSplit(
         q_BLHD.shape[2], k_BLKD.shape[2], mesh.ulysses_size
@@ -215,26 +225,34 @@ def explain(
 
 
 def _facts(
-    q_BLHD: torch.Tensor,
-    k_BLKD: torch.Tensor,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     layout: SequenceLayout,
     spec: AttentionSpec,
     plan: AttentionPlan,
-) -> dict[str, int]:
+) -> dict[str, object]:
+    """What has to be equal on all ranks, as it looks in a message."""
+    q_BLHD, k_BLKD, _ = inputs
     documents = layout.documents
     names = ("batch", "local tokens", "heads", "head dim")
+    tensors = inputs if spec.sinks is None else (*inputs, spec.sinks)
+    trained = [x.requires_grad and torch.is_grad_enabled() for x in tensors]
     return {
         **dict(zip(names, q_BLHD.shape, strict=True)),
         "K/V heads": k_BLKD.shape[2],
-        "dtype (checksum)": fingerprint(str(q_BLHD.dtype)),
+        "dtype": q_BLHD.dtype,
         "sequence length": layout.seq_len,
-        "layout (checksum)": fingerprint(layout.checksum),
-        "documents (checksum)": fingerprint(documents.checksum if documents else 0),
-        "alibi slopes (checksum)": fingerprint(_shape(spec.alibi_slopes)),
-        "mask (checksum)": fingerprint((spec.mask, spec.softmax_scale, spec.softcap)),
-        "sinks (checksum)": fingerprint(_shape(spec.sinks)),
-        "kernel (checksum)": fingerprint(plan.kernel.name),
-        "exchange (checksum)": fingerprint(astuple(plan.exchange)),
+        "layout": f"{layout.kind}, checksum {fingerprint(layout.checksum)}",
+        "documents": f"checksum {fingerprint(documents.checksum)}" if documents else None,
+        "causality and window": (spec.causal, plan.scores.mask.window),
+        "softmax_scale": spec.softmax_scale,
+        "softcap": spec.softcap,
+        "alibi slopes": _shape(spec.alibi_slopes),
+        "sinks": _shape(spec.sinks),
+        "exchange": astuple(plan.exchange),
+        "what needs a gradient (q, k, v, sinks)": trained,
+        "keep_attention": current_stash() is not None,
+        "what is returned": [],
+        "kernel": plan.kernel.name,
     }
 
 

@@ -11,7 +11,7 @@ from lightning_cp.attention.delegate import Delegate, delegate
 from lightning_cp.attention.exchange import Exchange
 from lightning_cp.attention.sinks import check_sinks
 from lightning_cp.attention.spec import AttentionSpec
-from lightning_cp.errors import ShapeError
+from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.kernels.api import Kernel, Request, Scores, select_kernel
 from lightning_cp.layout import (
     GatheredSchedule,
@@ -150,12 +150,33 @@ def check_call(
 
     Raises:
         ShapeError: q, k and v do not fit each other or the layout, or slopes or sinks do not fit q.
-        ConfigError: a layout of another mesh.
+        ConfigError: an argument of another type, or a layout of another mesh.
     """
+    _require_type("layout", layout, SequenceLayout)
+    _require_type("spec", spec, AttentionSpec)
+    for name, x in (("q_BLHD", q_BLHD), ("k_BLKD", k_BLKD), ("v_BLKD", v_BLKD)):
+        _require_type(name, x, torch.Tensor)
     check_inputs(q_BLHD, k_BLKD, v_BLKD, layout)
     spec.check_slopes(q_BLHD)
     check_sinks(spec.sinks, q_BLHD)
     mesh.require_layout(layout)
+
+
+def _require_type(name: str, value: object, wanted: type) -> None:
+    if not isinstance(value, wanted):
+        raise ConfigError(
+            f"{name} must be a {wanted.__module__.partition('.')[0]} {wanted.__name__}, got "
+            f"{type(value).__name__}."
+        )
+
+
+def check_mesh(mesh: object) -> None:
+    """Before there is anybody to agree with.
+
+    Raises:
+        ConfigError: it is no mesh.
+    """
+    _require_type("mesh", mesh, ContextParallelMesh)
 
 
 def check_inputs(
@@ -181,6 +202,8 @@ def _misfit(
     """What does not fit, or ``None``."""
     if any(x.dim() != 4 for x in (q_BLHD, k_BLKD, v_BLKD)):
         return "q, k and v must be [batch, local tokens, heads, head dim]"
+    if not q_BLHD.shape[3]:
+        return "the head dim must be at least 1"
     if len({(x.dtype, x.device) for x in (q_BLHD, k_BLKD, v_BLKD)}) > 1:
         return "q, k and v must have one dtype and one device"
     if k_BLKD.shape != v_BLKD.shape or q_BLHD.shape[0] != k_BLKD.shape[0]:

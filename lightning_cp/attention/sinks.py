@@ -17,6 +17,7 @@ from lightning_cp.errors import ShapeError
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.layout import HeadSplit
 
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TOKENS_AT_ONCE = 4096
 """Bounds the temporaries of the gradient."""
 
@@ -29,7 +30,7 @@ def check_sinks(sinks_H: torch.Tensor | None, q_BLHD: torch.Tensor) -> None:
     """
     if sinks_H is None:
         return
-    fits = sinks_H.shape == (q_BLHD.shape[2],) and sinks_H.is_floating_point()
+    fits = sinks_H.shape == (q_BLHD.shape[2],) and sinks_H.dtype in _DTYPES
     if not fits or sinks_H.device != q_BLHD.device:
         raise ShapeError(
             f"sinks must be one floating-point logit per query head, [{q_BLHD.shape[2]}] on "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 
@@ -44,13 +45,24 @@ class AttentionSpec:
                 "ranks cannot draw the mask that one process would. Set the model's attention dropout "
                 "to 0.0 (dropout elsewhere in the model is fine)."
             )
+        if type(self.causal) is not bool:
+            raise ConfigError(f"causal must be True or False, got {self.causal!r}.")
         scale = self.softmax_scale
-        if scale is not None and (
-            isinstance(scale, bool) or scale == 0 or not math.isfinite(scale)
-        ):
-            raise ConfigError(f"softmax_scale must be a finite number and not 0, got {scale}.")
-        if not math.isfinite(self.softcap) or self.softcap < 0:
-            raise ConfigError(f"softcap must be 0.0 (off) or positive, got {self.softcap}.")
+        if scale is not None and (not _is_number(scale) or scale == 0):
+            raise ConfigError(
+                f"softmax_scale must be a finite number and not 0, or None, got {scale!r}{_detached(scale)}."
+            )
+        if not _is_number(self.softcap) or self.softcap < 0:
+            raise ConfigError(
+                f"softcap must be 0.0 (off) or positive, got {self.softcap!r}{_detached(self.softcap)}."
+            )
+        for name in ("alibi_slopes", "sinks"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, torch.Tensor):
+                raise ConfigError(
+                    f"{name} must be a tensor or None, got {type(value).__name__}: torch.tensor(...) makes "
+                    "one."
+                )
         if self.alibi_slopes is not None and self.alibi_slopes.requires_grad:
             raise ConfigError(
                 "alibi_slopes with requires_grad=True cannot be used: no gradient flows to them. Pass "
@@ -91,3 +103,15 @@ class AttentionSpec:
     def scale(self, head_dim: int) -> float:
         """The factor on q.k."""
         return head_dim**-0.5 if self.softmax_scale is None else float(self.softmax_scale)
+
+
+def _is_number(value: object) -> bool:
+    """A finite number; a tensor is none, since no gradient would reach it."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _detached(value: object) -> str:
+    """What to do about a tensor."""
+    if not isinstance(value, torch.Tensor):
+        return ""
+    return ", a tensor, to which no gradient would flow: pass float(...), or multiply q by it"

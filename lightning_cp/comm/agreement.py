@@ -18,6 +18,11 @@ from lightning_cp.errors import BatchMismatchError, RankFailure
 
 T = TypeVar("T")
 
+_SAME_BATCH = (
+    "Every rank of a context-parallel group must be given the same batch: shard samplers and streams over "
+    "strategy.data_parallel_size and strategy.data_rank, not over the world size; or let one rank read for "
+    "its group: batch_sync='broadcast'."
+)
 WIDTH = 40
 """Facts per agreement; fixed, so that ranks with different facts still exchange equal sizes."""
 
@@ -36,6 +41,7 @@ def agree(
     within: Sequence[Sequence[int]] | None = None,
     error: Exception | None = None,
     texts: Mapping[str, str] | None = None,
+    remedy: str | None = None,
 ) -> list[dict[str, int]]:
     """Exchange ``facts`` and check that they are equal where they must be.
 
@@ -47,6 +53,7 @@ def agree(
             it is empty.
         error: what went wrong on this rank already, if anything did: then every rank raises.
         texts: fact -> what to show of this rank's if it differs; the integer by default.
+        remedy: what to do about a difference; by default what to do about different batches.
 
     Returns:
         The facts of every rank of the group; where ``within`` is given, other subgroups may have other
@@ -70,7 +77,7 @@ def agree(
                 f"{what}: ranks that share one sample are not at the same call, or were given different "
                 f"fields. This rank has: {', '.join(names)}."
             )
-        _check_equal(table, list(ranks), group, what, texts or {})
+        _check_equal(table, list(ranks), group, what, texts or {}, remedy or _SAME_BATCH)
     return table
 
 
@@ -132,6 +139,7 @@ def _check_equal(
     group: dist.ProcessGroup,
     what: str,
     texts: Mapping[str, str],
+    remedy: str,
 ) -> None:
     for name in table[0]:
         if len({table[rank][name] for rank in ranks}) > 1:
@@ -142,10 +150,7 @@ def _check_equal(
                 f"rank {dist.get_global_rank(group, rank)}: {shown[rank]}" for rank in ranks
             )
             raise BatchMismatchError(
-                f"{what}: ranks that share one sample disagree on {name} ({listed}). Every rank of a "
-                "context-parallel group must be given the same batch: shard samplers and streams over "
-                "strategy.data_parallel_size and strategy.data_rank, not over the world size; or let one "
-                "rank read for its group: batch_sync='broadcast'."
+                f"{what}: ranks that share one sample disagree on {name} ({listed}). {remedy}"
             )
 
 

@@ -54,10 +54,12 @@ class Documents:
             ShapeError: not integers in one or two dimensions, first entry not 0, decreasing, or last entry
                 not ``seq_len``.
         """
-        shape = np.shape(cu_seqlens)
+        shape = _shape_of(cu_seqlens, "cu_seqlens")
         table = _int_array(cu_seqlens, "cu_seqlens", ndim=2 if len(shape) == 2 else 1)
         if not table.size or table.shape[-1] < 2:
             raise ShapeError(f"cu_seqlens needs at least two entries, got {table.shape[-1]}.")
+        if seq_len is not None and type(seq_len) is not int:
+            raise ShapeError(f"seq_len must be an integer, got {seq_len!r}.")
         total = int(table.flat[-1]) if seq_len is None else seq_len
         several = table.ndim == 2
         rows = [
@@ -206,6 +208,7 @@ def _int_array(values: IntsLike, name: str, ndim: int) -> npt.NDArray[np.int64]:
 
 
 def _require_values(x: torch.Tensor, name: str) -> None:
+    _require_tensor(x, name)
     if x.is_meta:
         raise ShapeError(
             f"{name} of shape {tuple(x.shape)} on meta has no values: give it on a real device, cpu best "
@@ -213,7 +216,24 @@ def _require_values(x: torch.Tensor, name: str) -> None:
         )
 
 
+def _shape_of(values: IntsLike, name: str) -> tuple[int, ...]:
+    try:
+        return np.shape(values)
+    except ValueError as ragged:
+        raise ShapeError(
+            f"{name} must have rows of one length: rows with fewer documents repeat their last entry."
+        ) from ragged
+
+
+def _require_tensor(x: object, name: str) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise ShapeError(
+            f"{name} must be a tensor, got {type(x).__name__}: torch.tensor(...) makes one."
+        )
+
+
 def _rows(values: torch.Tensor, name: str) -> npt.NDArray[np.int64]:
+    _require_tensor(values, name)
     if values.dim() not in (1, 2):
         raise ShapeError(
             f"{name} must be [rows, seq_len] or [seq_len], got shape {tuple(values.shape)}."

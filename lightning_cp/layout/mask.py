@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import index
+from typing import SupportsIndex, cast
 
 from lightning_cp.errors import ConfigError
 
 UNBOUNDED = 1 << 60
 """A distance larger than any sequence, small enough that sums of two do not overflow int64."""
+
+
+def _integer(value: object) -> object:
+    """Integers of NumPy and others as Python's; anything else as it is."""
+    return index(value) if isinstance(value, SupportsIndex) else value
 
 
 @dataclass(frozen=True)
@@ -27,12 +35,15 @@ class Mask:
 
     def __post_init__(self) -> None:
         # Configs give lists, which have no hash and equal no tuple.
-        object.__setattr__(self, "window", tuple(self.window))
-        if len(self.window) != 2 or any(type(side) is not int or side < -1 for side in self.window):
+        given = cast(object, self.window)
+        sides = given if isinstance(given, Iterable) else ()
+        window = tuple(side if isinstance(side, bool) else _integer(side) for side in sides)
+        if len(window) != 2 or any(type(side) is not int or side < -1 for side in window):
             raise ConfigError(
                 f"window must be (left, right) whole distances of at least 0, or -1 for unbounded, "
                 f"got {self.window}."
             )
+        object.__setattr__(self, "window", window)
 
     @property
     def left(self) -> int:

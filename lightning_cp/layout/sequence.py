@@ -83,6 +83,11 @@ class SequenceLayout:
                 f"ulysses_size={self.ulysses_size}: it must have at least {shortest} (two a rank). "
                 "Use fewer context-parallel ranks or longer sequences."
             )
+        if self.documents is not None and not isinstance(self.documents, Documents):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                f"documents must be Documents or None, got {type(self.documents).__name__}: "
+                "Documents.from_cu_seqlens(...) and its siblings make them."
+            )
         if self.documents is not None and self.documents.seq_len != self.seq_len:
             raise ShapeError(
                 f"documents describe {self.documents.seq_len} tokens, but the layout has {self.seq_len}."

@@ -85,7 +85,8 @@ def check_mask(
     elif not folded and "flash" not in before and _jumps(state.position_ids):
         raise ConfigError(
             f"position_ids restart (packed documents), but {model} does not read them when it makes its "
-            "mask: in one process it takes a row for one document. Use batches that are not packed."
+            "mask: in one process it takes a row for one document. Say where documents are with segment_ids "
+            "or cu_seqlens in the batch, and take position_ids out; or use batches that are not packed."
         )
 
 

@@ -81,7 +81,8 @@ def check_size(name: str, value: object) -> None:
         ConfigError: it is not.
     """
     if value is not None and (type(value) is not int or value < 1):
-        raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.")
+        none = ", or None for all heads at once" if name == "kv_heads_per_gather" else ""
+        raise ConfigError(f"{name} must be an integer of at least 1{none}, got {value!r}.")
     if name in LATER_SIZES and value != 1:
         raise ConfigError(
             f"{name}={value} is not available yet. What works now: {name}=1; use {LATER_SIZES[name]}."

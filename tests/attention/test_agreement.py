@@ -10,7 +10,7 @@ import torch
 
 from lightning_cp.attention.api import context_parallel_attention
 from lightning_cp.attention.spec import AttentionSpec
-from lightning_cp.errors import BatchMismatchError, RankFailure, ShapeError
+from lightning_cp.errors import BatchMismatchError, ConfigError, RankFailure, ShapeError
 from lightning_cp.layout import Documents, SequenceLayout
 from tests.attention.distributed import mesh_of
 from tests.attention.problems import Grid
@@ -40,6 +40,8 @@ class Call:
     returned: str = ""
     """What to return beside the output."""
     exchange: str = "ring"
+    trained: bool = False
+    """Whether the queries require a gradient."""
     short_by: int = 0
     """Tokens that are missing from what the layout says."""
 
@@ -54,7 +56,9 @@ DIFFERENT: dict[str, Call] = {
     "dtype": Call(dtype=torch.bfloat16),
     "sequence length": Call(length=48),
     "documents": Call(documents=(0, 20, 47)),
-    "mask": Call(spec=AttentionSpec(causal=False)),
+    "causality and window": Call(spec=AttentionSpec(causal=False)),
+    "softmax_scale": Call(spec=AttentionSpec(softmax_scale=0.5)),
+    "what needs a gradient": Call(trained=True),
     "kernel": Call(kernel="aten"),
     "alibi slopes": Call(spec=AttentionSpec(alibi_slopes=torch.ones(4))),
     "sinks": Call(spec=AttentionSpec(sinks=torch.ones(4))),
@@ -71,6 +75,7 @@ def make(rank: int, world_size: int, calls: dict[int, Call], grid: Grid) -> None
     shape = (call.batch, layout.local_len - call.short_by)
     q = torch.zeros(*shape, call.heads, call.head_dim, dtype=call.dtype)
     k = torch.zeros(*shape, call.kv_heads, call.head_dim, dtype=call.dtype)
+    q.requires_grad_(call.trained)
     with mesh_of(grid) as mesh, Wire() as wire:
         try:
             returned: dict[str, Any] = {call.returned: True} if call.returned else {}
@@ -97,18 +102,19 @@ def test_a_different_call_is_named_on_every_rank(field: str, grid: Grid) -> None
 
 
 OTHER_SPECS = {
-    "window": AttentionSpec(window=(5, -1)),
-    "scale": AttentionSpec(softmax_scale=0.5),
-    "cap": AttentionSpec(softcap=30.0),
+    "window .rank 0: .True, .5, -1..*": AttentionSpec(window=(5, -1)),
+    r"softmax_scale .rank 0: 0\.5, rank 1: 0\.50001": AttentionSpec(softmax_scale=0.5),
+    r"softcap .rank 0: 30\.0, rank 1: 0\.0": AttentionSpec(softcap=30.0),
 }
 
 
 @pytest.mark.parametrize("part", OTHER_SPECS)
 def test_every_part_of_the_mask_and_the_scores_counts(part: str) -> None:
-    calls = {0: Call(spec=OTHER_SPECS[part])}
-    expect_on_every_rank(
-        2, make, calls, Grid(2), error=BatchMismatchError, match="disagree on mask"
-    )
+    """Shown as they were given, with advice on calls and not on batches."""
+    almost = AttentionSpec(softmax_scale=0.50001) if "scale" in part else CAUSAL
+    calls = {0: Call(spec=OTHER_SPECS[part]), 1: Call(spec=almost)}
+    match = f"disagree on .*{part}.*make the same call, with the same settings"
+    expect_on_every_rank(2, make, calls, Grid(2), error=BatchMismatchError, match=match)
 
 
 @pytest.mark.parametrize(
@@ -149,11 +155,21 @@ def make_nonsense(rank: int, world_size: int, argument: str) -> None:
         context_parallel_attention(mesh=mesh, **call)
 
 
-@pytest.mark.parametrize("argument", ["q_BLHD", "v_BLKD", "layout", "kernel"])
-def test_even_an_error_of_no_type_of_ours_reaches_every_rank(argument: str) -> None:
+@pytest.mark.parametrize(
+    ("argument", "error"),
+    [
+        ("q_BLHD", ConfigError),
+        ("v_BLKD", ConfigError),
+        ("layout", ConfigError),
+        ("kernel", TypeError),
+    ],
+)
+def test_even_an_error_of_no_type_of_ours_reaches_every_rank(
+    argument: str, error: type[Exception]
+) -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(2, make_nonsense, argument, timeout=20)
     errors = caught.value.errors
-    assert isinstance(errors[0], (AttributeError, TypeError))
+    assert type(errors[0]) is error
     assert isinstance(errors[1], RankFailure), errors[1]
     assert f"rank 0 raised {type(errors[0]).__name__}" in str(errors[1])

@@ -6,6 +6,7 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -199,15 +200,39 @@ def test_slopes_and_sinks_that_do_not_fit(case: str) -> None:
     ("setting", "match"),
     [
         ({"dropout_p": 0.1}, "attention dropout must be 0.0 under context parallelism, got 0.1"),
-        ({"softmax_scale": 0.0}, "softmax_scale must be a finite number and not 0, got 0.0"),
-        ({"softmax_scale": math.nan}, "softmax_scale must be a finite number and not 0, got nan"),
-        ({"softmax_scale": math.inf}, "softmax_scale must be a finite number and not 0, got inf"),
+        (
+            {"softmax_scale": 0.0},
+            "softmax_scale must be a finite number and not 0, or None, got 0.0",
+        ),
+        (
+            {"softmax_scale": math.nan},
+            "softmax_scale must be a finite number and not 0, or None, got nan",
+        ),
+        (
+            {"softmax_scale": math.inf},
+            "softmax_scale must be a finite number and not 0, or None, got inf",
+        ),
         ({"window": (-2, 0)}, r"window must be .* at least 0, or -1 for unbounded, got \(-2, 0\)"),
-        ({"softmax_scale": True}, "softmax_scale must be a finite number and not 0, got True"),
+        (
+            {"softmax_scale": True},
+            "softmax_scale must be a finite number and not 0, or None, got True",
+        ),
         ({"window": (3.5, 0)}, r"window must be .* whole distances .*, got \(3.5, 0\)"),
         ({"window": (3,)}, r"window must be \(left, right\)"),
         ({"softcap": -1.0}, r"softcap must be 0.0 \(off\) or positive, got -1.0"),
         ({"softcap": math.nan}, "softcap must be"),
+        ({"softcap": None}, "softcap must be .* got None"),
+        ({"softcap": True}, "softcap must be .* got True"),
+        ({"softcap": torch.tensor(30.0)}, r"a tensor, to which no gradient would flow: pass float"),
+        ({"softmax_scale": "0.1"}, "softmax_scale must be a finite number .* got '0.1'"),
+        ({"softmax_scale": torch.tensor(0.1)}, "a tensor, .* multiply q by it"),
+        ({"causal": "False"}, "causal must be True or False, got 'False'"),
+        ({"causal": None}, "causal must be True or False, got None"),
+        ({"window": 4}, r"window must be \(left, right\) .* got 4"),
+        ({"window": None}, r"window must be \(left, right\) .* got None"),
+        ({"window": (True, 0)}, r"window must be \(left, right\)"),
+        ({"alibi_slopes": [0.5] * 4}, r"alibi_slopes must be a tensor or None, got list: torch"),
+        ({"sinks": [0.5] * 4}, "sinks must be a tensor or None, got list"),
         (
             {"alibi_slopes": torch.ones(4, requires_grad=True)},
             "alibi_slopes with requires_grad=True cannot be used: no gradient flows to them.*detach",
@@ -218,6 +243,36 @@ def test_slopes_and_sinks_that_do_not_fit(case: str) -> None:
 def test_a_spec_that_means_nothing(setting: Change, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         AttentionSpec(**setting)
+
+
+def test_numbers_of_other_libraries() -> None:
+    spec = AttentionSpec(window=(np.int64(3), 0), softmax_scale=np.float32(0.5))  # type: ignore[arg-type]
+    assert spec.mask.window == (3, 0)
+    assert spec.scale(64) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("setting", "match"),
+    [
+        ({"layout": "zigzag"}, "layout must be a lightning_cp SequenceLayout, got str"),
+        ({"spec": {"causal": True}}, "spec must be a lightning_cp AttentionSpec, got dict"),
+        ({"spec": {}}, "spec must be a lightning_cp AttentionSpec, got dict"),
+        ({"q": None}, "q_BLHD must be a torch Tensor, got NoneType"),
+        ({"v": [[0.0]]}, "v_BLKD must be a torch Tensor, got list"),
+    ],
+    ids=str,
+)
+def test_arguments_of_another_type(setting: Change, match: str) -> None:
+    refuse(setting, ConfigError, match)
+
+
+def test_no_mesh() -> None:
+    nothing: Any = None
+    match = "mesh must be a lightning_cp ContextParallelMesh, got NoneType"
+    with pytest.raises(ConfigError, match=match):
+        context_parallel_attention(*[tensor()] * 3, mesh=nothing, layout=SequenceLayout(8))
+    with pytest.raises(ConfigError, match=match):
+        explain(*[tensor()] * 3, mesh=nothing, layout=SequenceLayout(8))
 
 
 def explain_one(rank: int, world_size: int) -> list[str]:

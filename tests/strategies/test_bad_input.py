@@ -128,7 +128,10 @@ def fit(
             "kv_heads_per_gather=2 says how many .* exchange='ring' gathers",
         ),
         ({"mode": "hybrid", "backward_execution": "fused"}, "backward_execution='fused' says how"),
-        ({"kv_heads_per_gather": 0}, "kv_heads_per_gather must be an integer of at least 1, got 0"),
+        (
+            {"kv_heads_per_gather": 0},
+            "kv_heads_per_gather must be an integer of at least 1, or None for all heads at once, got 0",
+        ),
         (
             {"mode": "zigzag_llama3", "ring_size": 1},
             "gathers keys over the ring axis, got ring_size=1",
