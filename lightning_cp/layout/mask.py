@@ -35,7 +35,7 @@ class Mask:
 
     def __post_init__(self) -> None:
         # Configs give lists, which have no hash and equal no tuple.
-        given = cast(object, self.window)
+        given = cast("Iterable[object] | int | None", self.window)
         sides = given if isinstance(given, Iterable) else ()
         window = tuple(side if isinstance(side, bool) else _integer(side) for side in sides)
         if len(window) != 2 or any(type(side) is not int or side < -1 for side in window):
