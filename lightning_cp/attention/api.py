@@ -234,8 +234,7 @@ def _facts(
     q_BLHD, k_BLKD, _ = inputs
     documents = layout.documents
     names = ("batch", "local tokens", "heads", "head dim")
-    tensors = inputs if spec.sinks is None else (*inputs, spec.sinks)
-    trained = [x.requires_grad and torch.is_grad_enabled() for x in tensors]
+    reaches_back = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     return {
         **dict(zip(names, q_BLHD.shape, strict=True)),
         "K/V heads": k_BLKD.shape[2],
@@ -248,8 +247,9 @@ def _facts(
         "softcap": spec.softcap,
         "alibi slopes": _shape(spec.alibi_slopes),
         "sinks": _shape(spec.sinks),
+        "whether sinks are trained": spec.sinks is not None and spec.sinks.requires_grad,
         "exchange": astuple(plan.exchange),
-        "what needs a gradient (q, k, v, sinks)": trained,
+        "whether backward comes through": reaches_back,
         "keep_attention": current_stash() is not None,
         "what is returned": [],
         "kernel": plan.kernel.name,

@@ -47,6 +47,8 @@ class AttentionSpec:
             )
         if type(self.causal) is not bool:
             raise ConfigError(f"causal must be True or False, got {self.causal!r}.")
+        for name in ("softmax_scale", "softcap"):
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         scale = self.softmax_scale
         if scale is not None and (not _is_number(scale) or scale == 0):
             raise ConfigError(
@@ -105,13 +107,25 @@ class AttentionSpec:
         return head_dim**-0.5 if self.softmax_scale is None else float(self.softmax_scale)
 
 
+def _plain(value: object) -> object:
+    """The number in a tensor of one; one that is trained stays a tensor, and is refused."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.requires_grad:
+        return value.item()
+    return value
+
+
 def _is_number(value: object) -> bool:
-    """A finite number; a tensor is none, since no gradient would reach it."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    """A finite number that a float can hold."""
+    try:
+        return (
+            isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(float(value))
+        )
+    except OverflowError:
+        return False
 
 
 def _detached(value: object) -> str:
     """What to do about a tensor."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return ""
-    return ", a tensor, to which no gradient would flow: pass float(...), or multiply q by it"
+    return ", to which no gradient would flow: pass float(...), or multiply q by it"

@@ -6,8 +6,10 @@ intervals. What no interval covers is padding; it gets no tiles, so it costs not
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +48,9 @@ class Documents:
         return cls([np.array([[0, seq_len]], dtype=np.int64)], seq_len)
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: IntsLike, seq_len: int | None = None) -> Documents:
+    def from_cu_seqlens(
+        cls, cu_seqlens: IntsLike, seq_len: SupportsIndex | None = None
+    ) -> Documents:
         """Packed rows from cumulative lengths ``[documents + 1]``, as flash-attn takes them for one row,
         or ``[rows, documents + 1]``. Rows with fewer documents repeat their last entry.
 
@@ -58,9 +62,9 @@ class Documents:
         table = _int_array(cu_seqlens, "cu_seqlens", ndim=2 if len(shape) == 2 else 1)
         if not table.size or table.shape[-1] < 2:
             raise ShapeError(f"cu_seqlens needs at least two entries, got {table.shape[-1]}.")
-        if seq_len is not None and type(seq_len) is not int:
+        if not isinstance(seq_len, SupportsIndex | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ShapeError(f"seq_len must be an integer, got {seq_len!r}.")
-        total = int(table.flat[-1]) if seq_len is None else seq_len
+        total = int(table.flat[-1]) if seq_len is None else operator.index(seq_len)
         several = table.ndim == 2
         rows = [
             _between(cu, total, f" of row {row}" * several)

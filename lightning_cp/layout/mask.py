@@ -15,7 +15,10 @@ UNBOUNDED = 1 << 60
 
 def _integer(value: object) -> object:
     """Integers of NumPy and others as Python's; anything else as it is."""
-    return index(value) if isinstance(value, SupportsIndex) else value
+    try:
+        return index(value) if isinstance(value, SupportsIndex) else value
+    except TypeError:  # a tensor of floats has the method too
+        return value
 
 
 @dataclass(frozen=True)

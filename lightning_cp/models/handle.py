@@ -215,10 +215,11 @@ class SwapHandle:
         every = lists_of_ranks(self.state.need_gradients, group)
         if all(other == every[0] for other in every):
             return
-        waiting = [rank for rank, needs in enumerate(every) if sum(needs) == max(map(sum, every))]
+        reached = [[call for call, needs in enumerate(of) if needs] for of in every]
+        shown = ", ".join(f"rank {rank}: calls {calls}" for rank, calls in enumerate(reached))
         raise ConfigError(
-            f"backward comes through more attention calls on context-parallel ranks {waiting} than on the "
-            f"others ({[sum(needs) for needs in every]} calls), so they would wait for ever. Something that "
+            "backward comes through other attention calls on some context-parallel ranks than on the others "
+            f"({shown}), so ranks would wait for each other for ever. Something that "
             "is trained takes part in the forward on some ranks only, by what their own tokens are (an `if` "
             "on a mask): let it take part on every rank, multiplied by the mask."
         )

@@ -38,10 +38,6 @@ class _Window:
         if self.last is not batch:
             self.batches, self.targets, self.last = self.batches + 1, self.targets + targets, batch
 
-    def holds_more(self, batch: object, targets: int) -> bool:
-        """Whether targets of other batches are in the gradients."""
-        return self.targets > (targets if self.last is batch else 0)
-
 
 class TokenWindows:
     """Follows what each optimizer has accumulated: several may step at different times."""
@@ -73,7 +69,7 @@ class TokenWindows:
         _refuse_shared(training)
         if group is not None:
             self._forget_zeroed(training, group)
-        if not any(window.holds_more(batch, targets) for window in self._windows.values()):
+        if not any(window.targets for window in self._windows.values()):
             self._unit = max(targets, 1)  # nothing is in any gradient yet, trained now or not
         for optimizer in training:
             self._windows.setdefault(optimizer, _Window()).include(batch, targets)

@@ -145,8 +145,8 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         """Backward of a loss, weighted by this rank's share of the targets.
 
         Raises:
-            ConfigError: no batch was sharded, attention stayed local, or the loss has nothing to do with the
-                model.
+            ConfigError: no batch was sharded, attention stayed local, the loss has nothing to do with the
+                model, or backward would come through attention on some ranks only.
             NonFiniteError: a rank without targets has a loss that cannot be made to add nothing.
             RankFailure: that happened on another rank.
         """
@@ -161,8 +161,8 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
             self._core.check_step()
             self._core.require_loss(tensor)
             scaled = self._core.scale_loss(tensor, self._optimizers)
+            self._engine.expect(scaled)
             super().backward(scaled, module, *args, **kwargs)
-            self._engine.require_averaged()
             self._core.after_backward(self._models.parameters())
         except BaseException:
             self._core.end_step()
@@ -180,14 +180,19 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step along gradients that are complete.
+
+        Raises:
+            ConfigError: parameters that are trained got no gradient, so others were not averaged.
+        """
         closure = kwargs.pop("closure", None)
         if closure is None:
-            self._core.end_window(optimizer)
+            self._complete(optimizer)
             return super().optimizer_step(optimizer, **kwargs)
 
         def to_the_end() -> Any:
             result = closure()
-            self._core.end_window(optimizer)
+            self._complete(optimizer)
             return result
 
         return super().optimizer_step(optimizer, closure=to_the_end, **kwargs)
@@ -196,15 +201,24 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        self._core.end_window(optimizer)
+        self._complete(optimizer)
         return super().clip_gradients_norm(module, optimizer, *args, **kwargs)
 
     @override
     def clip_gradients_value(
         self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> None:
-        self._core.end_window(optimizer)
+        self._complete(optimizer)
         return super().clip_gradients_value(module, optimizer, *args, **kwargs)
+
+    def _complete(self, optimizer: Optimizer) -> None:
+        """Several backward passes may have filled the gradients; now they are averaged, in final size."""
+        try:
+            self._engine.require_averaged()
+        except ConfigError:
+            self._core.end_step()
+            raise
+        self._core.end_window(optimizer)
 
     @override
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

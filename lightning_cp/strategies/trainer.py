@@ -24,6 +24,7 @@ from lightning_cp.callback import ContextParallelCallback, callback_among
 from lightning_cp.errors import ConfigError
 from lightning_cp.mixin import options_of
 from lightning_cp.strategies._front import ContextParallelFront, in_floating_point
+from lightning_cp.strategies._replaced import Replaced
 from lightning_cp.strategies.loaders.draws import going_on
 from lightning_cp.strategies.loaders.shared import unshared
 
@@ -34,6 +35,10 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     _made_for = "lightning.pytorch.Trainer; for Fabric take lightning_cp.fabric.UlyssesRingStrategy"
     _callback: ContextParallelCallback | None = None
     _announced: weakref.ref[LightningModule] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._replaced = Replaced()
 
     # -- before the first batch ------------------------------------------------------------------
 
@@ -175,7 +180,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     @override
     def teardown(self) -> None:
         self._core.detach()
-        self._unwatch_precision()
+        self._replaced.undo()
         super().teardown()
 
     # -- helpers ---------------------------------------------------------------------------------
@@ -214,28 +219,28 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
 
     def _watch_precision(self) -> None:
         """Come between hooks and autograd; and before gradients are clipped by hand, in final size."""
-        self._unwatch_precision()
-        plugin = self.precision_plugin
-        own_backward, own_clip = plugin.backward, plugin.clip_gradients
 
-        def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            if self._follow_what_is_trained():  # frozen or unfrozen within the step, or by a hook
-                assert isinstance(self.model, DistributedDataParallel)
-                prepare_for_backward(self.model, loss)  # as its forward would have done
-            own_backward(loss, *args, **kwargs)
+        def after_hooks(own: Callable[..., Any]) -> Callable[..., Any]:
+            def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+                if self._follow_what_is_trained():  # frozen or unfrozen in the step, or by a hook
+                    assert isinstance(self.model, DistributedDataParallel)
+                    prepare_for_backward(self.model, loss)  # as its forward would have done
+                own(loss, *args, **kwargs)
 
-        def clip(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            wrapped = isinstance(optimizer, LightningOptimizer)
-            self._end_window(optimizer.optimizer if wrapped else optimizer)
-            own_clip(optimizer, *args, **kwargs)
+            return backward
 
-        object.__setattr__(plugin, "backward", backward)
+        def in_final_size(own: Callable[..., Any]) -> Callable[..., Any]:
+            def clip(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+                wrapped = isinstance(optimizer, LightningOptimizer)
+                self._end_window(optimizer.optimizer if wrapped else optimizer)
+                own(optimizer, *args, **kwargs)
+
+            return clip
+
+        self._replaced.undo()
+        self._replaced.replace(self.precision_plugin, "backward", after_hooks)
         if self._core.settings.weights_globally:
-            object.__setattr__(plugin, "clip_gradients", clip)
-
-    def _unwatch_precision(self) -> None:
-        for name in ("backward", "clip_gradients"):
-            self.precision_plugin.__dict__.pop(name, None)
+            self._replaced.replace(self.precision_plugin, "clip_gradients", in_final_size)
 
     def _leave_samplers_alone(self) -> None:
         """All ranks read the same samples, as one process does; Lightning's sampler would shuffle them."""

@@ -58,7 +58,7 @@ DIFFERENT: dict[str, Call] = {
     "documents": Call(documents=(0, 20, 47)),
     "causality and window": Call(spec=AttentionSpec(causal=False)),
     "softmax_scale": Call(spec=AttentionSpec(softmax_scale=0.5)),
-    "what needs a gradient": Call(trained=True),
+    "whether backward comes through": Call(trained=True),
     "kernel": Call(kernel="aten"),
     "alibi slopes": Call(spec=AttentionSpec(alibi_slopes=torch.ones(4))),
     "sinks": Call(spec=AttentionSpec(sinks=torch.ones(4))),

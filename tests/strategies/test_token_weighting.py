@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
+from lightning_cp.strategies._windows import TokenWindows
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.pool.environment import PoolEnvironment
 from tests.strategies.small import (
@@ -298,6 +299,33 @@ def test_windows_that_overlap_while_layers_take_turns() -> None:
     (alone_,) = run_ranks(1, taking_turns)
     for got in run_ranks(2, taking_turns):
         close(got, alone_)
+
+
+def test_the_unit_stays_while_any_window_is_open() -> None:
+    """Two batches with gradients 1 and 3; the second has two passes, between which one optimizer steps."""
+    optimizers = [torch.optim.SGD([torch.zeros(1, requires_grad=True)]) for _ in range(2)]
+    (of_a,), (of_b,) = (each.param_groups[0]["params"] for each in optimizers)
+    a, b = optimizers
+    windows = TokenWindows()
+
+    def backward(batch: object, targets: int, gradient: float) -> None:
+        weight = windows.weight(batch, targets, optimizers, None)
+        for p in (of_a, of_b):
+            p.grad = torch.zeros(1) if p.grad is None else p.grad
+            p.grad += weight * gradient
+
+    first, second = object(), object()
+    backward(first, 10, 1.0)
+    windows.end(b, None)
+    assert float(of_b.grad) == pytest.approx(1.0)
+    b.zero_grad()
+    backward(second, 40, 3.0)
+    windows.end(a, None)
+    assert float(of_a.grad) == pytest.approx(2 * (10 * 1.0 + 40 * 3.0) / 50)
+    a.zero_grad()
+    backward(second, 40, 3.0)
+    windows.end(b, None)
+    assert float(of_b.grad) == pytest.approx(3.0 + 3.0)
 
 
 class Sharing(Alternating):

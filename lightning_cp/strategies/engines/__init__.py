@@ -39,6 +39,10 @@ class Engine(Protocol):
         """What to call instead of ``wrapped`` once ``is_current`` says no, also within a step."""
         ...
 
+    def expect(self, loss: torch.Tensor) -> None:
+        """Before backward: have the gradients of this pass averaged too, whichever it is."""
+        ...
+
     def require_averaged(self) -> None:
         """After backward: refuse gradients that stayed on their ranks."""
         ...

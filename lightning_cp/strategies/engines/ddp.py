@@ -12,6 +12,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,7 +32,8 @@ class DDPEngine:
     def __init__(self) -> None:
         self._averaged: dict[int, ref[nn.Parameter]] = {}  # by id: tensors do not hash by equality
         self._finds_unused: dict[int, ref[nn.Module]] = {}  # likewise; pickled with the strategy
-        self._wrapped: dict[int, ref[DistributedDataParallel]] = {}
+        self._wrapped: dict[int, ref[DistributedDataParallel]] = {}  # by their modules
+        self._called: dict[int, bool] = {}  # likewise: forward came, and no backward since
 
     def wrap(
         self,
@@ -58,7 +60,23 @@ class DDPEngine:
                 **options,
             )
         self._wrapped[id(module)] = ref(wrapped)
+        self._called.pop(id(module), None)
+        wrapped.register_forward_hook(self._note_forward)
         return wrapped
+
+    def _note_forward(self, wrapped: DistributedDataParallel, *_: Any) -> None:
+        if torch.is_grad_enabled() and wrapped.require_backward_grad_sync:
+            self._called[id(wrapped.module)] = True
+
+    def expect(self, loss: torch.Tensor) -> None:
+        """Before backward: have gradients averaged also if one forward has several backward passes.
+
+        DistributedDataParallel averages what comes with the first one, and leaves what the others add on its
+        rank.
+        """
+        for wrapped in self._syncing():
+            if not self._called.pop(id(wrapped.module), False) and _unfinished(wrapped) is None:
+                prepare_for_backward(wrapped, loss)
 
     def require_averaged(self) -> None:
         """After backward: refuse gradients that stayed on their ranks.
@@ -69,17 +87,19 @@ class DDPEngine:
         Raises:
             ConfigError: parameters that it waits for got no gradient, so others were not averaged either.
         """
-        for wrapped in [kept() for kept in self._wrapped.values()]:
-            if wrapped is None or not wrapped.require_backward_grad_sync:
-                continue
-            try:
-                wrapped._check_reducer_finalized()
-            except RuntimeError as unfinished:
-                raise ConfigError(self._without_gradient(wrapped.module, str(unfinished))) from None
+        for wrapped in self._syncing():
+            said = _unfinished(wrapped)
+            if said is not None:
+                raise ConfigError(self._without_gradient(wrapped.module, said))
+
+    def _syncing(self) -> list[DistributedDataParallel]:
+        """The wrappers whose gradients are averaged in the next backward, or were in the last."""
+        alive = (kept() for kept in self._wrapped.values())
+        return [x for x in alive if x is not None and x.require_backward_grad_sync]
 
     def _without_gradient(self, module: nn.Module, said: str) -> str:
         """The names of the parameters that DistributedDataParallel numbers."""
-        listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", said)
+        listed = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", said)
         names = [name for name, p in module.named_parameters() if self._averages(p)]
         missing = [names[int(at)] for at in listed[1].split()] if listed else []
         shown = f" ({', '.join(missing[:3])}{', ...' * (len(missing) > 3)})" if missing else ""
@@ -145,6 +165,15 @@ class DDPEngine:
     def _averages(self, parameter: nn.Parameter) -> bool:
         known = self._averaged.get(id(parameter))
         return known is not None and known() is parameter
+
+
+def _unfinished(wrapped: DistributedDataParallel) -> str | None:
+    """What it says of gradients that it still waits for; ``None`` if it waits for none."""
+    try:
+        wrapped._check_reducer_finalized()
+    except RuntimeError as waiting:
+        return str(waiting)
+    return None
 
 
 @contextmanager
