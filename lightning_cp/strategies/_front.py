@@ -22,6 +22,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.layout import LayoutChoice
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.strategies._core import ContextParallelCore
+from lightning_cp.strategies._replaced import Replaced
 from lightning_cp.strategies.engines import engine
 from lightning_cp.strategies.engines.ddp import check_options, without_defaults
 from lightning_cp.strategies.launch import check_ranks, check_start_method
@@ -113,6 +114,7 @@ class ContextParallelFront:
         self._core = ContextParallelCore(settings)
         self._engine = engine(data_parallel)
         self._loaders = 0
+        self._replaced = Replaced()
 
     _ddp_kwargs: dict[str, Any]  # a DDPStrategy's, as all else that is looked up on `self: Any`
     _start_method: str

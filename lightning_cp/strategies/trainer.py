@@ -24,7 +24,6 @@ from lightning_cp.callback import ContextParallelCallback, callback_among
 from lightning_cp.errors import ConfigError
 from lightning_cp.mixin import options_of
 from lightning_cp.strategies._front import ContextParallelFront, in_floating_point
-from lightning_cp.strategies._replaced import Replaced
 from lightning_cp.strategies.loaders.draws import going_on
 from lightning_cp.strategies.loaders.shared import unshared
 
@@ -35,10 +34,6 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     _made_for = "lightning.pytorch.Trainer; for Fabric take lightning_cp.fabric.UlyssesRingStrategy"
     _callback: ContextParallelCallback | None = None
     _announced: weakref.ref[LightningModule] | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._replaced = Replaced()
 
     # -- before the first batch ------------------------------------------------------------------
 
