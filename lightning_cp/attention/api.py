@@ -136,18 +136,7 @@ def context_parallel_attention(
         facts["what is returned"] = ["out", *(name for name, asked in wanted.items() if asked)]
     except Exception as refused:  # any: a rank that raised alone would leave the others waiting
         error = refused
-    stash = current_stash()
-    agreed = stash is not None and stash.replaying  # when what is repeated now was recorded
-    if mesh.cp_size > 1 and not agreed:
-        group = mesh.control_group(Flat.CP)
-        agree(
-            {name: fingerprint(value) for name, value in facts.items()},
-            group,
-            what="context_parallel_attention",
-            error=error,
-            texts={name: str(value) for name, value in facts.items()},
-            remedy="All ranks of a context-parallel group make the same call, with the same settings.",
-        )
+    _agree_on_call(mesh, facts, error)
     if error is not None:
         raise error
     assert plan is not None
@@ -222,6 +211,29 @@ def explain(
         delegate(q_BLHD, layout, spec, kernel, max_logits=return_max_logits)
         return THEIR_KERNELS
     return explain_kernels(kernel, request_of(q_BLHD, spec, max_logits=return_max_logits))
+
+
+def _agree_on_call(
+    mesh: ContextParallelMesh, facts: dict[str, object], error: Exception | None
+) -> None:
+    """Every rank of the cp group comes here, with what it was asked or with why it refused.
+
+    Raises:
+        BatchMismatchError: the calls differ.
+        RankFailure: another rank's call was refused.
+    """
+    stash = current_stash()
+    agreed = stash is not None and stash.replaying  # when what is repeated now was recorded
+    if mesh.cp_size == 1 or agreed:
+        return
+    agree(
+        {name: fingerprint(value) for name, value in facts.items()},
+        mesh.control_group(Flat.CP),
+        what="context_parallel_attention",
+        error=error,
+        texts={name: str(value) for name, value in facts.items()},
+        remedy="All ranks of a context-parallel group make the same call, with the same settings.",
+    )
 
 
 def _facts(

@@ -140,6 +140,14 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
 
     @override
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Backward of a loss, weighted by this rank's share of the targets.
+
+        Raises:
+            ConfigError: backward would come through attention on some ranks only, or brought no gradient
+                to parameters that are trained.
+            NonFiniteError: a rank without targets has a loss that cannot be made to add nothing.
+            RankFailure: that happened on another rank.
+        """
         assert self.model is not None
         assert self.lightning_module is not None
         automatic = self.lightning_module.automatic_optimization
