@@ -173,10 +173,10 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "agreement after data has moved",
         "lightning_cp/attention/api.py",
-        "    if mesh.cp_size > 1 and not agreed:",
+        "    _agree_on_call(mesh, facts, error)",
         "    if plan is not None:\n"
         "        attend(q_BLHD, k_BLKD, v_BLKD, plan)\n"
-        "    if mesh.cp_size > 1 and not agreed:",
+        "    _agree_on_call(mesh, facts, error)",
         (
             "tests/attention/test_agreement.py::"
             "test_a_different_call_is_named_on_every_rank[kernel-ring 2 zigzag]",
