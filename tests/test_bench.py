@@ -7,6 +7,7 @@ import math
 import pytest
 
 from lightning_cp.bench import balance, cpu_ratio, gather_memory, rank_flops
+from lightning_cp.bench.ways import our_ways
 
 
 def test_a_row_for_each_split(
@@ -18,14 +19,22 @@ def test_a_row_for_each_split(
     head, line, *rows = capsys.readouterr().out.splitlines()
     assert head.count("|") == line.count("|") == 8
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    assert [row[:3] for row in cells] == [["64", "2", "ulysses"], ["64", "2", "zigzag ring"]]
+    assert [row[:2] for row in cells] == [["64", "2"]] * 6
+    assert [row[2] for row in cells] == [way.name for way in our_ways(2)]
     for row in cells:
         assert all(math.isfinite(float(x)) and float(x) > 0 for x in row[3:6]), row
 
 
 def test_modes_are_named_as_the_field_does() -> None:
-    names = [cpu_ratio.Shape(64, *sizes).mode for sizes in ((4, 1), (1, 4), (2, 2))]
-    assert names == ["ulysses", "zigzag ring", "hybrid 2x2"]
+    assert [way.name for way in our_ways(4)] == [
+        "ulysses",
+        "hybrid 2x2",
+        "zigzag ring",
+        "zigzag_llama3 two_kernel/two_kernel",
+        "zigzag_llama3 two_kernel/fused",
+        "zigzag_llama3 fused/two_kernel",
+        "zigzag_llama3 fused/fused",
+    ]
 
 
 def test_a_row_for_each_deal(

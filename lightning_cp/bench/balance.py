@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from lightning_cp.bench.case import log_normal
 from lightning_cp.layout import CostModel, Documents, Mask, Schedule, SequenceLayout, explain_layout
 from lightning_cp.layout.balance import best_deal, deal
 from lightning_cp.layout.choose import LayoutChoice, name_of
@@ -55,14 +56,6 @@ def main() -> None:
         packed = log_normal(tokens, count, options.seed, options.sigma)
         for cells in rows_of(tokens, ring, packed, options.repeats):
             print(f"| {' | '.join(cells)} |", flush=True)
-
-
-def log_normal(tokens: int, count: int, seed: int, sigma: float) -> Documents:
-    """One row filled with documents of log-normal lengths."""
-    weights = np.random.default_rng(seed).lognormal(sigma=sigma, size=count)
-    ends = np.floor(np.cumsum(weights) / weights.sum() * tokens).astype(np.int64)
-    ends[-1] = tokens
-    return Documents.from_cu_seqlens(np.unique(np.append(0, ends)))
 
 
 def rows_of(tokens: int, ring: int, packed: Documents, repeats: int) -> Iterator[list[str]]:

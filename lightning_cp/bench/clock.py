@@ -1,0 +1,87 @@
+"""How long a step takes: CPU-seconds and wall time of repeats that all ranks begin together.
+
+On CPU the time of all threads of a process is counted, gloo's included, so copies and waiting that burns
+cycles are in it, and other jobs on the machine are not. On CUDA wall time is between two events' moments,
+each after all work on the device is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Of one rank, one entry per repeat."""
+
+    cpu: list[float]
+    """CPU-seconds of the process."""
+    wall: list[float]
+    """Seconds."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What is reported of some repeats."""
+
+    best: float
+    """The least."""
+    spread: float
+    """(most - least) / least."""
+
+    @classmethod
+    def of(cls, repeats: Sequence[float]) -> Figure:
+        """Of one number per repeat."""
+        best = min(repeats)
+        return cls(best, (max(repeats) - best) / best if best else 0.0)
+
+
+def measure(
+    step: Callable[[], object], *, repeats: int = 3, warm_up: int = 1, device_type: str = "cpu"
+) -> Samples:
+    """Run a step some times; before each, the ranks of the world wait for each other.
+
+    Args:
+        step: on every rank the same.
+        repeats: counted runs.
+        warm_up: runs before them.
+        device_type: ``cuda`` waits for the device before and after.
+    """
+    samples = Samples([], [])
+    for index in range(warm_up + repeats):
+        _wait(device_type)
+        if dist.is_initialized():
+            dist.barrier()
+            _wait(device_type)
+        cpu, wall = time.process_time(), time.perf_counter()
+        step()
+        _wait(device_type)
+        if index >= warm_up:
+            samples.cpu.append(time.process_time() - cpu)
+            samples.wall.append(time.perf_counter() - wall)
+    return samples
+
+
+def cpu_together(ranks: Sequence[Samples]) -> Figure:
+    """CPU-seconds summed over ranks."""
+    return Figure.of([sum(repeat) for repeat in zip(*(rank.cpu for rank in ranks), strict=True)])
+
+
+def cpu_of_slowest(ranks: Sequence[Samples]) -> Figure:
+    """CPU-seconds of the rank that needs most."""
+    return Figure.of([max(repeat) for repeat in zip(*(rank.cpu for rank in ranks), strict=True)])
+
+
+def wall_of_slowest(ranks: Sequence[Samples]) -> Figure:
+    """Seconds until the last rank is done."""
+    return Figure.of([max(repeat) for repeat in zip(*(rank.wall for rank in ranks), strict=True)])
+
+
+def _wait(device_type: str) -> None:
+    if device_type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,137 @@
+"""Ways to compute a case on the ranks of a process group: ours, and one process as the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from lightning_cp.attention.api import context_parallel_attention
+from lightning_cp.attention.spec import AttentionSpec
+from lightning_cp.bench.case import Case
+from lightning_cp.layout import SequenceLayout
+from lightning_cp.layout.gathered import EXECUTIONS
+from lightning_cp.layout.sequence import LayoutKind
+from lightning_cp.mesh import ContextParallelMesh
+
+Step = Callable[[], object]
+
+
+class Way(Protocol):
+    """One way to compute attention over all ranks of the world."""
+
+    @property
+    def name(self) -> str:
+        """As a table shows it."""
+        ...
+
+    def obstacle(self, case: Case) -> str | None:
+        """Why it cannot compute this case here, or ``None``."""
+        ...
+
+    def step(self, case: Case, *, backward: bool = True) -> Step:
+        """This rank's part, with its inputs made: forward, or forward and backward."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ours:
+    """This library's call. Ranks of a Ulysses group are neighbours."""
+
+    ulysses: int
+    ring: int
+    exchange: str = "ring"
+    forward_execution: str = "two_kernel"
+    backward_execution: str = "two_kernel"
+    layout: LayoutKind | None = None
+    """``None`` is zigzag, or balanced for packed documents."""
+    kernel: str = "auto"
+
+    @property
+    def name(self) -> str:
+        """The mode, as the field calls it."""
+        if self.ring == 1:
+            return "ulysses"
+        if self.exchange == "all_gather":
+            passes = (self.forward_execution, self.backward_execution)
+            sizes = "" if self.ulysses == 1 else f" {self.ulysses}x{self.ring}"
+            return f"zigzag_llama3{sizes} {'/'.join(passes)}"
+        if self.ulysses > 1:
+            return f"hybrid {self.ulysses}x{self.ring}"
+        return f"{self.layout or 'zigzag'} ring"
+
+    def obstacle(self, case: Case) -> str | None:
+        """Heads that do not split."""
+        if case.heads % self.ulysses:
+            return f"{case.heads} heads do not divide by ulysses_size={self.ulysses}"
+        return None
+
+    def sequence_layout(self, case: Case) -> SequenceLayout:
+        """Which tokens each rank holds."""
+        kind: LayoutKind = self.layout or ("balanced" if case.packed else "zigzag")
+        return SequenceLayout(case.tokens, self.ring, self.ulysses, kind, case.documents)
+
+    def step(self, case: Case, *, backward: bool = True) -> Step:
+        """Attention of this rank's tokens, and the gradients of its q, k and v."""
+        mesh = ContextParallelMesh(self.ring, self.ulysses, case.device_type)
+        layout = self.sequence_layout(case)
+        q, k, v = case.inputs(layout.local_len)
+        gradient = torch.randn_like(q)
+
+        def step() -> object:
+            out = context_parallel_attention(
+                *(q, k, v),
+                mesh=mesh,
+                layout=layout,
+                spec=AttentionSpec(causal=case.causal),
+                exchange=self.exchange,
+                kernel=self.kernel,
+                forward_execution=self.forward_execution,
+                backward_execution=self.backward_execution,
+            )
+            return torch.autograd.grad(out, [q, k, v], gradient) if backward else out
+
+        return step
+
+
+@dataclass(frozen=True)
+class OneProcess:
+    """PyTorch's attention over the whole sequence, one call per document."""
+
+    name: str = "one process"
+
+    def obstacle(self, case: Case) -> str | None:
+        """It computes every case, alone."""
+        return None if case.ranks == 1 else "is for one rank"
+
+    def step(self, case: Case, *, backward: bool = True) -> Step:
+        """The whole sequence on this rank."""
+        q, k, v = case.inputs(case.tokens)
+        gradient = torch.randn_like(q)
+        lengths = case.lengths
+
+        def step() -> object:
+            parts = zip(*(x.transpose(1, 2).split(lengths, dim=2) for x in (q, k, v)), strict=True)
+            outs = [
+                F.scaled_dot_product_attention(*part, is_causal=case.causal, enable_gqa=True)
+                for part in parts
+            ]
+            if not backward:
+                return outs
+            gradients = gradient.transpose(1, 2).split(lengths, dim=2)
+            return torch.autograd.grad(outs, [q, k, v], gradients)
+
+        return step
+
+
+def our_ways(ranks: int) -> list[Ours]:
+    """Every mode on so many ranks: all splits into Ulysses and ring, and the executions of zigzag_llama3."""
+    splits = [(u, ranks // u) for u in range(ranks, 0, -1) if ranks % u == 0]
+    passes = [(f, b) for f in EXECUTIONS for b in EXECUTIONS] if ranks > 1 else []
+    return [
+        *(Ours(*split) for split in splits),
+        *(Ours(1, ranks, "all_gather", *executions) for executions in passes),
+    ]
