@@ -24,6 +24,7 @@ from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.layout.heads import HeadBlock
 from lightning_cp.layout.tiles import Ranges
 from lightning_cp.mesh import Axis
+from lightning_cp.named_ranges import named
 
 
 def gather_forward(q_TBHD: torch.Tensor, kv_TBKD: torch.Tensor, plan: AttentionPlan) -> Attended:
@@ -49,9 +50,10 @@ def _attend(
     """Attention of a block of heads over all keys in sequence order."""
     scores = plan.scores.of_heads(*block.q)
     state = Accumulator(q_BLHD, accumulate_dtype(q_BLHD.dtype))
-    for call in plan.gathered.calls(plan.exchange.forward):
+    for index, call in enumerate(plan.gathered.calls(plan.exchange.forward)):
         k, v = kernel_keys(take(kv_SBKD, call.slices), block.kv_of_q)
-        plan.kernel.forward(QKV(q_BLHD, k, v), call.tiles, scores, state)
+        with named("chunk {} compute", index):
+            plan.kernel.forward(QKV(q_BLHD, k, v), call.tiles, scores, state)
     sinks = None if plan.own_sinks is None else plan.own_sinks[slice(*block.q)]
     return finish(state, q_BLHD.dtype, sinks, max_logits=scores.max_logits)
 
@@ -96,10 +98,11 @@ def _differentiate(
     """Add to ``dq``; the gradients [S, B, 2k, D] of all keys in sequence order."""
     dkv = torch.zeros_like(kv_SBKD, dtype=dq_BLHD.dtype)
     scores = plan.scores.of_heads(*block.q)
-    for call in plan.gathered.calls(plan.exchange.backward):
+    for index, call in enumerate(plan.gathered.calls(plan.exchange.backward)):
         with (
             _SliceGradients(dkv, call.slices) as into,
             KeyGradients(take(kv_SBKD, call.slices), into, block.kv_of_q) as (k, v, dk, dv),
+            named("chunk {} compute", index),
         ):
             inputs, gradients = QKV(q_BLHD, k, v), QKV(dq_BLHD, dk, dv)
             plan.kernel.backward(merged, inputs, call.tiles, scores, gradients)

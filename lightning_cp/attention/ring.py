@@ -20,6 +20,7 @@ from lightning_cp.kernels.api import QKV, Merged, accumulate_dtype
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.layout.tiles import Hop, Tile, num_keys
 from lightning_cp.mesh import Axis
+from lightning_cp.named_ranges import named
 
 
 def ring_forward(q_TBHD: torch.Tensor, kv_TBKD: torch.Tensor, plan: AttentionPlan) -> Attended:
@@ -31,7 +32,8 @@ def ring_forward(q_TBHD: torch.Tensor, kv_TBKD: torch.Tensor, plan: AttentionPla
         kv, tiles = travel.arrive(hop)
         if tiles:
             k, v = kernel_keys(kv, heads.kv_of_q)
-            plan.kernel.forward(QKV(q_BLHD, k, v), tiles, plan.scores, state)
+            with named("hop {} compute", hop.index):
+                plan.kernel.forward(QKV(q_BLHD, k, v), tiles, plan.scores, state)
     attended = finish(state, q_TBHD.dtype, plan.own_sinks, max_logits=plan.scores.max_logits)
     return attended._replace(out=attended.out.transpose(0, 1))
 
@@ -60,7 +62,10 @@ def ring_backward(
         kv, tiles = travel.arrive(hop)
         into = dkv if hop.index == 0 else dkv.new_zeros(num_keys(hop.recv), *dkv.shape[1:])
         if tiles:
-            with KeyGradients(kv, into, heads.kv_of_q) as (k, v, dk, dv):
+            with (
+                KeyGradients(kv, into, heads.kv_of_q) as (k, v, dk, dv),
+                named("hop {} compute", hop.index),
+            ):
                 plan.kernel.backward(
                     merged, QKV(q_BLHD, k, v), tiles, plan.scores, QKV(dq_BLHD, dk, dv)
                 )
@@ -81,7 +86,10 @@ class _KeyTravel:
 
     def arrive(self, hop: Hop) -> tuple[torch.Tensor, tuple[Tile, ...]]:
         """Keys of ``hop`` with the tiles that index them; the next hop is posted first."""
-        arrived = self._pending.wait() if self._pending is not None else None
+        arrived: torch.Tensor | None = None
+        if self._pending is not None:
+            with named("hop {} keys wait", hop.index):
+                arrived = self._pending.wait()
         hops = self._plan.hops
         self._pending = self._post(hops[hop.index + 1]) if hop.index + 1 < len(hops) else None
         if hop.index == 0:
@@ -91,8 +99,9 @@ class _KeyTravel:
     def _post(self, hop: Hop) -> Transfer:
         shape = (num_keys(hop.recv), *self._kv.shape[1:]) if hop.recv else None
         group = self._plan.mesh.group(Axis.RING)
-        sent = take(self._kv, hop.send) if hop.send else None
-        return start_transfer(sent, hop.dest, shape, hop.source, self._kv, group)
+        with named("hop {} keys post", hop.index):
+            sent = take(self._kv, hop.send) if hop.send else None
+            return start_transfer(sent, hop.dest, shape, hop.source, self._kv, group)
 
 
 class _GradientTravel:
@@ -109,14 +118,15 @@ class _GradientTravel:
         if hop.index == 0:
             return
         shape = (num_keys(hop.send), *self._dkv.shape[1:]) if hop.send else None
-        transfer = start_transfer(
-            gradients if hop.recv else None,
-            hop.source,
-            shape,
-            hop.dest,
-            self._dkv,
-            self._plan.mesh.group(Axis.RING),
-        )
+        with named("hop {} gradients post", hop.index):
+            transfer = start_transfer(
+                gradients if hop.recv else None,
+                hop.source,
+                shape,
+                hop.dest,
+                self._dkv,
+                self._plan.mesh.group(Axis.RING),
+            )
         self._pending = (transfer, hop)
 
     def finish(self) -> None:
@@ -125,7 +135,8 @@ class _GradientTravel:
             return
         transfer, hop = self._pending
         self._pending = None
-        received = transfer.wait()
+        with named("hop {} gradients wait", hop.index):
+            received = transfer.wait()
         if received is None:
             return
         sizes = [end - start for start, end in hop.send]

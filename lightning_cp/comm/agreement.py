@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.errors import BatchMismatchError, RankFailure
+from lightning_cp.named_ranges import named
 
 T = TypeVar("T")
 
@@ -84,7 +85,8 @@ def agree(
 def exchange(vector: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Every rank's ``vector``, which has one shape and dtype on all of them, in rank order."""
     gathered = [torch.empty_like(vector) for _ in range(group.size())]
-    dist.all_gather(gathered, vector, group=group)
+    with named("agreement"):
+        dist.all_gather(gathered, vector, group=group)
     return gathered
 
 

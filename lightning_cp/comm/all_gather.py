@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_cp.named_ranges import named
+
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
     """The tensors of all ranks of ``group``, in rank order; every rank passes the same shape.
@@ -55,16 +57,19 @@ class PendingShards:
         sent: torch.Tensor,
         work: dist.Work | None,
         finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        name: str = "all-gather",
     ) -> None:
         self._received: torch.Tensor | None = received
         self._sent: torch.Tensor | None = sent
         self._work = work
         self._finish = finish
+        self._name = name
 
     def wait(self) -> torch.Tensor:
         """Block until it is done; what was received, which is then the caller's alone. Call it once."""
         if self._work is not None:
-            self._work.wait()
+            with named("{} wait", self._name):
+                self._work.wait()
         received, self._received = self._received, None
         self._work = self._sent = None
         assert received is not None
@@ -78,7 +83,8 @@ def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> PendingShards
         return PendingShards(x, x, None)
     received = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return PendingShards(received, x, gather(received, x, group=group, async_op=True))
+    with named("all-gather post"):
+        return PendingShards(received, x, gather(received, x, group=group, async_op=True))
 
 
 def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> PendingShards:
@@ -87,17 +93,20 @@ def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> PendingSh
     With gloo the shards are exchanged and added in rank order: as many bytes as its own reduce-scatter
     moves, several times faster, and deterministic.
     """
-    ranks = group.size()
+    ranks, name = group.size(), "reduce-scatter"
     x = x.contiguous()
     if ranks == 1:
         return PendingShards(x, x, None)
     if dist.get_backend(group) == dist.Backend.GLOO:
         received = torch.empty_like(x)
-        work = dist.all_to_all_single(received, x, group=group, async_op=True)
-        return PendingShards(received, x, work, lambda shards: _sum_of_ranks(shards, ranks))
+        with named("reduce-scatter post"):
+            work = dist.all_to_all_single(received, x, group=group, async_op=True)
+        return PendingShards(received, x, work, lambda shards: _sum_of_ranks(shards, ranks), name)
     total = x.new_empty(x.shape[0] // ranks, *x.shape[1:])
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return PendingShards(total, x, scatter(total, x, group=group, async_op=True))
+    with named("reduce-scatter post"):
+        work = scatter(total, x, group=group, async_op=True)
+    return PendingShards(total, x, work, name=name)
 
 
 def _sum_of_ranks(x: torch.Tensor, ranks: int) -> torch.Tensor:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from lightning_cp.named_ranges import named
+
 HeadRanges = Sequence[tuple[int, int]]
 """(first, past-last) head of each rank of the group; ranges may overlap (shared K/V heads)."""
 
@@ -28,7 +30,8 @@ class Pending:
     def wait(self) -> torch.Tensor:
         """The flat received buffer, complete."""
         if self._work is not None:
-            self._work.wait()
+            with named("all-to-all wait"):
+                self._work.wait()
         self._work = self._sent = None
         return self.received
 
@@ -86,7 +89,8 @@ def _start(
     sent_sizes: list[int],
     group: dist.ProcessGroup,
 ) -> Pending:
-    work = dist.all_to_all_single(
-        received.view(-1), send.view(-1), received_sizes, sent_sizes, group=group, async_op=True
-    )
+    with named("all-to-all post"):
+        work = dist.all_to_all_single(
+            received.view(-1), send.view(-1), received_sizes, sent_sizes, group=group, async_op=True
+        )
     return Pending(received, send, work)

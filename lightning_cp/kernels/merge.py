@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from lightning_cp.layout.tiles import ALL_ROWS
+from lightning_cp.named_ranges import named
 
 
 def merge(
@@ -74,7 +75,8 @@ class Accumulator:
             self._out, self._lse = out_BLHD.to(self.dtype), lse_BHL.to(self.dtype)
             return
         out, lse = self._buffers()
-        merge(out[rows, queries], lse[rows, :, queries], out_BLHD, lse_BHL)
+        with named("merge"):
+            merge(out[rows, queries], lse[rows, :, queries], out_BLHD, lse_BHL)
 
     def add_at(
         self,
@@ -85,9 +87,11 @@ class Accumulator:
     ) -> None:
         """Merge the results of scattered queries: int64 [T] rows and positions, no query twice."""
         out, lse = self._buffers()
-        own_out, own_lse = out[rows, positions], lse[rows, :, positions].T
-        merge(own_out.unsqueeze(0), own_lse.unsqueeze(0), out_THD.unsqueeze(0), lse_HT.unsqueeze(0))
-        out[rows, positions], lse[rows, :, positions] = own_out, own_lse.T
+        with named("merge"):
+            own_out, own_lse = out[rows, positions], lse[rows, :, positions].T
+            new_out, new_lse = out_THD.unsqueeze(0), lse_HT.unsqueeze(0)
+            merge(own_out.unsqueeze(0), own_lse.unsqueeze(0), new_out, new_lse)
+            out[rows, positions], lse[rows, :, positions] = own_out, own_lse.T
 
     def result(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """``out`` [B, L, H, D] in ``dtype`` and ``lse`` [B, H, L] in the accumulation dtype."""

@@ -24,6 +24,7 @@ from lightning_cp.layout import CostModel, LayoutChoice
 from lightning_cp.models.expected import expected_heads, expected_mask
 from lightning_cp.models.facts import PositionFacts
 from lightning_cp.models.swap import StepState, hf_models, swap_attention
+from lightning_cp.named_ranges import named
 from lightning_cp.strategies._layouts import LayoutRule
 from lightning_cp.strategies._sharding import label_kind, shard_agreed, shared_with
 from lightning_cp.strategies._values import StepValues
@@ -134,9 +135,10 @@ class ContextParallelCore(StepValues):
                 "a batch was sharded before there is a model. Call fabric.setup(model, ...) first: the "
                 "model tells how labels are read and has its attention swapped."
             )
-        sharding = shard_agreed(
-            batch, self.rules, self._rule, self.mesh, training=needs_labels, before=before
-        )
+        with named("shard batch"):
+            sharding = shard_agreed(
+                batch, self.rules, self._rule, self.mesh, training=needs_labels, before=before
+            )
         self._say_once(sharding.choice)
         self._part, self._loss = sharding.part, StepLoss(sharding, self.mesh, self._windows)
         self._positions, self._trains = sharding.positions, needs_labels
