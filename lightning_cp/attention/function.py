@@ -14,7 +14,7 @@ from lightning_cp.attention.ring import ring_backward, ring_forward
 from lightning_cp.attention.ring_flash_attn import ring_flash_attn_backward, ring_flash_attn_forward
 from lightning_cp.attention.sinks import sink_gradients
 from lightning_cp.attention.ulysses import (
-    kv_gradients_to_tokens,
+    GradientsToTokens,
     q_to_heads,
     q_to_tokens,
     to_heads,
@@ -43,14 +43,14 @@ class ContextParallelAttention(torch.autograd.Function):
     pass      tensors                                    collective
     ========  =========================================  ==============================================
     forward   q [B,L,H,D] -> [T,B,h,D]                   all-to-all over ulysses
-              k, v [B,L,K,D] -> kv [T,B,2k,D]            all-to-all over ulysses
+              k, v [B,L,K,D] -> kv [T,B,2k,D]            another, or with q if there is no ring
               kv of each hop                             send to r+h, receive from r-h over ring
               out [T,B,h,D] -> [B,L,H,D]                 all-to-all over ulysses
     backward  dout [B,L,H,D] -> [T,B,h,D]                all-to-all over ulysses
               kv of each hop                             send to r+h, receive from r-h over ring
               dkv of each hop, float32 or float64        send to r-h, receive from r+h over ring
               dq [T,B,h,D] -> [B,L,H,D]                  all-to-all over ulysses
-              dkv [T,B,2k,D] -> dk, dv [B,L,K,D]         all-to-all over ulysses, summed where shared
+              dkv [T,B,2k,D] -> dk, dv [B,L,K,D]         with dq; alone if it is summed in a wider dtype
     ========  =========================================  ==============================================
 
     With ``exchange="all_gather"`` the three lines of hops are, for some K/V heads at a time:
@@ -109,9 +109,10 @@ class ContextParallelAttention(torch.autograd.Function):
         dtype = q.dtype
         dout = q_to_heads(dout_BLHD, plan)
         dq, dkv = BACKWARD[plan.exchange.name](dout, q, kv, out, lse, plan)
-        dq_BLHD = q_to_tokens(dq.to(dtype), plan)
-        dk_BLKD, dv_BLKD = kv_gradients_to_tokens(dkv, plan, dtype)
+        gradients = GradientsToTokens(dq, dkv, plan, dtype)
+        del dq, dkv  # in the accumulation dtype: not needed while they travel
         dsinks: torch.Tensor | None = None
         if ctx.needs_input_grad[3]:
             dsinks = sink_gradients(dout, out, lse, sinks, plan.heads, plan.ulysses_rank)
-        return dq_BLHD, dk_BLKD, dv_BLKD, dsinks, None, None
+        del dout
+        return *gradients.wait(), dsinks, None, None

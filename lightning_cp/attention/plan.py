@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -11,6 +11,7 @@ from lightning_cp.attention.delegate import Delegate, delegate
 from lightning_cp.attention.exchange import Exchange
 from lightning_cp.attention.sinks import check_sinks
 from lightning_cp.attention.spec import AttentionSpec
+from lightning_cp.comm.all_to_all import Section
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.kernels.api import Kernel, Request, Scores, select_kernel
 from lightning_cp.layout import (
@@ -71,16 +72,15 @@ class AttentionPlan:
         """This rank's heads, at most ``kv_heads`` K/V heads at a time; all at once for ``None``."""
         return self.heads.blocks(self.ulysses_rank, kv_heads)
 
-    @property
-    def q_ranges(self) -> list[tuple[int, int]]:
-        """Query heads of each Ulysses rank."""
-        return [self.heads.q_range(rank) for rank in range(self.heads.ulysses_size)]
-
-    @property
-    def paired_kv_ranges(self) -> list[tuple[int, int]]:
-        """What each Ulysses rank needs of K and V laid out head by head (K, V, K, V, ...)."""
-        ranges = [self.heads.kv_range(rank) for rank in range(self.heads.ulysses_size)]
-        return [(2 * first, 2 * last) for first, last in ranges]
+    @cached_property
+    def message(self) -> tuple[Section, Section]:
+        """What goes to each Ulysses rank: its query heads, then K and V of the heads that these use."""
+        ranks = range(self.heads.ulysses_size)
+        queries, keys = (
+            [of_rank(rank) for rank in ranks]
+            for of_rank in (self.heads.q_range, self.heads.kv_range)
+        )
+        return Section(queries), Section(keys, tensors=2)
 
 
 def make_plan(

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 
 from lightning_cp.attention.plan import AttentionPlan
-from lightning_cp.comm.all_to_all import gather_heads, scatter_heads
+from lightning_cp.comm.all_to_all import Pending, gather_heads, scatter_heads
+from lightning_cp.kernels.api import accumulate_dtype
 from lightning_cp.mesh import Axis
 
 
@@ -36,9 +37,15 @@ def to_heads(
     if plan.heads.ulysses_size == 1:
         return q_BLHD.transpose(0, 1), pair(k_BLKD.transpose(0, 1), v_BLKD.transpose(0, 1))
     group, rank = plan.mesh.group(Axis.ULYSSES), plan.ulysses_rank
-    q = scatter_heads(q_BLHD, plan.q_ranges, rank, group)
-    kv = scatter_heads(pair(k_BLKD, v_BLKD), plan.paired_kv_ranges, rank, group)
-    return q.wait(), kv.wait()
+    keys = (k_BLKD, v_BLKD)
+    if plan.mesh.ring_size == 1:
+        message = scatter_heads([(q_BLHD,), keys], plan.message, rank, group)
+        q, kv = message.wait()
+        return q, kv
+    # A ring sends kv as it lies in memory, so there it has a message of its own.
+    queries = scatter_heads([(q_BLHD,)], plan.message[:1], rank, group)
+    pairs = scatter_heads([keys], plan.message[1:], rank, group)
+    return queries.wait()[0], pairs.wait()[0]
 
 
 def q_to_heads(x_BLHD: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
@@ -46,29 +53,50 @@ def q_to_heads(x_BLHD: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
     if plan.heads.ulysses_size == 1:
         return x_BLHD.transpose(0, 1)
     group = plan.mesh.group(Axis.ULYSSES)
-    return scatter_heads(x_BLHD, plan.q_ranges, plan.ulysses_rank, group).wait()
+    return scatter_heads([(x_BLHD,)], plan.message[:1], plan.ulysses_rank, group).wait()[0]
 
 
 def q_to_tokens(x_TBHD: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
     """Something shaped like q: [T, B, h, D] -> [B, L, H, D]."""
     if plan.heads.ulysses_size == 1:
         return x_TBHD.transpose(0, 1)
-    group, heads = plan.mesh.group(Axis.ULYSSES), plan.heads.num_heads
-    return gather_heads(x_TBHD, plan.q_ranges, plan.ulysses_rank, heads, group)
+    group = plan.mesh.group(Axis.ULYSSES)
+    (x_BLHD,) = gather_heads([x_TBHD], plan.message[:1], plan.ulysses_rank, group).wait()
+    return x_BLHD
 
 
-def kv_gradients_to_tokens(
-    dkv_TBKD: torch.Tensor, plan: AttentionPlan, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dK and dV [B, L, K, D] from the pair [T, B, 2k, D], summed over the ranks that share a head.
+class GradientsToTokens:
+    """dq [B, L, H, D], dk and dv [B, L, K, D] from dq [T, B, h, D] and the pair dkv [T, B, 2k, D].
 
-    Where heads are shared the partial sums travel in the accumulation dtype, and are rounded once.
+    In one message, unless some K/V head is shared by ranks: its partial gradients travel in the accumulation
+    dtype, and their sum is rounded once. What is given is not kept: it may be freed before ``wait``.
     """
-    if plan.heads.ulysses_size > 1:
-        wire = dkv_TBKD if plan.heads.shares_kv else dkv_TBKD.to(dtype)
-        group, heads = plan.mesh.group(Axis.ULYSSES), 2 * plan.heads.num_kv_heads
-        dkv = gather_heads(wire, plan.paired_kv_ranges, plan.ulysses_rank, heads, group)
-    else:
-        dkv = dkv_TBKD.transpose(0, 1)
-    dk, dv = unpair(dkv.to(dtype))
-    return dk, dv
+
+    def __init__(
+        self,
+        dq_TBHD: torch.Tensor,
+        dkv_TBKD: torch.Tensor,
+        plan: AttentionPlan,
+        dtype: torch.dtype,
+    ) -> None:
+        self._dtype = dtype
+        if plan.heads.ulysses_size == 1:
+            dk, dv = unpair(dkv_TBKD.transpose(0, 1).to(dtype))
+            self._here = (dq_TBHD.transpose(0, 1).to(dtype), dk, dv)
+            self._pending: list[Pending] = []
+            return
+        to = (plan.ulysses_rank, plan.mesh.group(Axis.ULYSSES))
+        if not plan.heads.shares_kv or dtype == accumulate_dtype(dtype):
+            self._pending = [gather_heads([dq_TBHD, dkv_TBKD], plan.message, *to, dtype)]
+            return
+        self._pending = [
+            gather_heads([dq_TBHD], plan.message[:1], *to, dtype),
+            gather_heads([dkv_TBKD], plan.message[1:], *to),
+        ]
+
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The three, in the dtype of the inputs."""
+        if not self._pending:
+            return self._here
+        dq, dk, dv = (x.to(self._dtype) for pending in self._pending for x in pending.wait())
+        return dq, dk, dv

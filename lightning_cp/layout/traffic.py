@@ -95,8 +95,10 @@ def attention_traffic(
     like_q = len(others) * heads.local_heads * tokens  # q, out, dout and dq alike
     kv_out = sum(2 * heads.num_local_kv(rank) for rank in others) * tokens
     dkv_home = len(others) * 2 * heads.num_local_kv(ulysses_rank) * tokens
-    forward = Traffic(3, (2 * like_q + kv_out) * itemsize)
-    backward = Traffic(3, 2 * like_q * itemsize + dkv_home * wire)
+    # Out and dout, and one message with everything else where that may travel together.
+    messages = 3 if plan.layout.ring_size > 1 else 2, 3 if wire != itemsize else 2
+    forward = Traffic(messages[0], (2 * like_q + kv_out) * itemsize)
+    backward = Traffic(messages[1], 2 * like_q * itemsize + dkv_home * wire)
     return over_ring[0] + forward, over_ring[1] + backward
 
 

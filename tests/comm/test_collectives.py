@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.comm.all_gather import all_gather, start_all_gather, start_reduce_scatter
-from lightning_cp.comm.all_to_all import gather_heads, scatter_heads
+from lightning_cp.comm.all_to_all import Section, gather_heads, scatter_heads
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.comm.ring import start_transfer
 from lightning_cp.layout import HeadSplit
@@ -134,18 +134,20 @@ def scatter(rank: int, world_size: int, num_heads: int, num_kv_heads: int) -> tu
     ranges = head_ranges(num_heads, num_kv_heads, world_size)
     first, last = ranges[rank]
     x = draw(rank, BATCH, TOKENS, num_kv_heads, DIM)
-    heads = scatter_heads(x, ranges, rank, world()).wait()
+    section = Section(ranges)
+    (heads,) = scatter_heads([(x,)], [section], rank, world()).wait()
     every = [draw(source, BATCH, TOKENS, num_kv_heads, DIM) for source in range(world_size)]
     assert torch.equal(heads, torch.cat(every, dim=1)[:, :, first:last].transpose(0, 1))
 
-    back = gather_heads(heads, ranges, rank, num_kv_heads, world())
+    (back,) = gather_heads([heads], [section], rank, world()).wait()
     holders = [sum(a <= head < b for a, b in ranges) for head in range(num_kv_heads)]
     torch.testing.assert_close(back, x * torch.tensor(holders).view(-1, 1), rtol=1e-15, atol=0)
     if num_heads == num_kv_heads:
         assert torch.equal(back, x)
 
     y = draw(100 + rank, *heads.shape)
-    return dot(heads, y), dot(x, gather_heads(y, ranges, rank, num_kv_heads, world()))
+    (adjoint,) = gather_heads([y], [section], rank, world()).wait()
+    return dot(heads, y), dot(x, adjoint)
 
 
 @pytest.mark.parametrize(
@@ -169,17 +171,53 @@ def test_heads_are_scattered_and_gathered_by_adjoints(
 def scatter_strided(rank: int, world_size: int, dtype: torch.dtype) -> None:
     ranges = head_ranges(4, 4, world_size)
     x = draw(rank, BATCH, 4, TOKENS, DIM).to(dtype).transpose(1, 2)
-    heads = scatter_heads(x, ranges, rank, world()).wait()
+    section = Section(ranges)
+    (heads,) = scatter_heads([(x,)], [section], rank, world()).wait()
     assert heads.dtype == dtype
-    back = gather_heads(
-        heads.transpose(0, 1).contiguous().transpose(0, 1), ranges, rank, 4, world()
-    )
+    strided = heads.transpose(0, 1).contiguous().transpose(0, 1)
+    (back,) = gather_heads([strided], [section], rank, world()).wait()
     assert torch.equal(back, x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_strided_heads_come_back_in_every_dtype(dtype: torch.dtype) -> None:
     run_ranks(2, scatter_strided, dtype)
+
+
+def together(rank: int, world_size: int, num_heads: int, num_kv_heads: int) -> None:
+    """Queries, keys and values in one message: what comes is what comes one by one."""
+    queries = Section(head_ranges(num_heads, num_heads, world_size))
+    keys = Section(head_ranges(num_heads, num_kv_heads, world_size), tensors=2)
+    q, k, v = (
+        draw(10 * rank + at, BATCH, TOKENS, heads, DIM)
+        for at, heads in enumerate((num_heads, num_kv_heads, num_kv_heads))
+    )
+    q_TBHD, kv_TBKD = scatter_heads([(q,), (k, v)], [queries, keys], rank, world()).wait()
+    alone = [
+        scatter_heads([(x,)], [section._replace(tensors=1)], rank, world()).wait()[0]
+        for x, section in ((q, queries), (k, keys), (v, keys))
+    ]
+    for got, want in zip((q_TBHD, kv_TBKD[:, :, 0::2], kv_TBKD[:, :, 1::2]), alone, strict=True):
+        assert torch.equal(got, want)
+
+    narrow = torch.float32
+    pending = gather_heads([q_TBHD, kv_TBKD], [queries, keys], rank, world(), narrow)
+    dq, dk, dv = pending.wait()
+    for got, sent, section in zip((dq, dk, dv), alone, (queries, keys, keys), strict=True):
+        wire, section = sent.to(narrow), section._replace(tensors=1)
+        (want,) = gather_heads([wire], [section], rank, world()).wait()
+        assert got.dtype == narrow
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_heads", "num_kv_heads"),
+    [(2, 4, 4), (2, 6, 3), (4, 8, 4), (4, 12, 3), (4, 8, 1)],
+)
+def test_one_message_brings_what_several_bring(
+    world_size: int, num_heads: int, num_kv_heads: int
+) -> None:
+    run_ranks(world_size, together, num_heads, num_kv_heads)
 
 
 def sum_over(rank: int, world_size: int) -> torch.Tensor:
