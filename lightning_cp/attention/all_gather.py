@@ -21,6 +21,7 @@ from lightning_cp.attention.sinks import Attended, finish
 from lightning_cp.comm.all_gather import PendingShards, start_all_gather, start_reduce_scatter
 from lightning_cp.kernels.api import QKV, Merged, accumulate_dtype
 from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.kernels.sums import GradientSum, GradientSums
 from lightning_cp.layout.heads import HeadBlock
 from lightning_cp.layout.tiles import Ranges
 from lightning_cp.mesh import Axis
@@ -72,7 +73,7 @@ def gather_backward(
         ``dq`` [T, B, h, D] and the pair ``dkv`` [T, B, 2k, D], both in the accumulation dtype.
     """
     dtype = accumulate_dtype(q_TBHD.dtype)
-    dq = torch.zeros_like(q_TBHD, dtype=dtype)
+    dq = q_TBHD.new_empty(q_TBHD.shape, dtype=dtype)
     home = _GradientsHome(torch.empty_like(kv_TBKD, dtype=dtype), plan)
     for block, kv in _gathered(kv_TBKD, plan):
         queries = slice(*block.q)
@@ -80,7 +81,7 @@ def gather_backward(
             x[:, :, queries].transpose(0, 1) for x in (dout_TBHD, q_TBHD, out_TBHD, dq)
         )
         merged = Merged(dout, out, lse_BHT[:, queries])
-        dkv = _differentiate(merged, q, kv, into, block, plan)
+        dkv = _differentiate(merged, q, kv, GradientSum(into, empty=True), block, plan)
         del kv  # before the gradients are put into order
         home.leave(block, dkv)
         del dkv
@@ -91,12 +92,12 @@ def _differentiate(
     merged: Merged,
     q_BLHD: torch.Tensor,
     kv_SBKD: torch.Tensor,
-    dq_BLHD: torch.Tensor,
+    dq: GradientSum,
     block: HeadBlock,
     plan: AttentionPlan,
 ) -> torch.Tensor:
-    """Add to ``dq``; the gradients [S, B, 2k, D] of all keys in sequence order."""
-    dkv = torch.zeros_like(kv_SBKD, dtype=dq_BLHD.dtype)
+    """Write ``dq``; the gradients [S, B, 2k, D] of all keys in sequence order."""
+    dkv = torch.zeros_like(kv_SBKD, dtype=accumulate_dtype(kv_SBKD.dtype))
     scores = plan.scores.of_heads(*block.q)
     for index, call in enumerate(plan.gathered.calls(plan.exchange.backward)):
         with (
@@ -104,8 +105,9 @@ def _differentiate(
             KeyGradients(take(kv_SBKD, call.slices), into, block.kv_of_q) as (k, v, dk, dv),
             named("chunk {} compute", index),
         ):
-            inputs, gradients = QKV(q_BLHD, k, v), QKV(dq_BLHD, dk, dv)
+            inputs, gradients = QKV(q_BLHD, k, v), GradientSums(dq, dk, dv)
             plan.kernel.backward(merged, inputs, call.tiles, scores, gradients)
+    _ = dq.total  # zeros, should there be no call at all
     return dkv
 
 

@@ -8,6 +8,7 @@ from itertools import groupby
 import torch
 
 from lightning_cp.attention.ulysses import unpair
+from lightning_cp.kernels.sums import GradientSum
 from lightning_cp.layout.tiles import Ranges
 
 HeadIndex = tuple[int, ...] | None
@@ -45,25 +46,48 @@ def _queries_of(index: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
 
 
 class KeyGradients:
-    """K, V and gradient buffers in the kernel's shapes; folds expanded heads back into ``dkv``."""
+    """K, V and sums of their gradients in the kernel's shapes; folds expanded heads back into ``dkv``.
 
-    def __init__(self, kv_TBKD: torch.Tensor, dkv_TBKD: torch.Tensor, index: HeadIndex) -> None:
+    Args:
+        kv_TBKD: the pair of K and V.
+        dkv_TBKD: the pair of their gradients.
+        index: which K/V heads are expanded.
+        empty: ``dkv`` is memory that holds nothing yet; all of it does afterwards.
+    """
+
+    def __init__(
+        self,
+        kv_TBKD: torch.Tensor,
+        dkv_TBKD: torch.Tensor,
+        index: HeadIndex,
+        *,
+        empty: bool = False,
+    ) -> None:
         self._dkv = dkv_TBKD
+        self._empty = empty
         self._index = index
         self._keys = kernel_keys(kv_TBKD, index)
 
-    def __enter__(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def __enter__(self) -> tuple[torch.Tensor, torch.Tensor, GradientSum, GradientSum]:
         k, v = self._keys
         if self._index is None:
-            dk, dv = (x.transpose(0, 1) for x in unpair(self._dkv))
+            buffers = tuple(x.transpose(0, 1) for x in unpair(self._dkv))
+            dk, dv = (GradientSum(x, empty=self._empty) for x in buffers)
         else:
-            dk, dv = (torch.zeros_like(x, dtype=self._dkv.dtype) for x in (k, v))
-        self._expanded = (dk, dv)
+            dk, dv = (
+                GradientSum(torch.empty_like(x, dtype=self._dkv.dtype), empty=True) for x in (k, v)
+            )
+        self._sums = (dk, dv)
         return k, v, dk, dv
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if self._index is None or kind is not None:
+        if kind is not None:
             return
-        for target_TBKD, expanded_BTHD in zip(unpair(self._dkv), self._expanded, strict=True):
+        dk, dv = (gradient.total for gradient in self._sums)
+        if self._index is None:
+            return
+        if self._empty:
+            self._dkv.zero_()
+        for target_TBKD, expanded_BTHD in zip(unpair(self._dkv), (dk, dv), strict=True):
             for head, queries in _queries_of(self._index):
                 target_TBKD[:, :, head] += expanded_BTHD[:, :, queries].sum(2).transpose(0, 1)

@@ -18,6 +18,7 @@ from lightning_cp.attention.sinks import Attended, finish
 from lightning_cp.comm.ring import Transfer, start_transfer
 from lightning_cp.kernels.api import QKV, Merged, accumulate_dtype
 from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.kernels.sums import GradientSum, GradientSums
 from lightning_cp.layout.tiles import Hop, Tile, num_keys
 from lightning_cp.mesh import Axis
 from lightning_cp.named_ranges import named
@@ -27,15 +28,27 @@ def ring_forward(q_TBHD: torch.Tensor, kv_TBKD: torch.Tensor, plan: AttentionPla
     """Attention of this rank's queries [T, B, h, D] over the whole sequence."""
     q_BLHD = q_TBHD.transpose(0, 1)
     state = Accumulator(q_BLHD, accumulate_dtype(q_TBHD.dtype))
-    travel, (heads,) = _KeyTravel(kv_TBKD, plan), plan.blocks()
+    travel = _KeyTravel(kv_TBKD, plan)
     for hop in plan.hops:
-        kv, tiles = travel.arrive(hop)
-        if tiles:
-            k, v = kernel_keys(kv, heads.kv_of_q)
-            with named("hop {} compute", hop.index):
-                plan.kernel.forward(QKV(q_BLHD, k, v), tiles, plan.scores, state)
+        _attend(q_BLHD, *travel.arrive(hop), hop, state, plan)
     attended = finish(state, q_TBHD.dtype, plan.own_sinks, max_logits=plan.scores.max_logits)
     return attended._replace(out=attended.out.transpose(0, 1))
+
+
+def _attend(
+    q_BLHD: torch.Tensor,
+    kv_TBKD: torch.Tensor,
+    tiles: tuple[Tile, ...],
+    hop: Hop,
+    state: Accumulator,
+    plan: AttentionPlan,
+) -> None:
+    """Merge one hop's share. The hop's keys are not referred to longer than this takes."""
+    if tiles:
+        (heads,) = plan.blocks()
+        k, v = kernel_keys(kv_TBKD, heads.kv_of_q)
+        with named("hop {} compute", hop.index):
+            plan.kernel.forward(QKV(q_BLHD, k, v), tiles, plan.scores, state)
 
 
 def ring_backward(
@@ -54,24 +67,40 @@ def ring_backward(
     dtype = accumulate_dtype(q_TBHD.dtype)
     merged = Merged(dout_TBHD.transpose(0, 1), out_TBHD.transpose(0, 1), lse_BHT)
     q_BLHD = q_TBHD.transpose(0, 1)
-    dq_BLHD = torch.zeros_like(q_BLHD, dtype=dtype)
-    dkv = torch.zeros_like(kv_TBKD, dtype=dtype, memory_format=torch.contiguous_format)
-    travel, (heads,) = _KeyTravel(kv_TBKD, plan), plan.blocks()
-    home = _GradientTravel(dkv, plan)
+    dq_TBHD = q_TBHD.new_empty(q_TBHD.shape, dtype=dtype)
+    dq = GradientSum(dq_TBHD.transpose(0, 1), empty=True)
+    dkv = kv_TBKD.new_empty(kv_TBKD.shape, dtype=dtype)
+    travel, home = _KeyTravel(kv_TBKD, plan), _GradientTravel(dkv, plan)
     for hop in plan.hops:
-        kv, tiles = travel.arrive(hop)
-        into = dkv if hop.index == 0 else dkv.new_zeros(num_keys(hop.recv), *dkv.shape[1:])
-        if tiles:
-            with (
-                KeyGradients(kv, into, heads.kv_of_q) as (k, v, dk, dv),
-                named("hop {} compute", hop.index),
-            ):
-                plan.kernel.backward(
-                    merged, QKV(q_BLHD, k, v), tiles, plan.scores, QKV(dq_BLHD, dk, dv)
-                )
+        into = dkv if hop.index == 0 else dkv.new_empty(num_keys(hop.recv), *dkv.shape[1:])
+        _differentiate(merged, q_BLHD, *travel.arrive(hop), hop, dq, into, plan)
         home.leave(hop, into)
+        del into
     home.finish()
-    return dq_BLHD.transpose(0, 1), dkv
+    return dq.total.transpose(0, 1), dkv
+
+
+def _differentiate(
+    merged: Merged,
+    q_BLHD: torch.Tensor,
+    kv_TBKD: torch.Tensor,
+    tiles: tuple[Tile, ...],
+    hop: Hop,
+    dq: GradientSum,
+    dkv_TBKD: torch.Tensor,
+    plan: AttentionPlan,
+) -> None:
+    """Add one hop's share to ``dq``, and write that of its keys to ``dkv``, which holds nothing before."""
+    if not tiles:
+        dkv_TBKD.zero_()
+        return
+    (heads,) = plan.blocks()
+    with (
+        KeyGradients(kv_TBKD, dkv_TBKD, heads.kv_of_q, empty=True) as (k, v, dk, dv),
+        named("hop {} compute", hop.index),
+    ):
+        gradients = GradientSums(dq, dk, dv)
+        plan.kernel.backward(merged, QKV(q_BLHD, k, v), tiles, plan.scores, gradients)
 
 
 class _KeyTravel:

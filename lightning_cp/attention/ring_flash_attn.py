@@ -13,6 +13,7 @@ from lightning_cp.attention.keys import KeyGradients, kernel_keys
 from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.sinks import Attended
 from lightning_cp.kernels.api import accumulate_dtype
+from lightning_cp.layout.tiles import ALL_ROWS
 from lightning_cp.mesh import Axis
 
 
@@ -49,9 +50,9 @@ def ring_flash_attn_backward(
     """
     assert plan.delegate is not None
     dtype = accumulate_dtype(q_TBHD.dtype)
-    dkv = torch.zeros_like(kv_TBKD, dtype=dtype, memory_format=torch.contiguous_format)
+    dkv = torch.empty_like(kv_TBKD, dtype=dtype, memory_format=torch.contiguous_format)
     (heads,) = plan.blocks()
-    with KeyGradients(kv_TBKD, dkv, heads.kv_of_q) as (k, v, dk, dv):
+    with KeyGradients(kv_TBKD, dkv, heads.kv_of_q, empty=True) as (k, v, dk, dv):
         dq_BTHD, own_dk, own_dv = plan.delegate.backward(
             plan.mesh.group(Axis.RING),
             dout_TBHD.transpose(0, 1),
@@ -64,6 +65,6 @@ def ring_flash_attn_backward(
             causal=plan.scores.mask.causal,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        dk += own_dk
-        dv += own_dv
+        dk.add(ALL_ROWS, 0, own_dk)
+        dv.add(ALL_ROWS, 0, own_dv)
     return dq_BTHD.transpose(0, 1), dkv

@@ -54,7 +54,7 @@ def finish(
     state: Accumulator, dtype: torch.dtype, sinks_H: torch.Tensor | None, *, max_logits: bool
 ) -> Attended:
     """The result of all tiles, with the sinks [h] of the state's heads; rounded to ``dtype`` at the end."""
-    out, lse = state.result(state.dtype)
+    out, lse = state.result(dtype if sinks_H is None else state.dtype)
     if sinks_H is not None:
         out, lse = add_sinks(out, lse, sinks_H)
     return Attended(out.to(dtype), lse, state.max_logits if max_logits else None)

@@ -25,6 +25,7 @@ from lightning_cp.kernels.flash_window import UNBOUNDED_WINDOW
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Scores, accumulate_dtype
 from lightning_cp.kernels.reference import ReferenceKernel
+from lightning_cp.kernels.sums import GradientSums
 from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
 
 _HALF_PRECISION = frozenset({torch.bfloat16, torch.float16})
@@ -149,9 +150,9 @@ class AtenCudaCudnn(CallPerTile):
         """One call on transposed views."""
         if tile.k_len == 1:
             dtype = accumulate_dtype(inputs.q.dtype)
-            gradients = QKV(*(torch.zeros_like(x, dtype=dtype) for x in inputs))
-            _SINGLE_KEY.backward(merged, inputs, [_whole(tile)], scores, gradients)
-            return gradients
+            sums = GradientSums.of(*(torch.zeros_like(x, dtype=dtype) for x in inputs))
+            _SINGLE_KEY.backward(merged, inputs, [_whole(tile)], scores, sums)
+            return sums.totals
         q, k, v = (x.transpose(1, 2) for x in inputs)
         random_state = torch.empty((), dtype=torch.int64, device=q.device)
         op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default

@@ -14,6 +14,7 @@ import torch
 
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Scores
+from lightning_cp.kernels.sums import GradientSums
 from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -41,7 +42,7 @@ class CallPerTile(ABC):
         inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,
-        gradients: QKV,
+        gradients: GradientSums,
     ) -> None:
         """Add each tile's share, which the operator computes from its slice of ``merged``.
 
@@ -52,8 +53,9 @@ class CallPerTile(ABC):
         merged = Merged(dout, out, replace_infinities(merged.lse, torch.inf))
         for tile in self.calls(tiles, scores.mask):
             parts = self.differentiate(_queries(tile, merged), _slices(tile, inputs), tile, scores)
-            for total, part in zip(_slices(tile, gradients), parts, strict=True):
-                total += part
+            starts = (tile.q_start, tile.k_start, tile.k_start)
+            for gradient, start, part in zip(gradients, starts, parts, strict=True):
+                gradient.add(tile.row, start, part)
 
     def calls(self, tiles: Sequence[Tile], mask: Mask) -> Iterable[Tile]:
         """The tiles to call the operator with; never an empty one, which crashes some of them."""
@@ -99,7 +101,7 @@ def unit_strides(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _slices(tile: Tile, tensors: QKV) -> QKV:
-    """The tile's queries, keys and values (or their gradients)."""
+    """The tile's queries, keys and values."""
     return QKV(
         _tokens(tensors.q, tile.row, 1, tile.q_start, tile.q_len),
         _tokens(tensors.k, tile.row, 1, tile.k_start, tile.k_len),

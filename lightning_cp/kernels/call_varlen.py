@@ -32,6 +32,7 @@ from lightning_cp.kernels.packs import (
     pack_tiles,
 )
 from lightning_cp.kernels.protocol import QKV, Merged, Scores
+from lightning_cp.kernels.sums import GradientSums
 from lightning_cp.layout.tiles import Mask, Tile
 
 
@@ -106,7 +107,7 @@ class CallVarlen(CallPerTile):
         inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,
-        gradients: QKV,
+        gradients: GradientSums,
     ) -> None:
         """Add each tile's share to ``gradients``."""
         alone, packs = self._pack(tiles, scores.mask, inputs.q.shape[0])
@@ -119,8 +120,10 @@ class CallVarlen(CallPerTile):
             known = Merged(dout_THD, out_THD, lse_HT.contiguous())
             call = _packed_call(pack, inputs.q.device)
             parts = self.run_backward(known, _taken(pack, inputs), call, scores)
-            for spans, total, part in zip((pack.q, pack.k, pack.k), gradients, parts, strict=True):
-                spans.add(total, part)
+            for spans, gradient, part in zip(
+                (pack.q, pack.k, pack.k), gradients, parts, strict=True
+            ):
+                spans.add(gradient.total, part)
 
     def _pack(
         self, tiles: Sequence[Tile], mask: Mask, batch: int

@@ -22,13 +22,16 @@ def merge(
 ) -> None:
     """Merge ``new`` into ``out, lse`` in place; both sides may be -inf.
 
-    ``new_out`` may have a lower precision than ``out``; it is widened first.
+    ``new_out`` may have a lower precision than ``out``; it is widened entry by entry.
     """
     torch.logaddexp(lse_BHL, new_lse_BHL, out=lse_BHL)
     # Where both sides are -inf, -inf - -inf would be NaN: those rows get weight 0 and keep out 0.
     merged = lse_BHL.clamp(min=torch.finfo(lse_BHL.dtype).min)
-    weight = torch.exp(new_lse_BHL - merged)
-    out_BLHD.lerp_(new_out_BLHD.to(out_BLHD.dtype), weight.transpose(1, 2).unsqueeze(-1))
+    weight = torch.exp(new_lse_BHL - merged).transpose(1, 2).unsqueeze(-1)
+    if new_out_BLHD.dtype == out_BLHD.dtype:
+        out_BLHD.lerp_(new_out_BLHD, weight)
+    else:  # lerp takes one dtype only, and a wide copy of ``new`` would be as large as ``out``
+        out_BLHD.mul_(1 - weight).addcmul_(new_out_BLHD, weight)
 
 
 def batch_rows(row: int) -> slice:
@@ -39,8 +42,8 @@ def batch_rows(row: int) -> slice:
 class Accumulator:
     """Running ``(out, lse)`` of one rank's queries over the tiles seen so far.
 
-    The first result that covers every query becomes the accumulator itself, so that a single call
-    per rank (Ulysses, or one hop) costs no merge.
+    The first result that covers every query becomes the accumulator itself, and keeps its dtype until there
+    is another: a single call per rank (Ulysses, or one hop) costs neither a merge nor a wide copy.
     """
 
     def __init__(self, q_BLHD: torch.Tensor, dtype: torch.dtype) -> None:
@@ -72,7 +75,7 @@ class Accumulator:
             peak = self.max_logits[rows, :, queries]
             torch.maximum(peak, max_BHL.to(peak.dtype), out=peak)
         if self._out is None and out_BLHD.shape == self._q.shape:
-            self._out, self._lse = out_BLHD.to(self.dtype), lse_BHL.to(self.dtype)
+            self._out, self._lse = out_BLHD, lse_BHL.to(self.dtype)
             return
         out, lse = self._buffers()
         with named("merge"):
@@ -95,8 +98,11 @@ class Accumulator:
 
     def result(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """``out`` [B, L, H, D] in ``dtype`` and ``lse`` [B, H, L] in the accumulation dtype."""
-        out, lse = self._buffers()
-        return out.to(dtype), lse
+        if self._out is None or self._lse is None:
+            self._buffers()
+        assert self._out is not None
+        assert self._lse is not None
+        return self._out.to(dtype), self._lse
 
     @property
     def max_logits(self) -> torch.Tensor:
@@ -112,4 +118,5 @@ class Accumulator:
             batch, queries, heads, _ = self._q.shape
             out = torch.zeros_like(self._q, dtype=self.dtype)
             self._out, self._lse = out, out.new_full((batch, heads, queries), -torch.inf)
+        self._out = self._out.to(self.dtype)
         return self._out, self._lse

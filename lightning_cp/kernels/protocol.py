@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.kernels.sums import GradientSums
 from lightning_cp.layout.tiles import Mask, Tile
 
 
@@ -90,7 +91,7 @@ class Capabilities:
 
 
 class QKV(NamedTuple):
-    """Queries [B, L, H, D], keys and values [B, S, K, D]; or their gradients."""
+    """Queries [B, L, H, D], keys and values [B, S, K, D]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -133,7 +134,7 @@ class Kernel(Protocol):
         inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,
-        gradients: QKV,
+        gradients: GradientSums,
     ) -> None:
         """Add each tile's share to ``gradients``: float32 (float64 for float64 inputs), like ``inputs``."""
         ...

@@ -22,6 +22,7 @@ import torch
 
 from lightning_cp.kernels.merge import Accumulator, batch_rows
 from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Scores, accumulate_dtype
+from lightning_cp.kernels.sums import GradientSums
 from lightning_cp.layout.columns import UNBOUNDED
 from lightning_cp.layout.tiles import Mask, Tile
 
@@ -78,11 +79,11 @@ class ReferenceKernel:
         inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,
-        gradients: QKV,
+        gradients: GradientSums,
     ) -> None:
         """Add the gradients of each block of scores, recomputed from the merged ``lse``."""
         (dout_BLHD, out_BLHD, lse_BHL), (q_BLHD, k_BLKD, v_BLKD) = merged, inputs
-        dq_BLHD, dk_BLKD, dv_BLKD = gradients
+        dq_BLHD, dk_BLKD, dv_BLKD = gradients.totals
         kv_heads, dtype = k_BLKD.shape[2], accumulate_dtype(q_BLHD.dtype)
         for block in _query_blocks(tiles, self.block_q):
             rows, queries = batch_rows(block.row), slice(block.start, block.end)

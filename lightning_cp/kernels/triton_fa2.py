@@ -20,6 +20,7 @@ from lightning_cp.kernels.call_per_tile import unit_strides
 from lightning_cp.kernels.devices import before_ampere
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Request, Scores
+from lightning_cp.kernels.sums import GradientSums
 from lightning_cp.kernels.triton_arguments import (
     by_head,
     constants,
@@ -136,7 +137,7 @@ class TritonFA2:
         inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,
-        gradients: QKV,
+        gradients: GradientSums,
     ) -> None:
         """Add all tiles' gradients: dq in one launch, then dk and dv in one."""
         (dout_BLHD, out_BLHD, lse_BHL), (q_BLHD, k_BLKD, v_BLKD) = merged, inputs
@@ -153,7 +154,7 @@ class TritonFA2:
         lse = by_head(lse_BHL.transpose(1, 2))
         delta = by_head(torch.empty_like(lse_BHL).transpose(1, 2))
         code, multiply = _device_code(), (scores.softmax_scale, *factors(scores))
-        with on_device(device), unit_stride_totals(*gradients) as (dq, dk, dv):
+        with on_device(device), unit_stride_totals(*gradients.totals) as (dq, dk, dv):
             code.backward_queries[grid(by_query, heads, batch)](
                 dout,
                 q,

@@ -17,6 +17,7 @@ from triton.runtime import JITFunction, driver
 
 from lightning_cp.kernels.api import QKV, Merged, Scores
 from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.kernels.sums import GradientSums
 from lightning_cp.kernels.triton_fa2 import TritonFA2
 from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
 
@@ -58,7 +59,7 @@ def main(capability: int, dtype: torch.dtype, head_dim: int) -> None:
     scores = Scores(0.1, Mask(), 30.0, torch.ones(4), max_logits=True)
     tiles = [Tile(ALL_ROWS, 0, 64, 0, 64, 0, "causal")]
     kernel, lse = TritonFA2(), torch.zeros(2, 4, 64)
-    inputs, gradients = QKV(q, k, k), QKV(dq, dk, dv)
+    inputs, gradients = QKV(q, k, k), GradientSums.of(dq, dk, dv)
     kernel.forward(inputs, tiles, scores, Accumulator(q, torch.float32))
     kernel.backward(Merged(q, q, lse), inputs, tiles, scores, gradients)
 

@@ -12,6 +12,7 @@ import torch
 
 from lightning_cp.kernels.api import QKV, Kernel, Merged, Scores, accumulate_dtype
 from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.kernels.sums import GradientSums
 from lightning_cp.layout.documents import Documents
 from lightning_cp.layout.sequence import SequenceLayout
 from lightning_cp.layout.tiles import Hop, Mask, Tile, schedule
@@ -165,7 +166,7 @@ class Rank:
         for hop in self.hops:
             keys, values = self._received(hop, k), self._received(hop, v)
             dkeys, dvalues = _zeros(keys), _zeros(values)
-            inputs, gradients = QKV(queries, keys, values), QKV(dq, dkeys, dvalues)
+            inputs, gradients = QKV(queries, keys, values), GradientSums.of(dq, dkeys, dvalues)
             self.kernel.backward(merged, inputs, hop.packed_tiles, self.scores, gradients)
             at = 0
             for start, end in hop.recv:
@@ -190,11 +191,11 @@ def run(
     q, k, v, dout = tensors
     scores = Scores(SCALE, mask)
     state = Accumulator(q, accumulate_dtype(q.dtype))
-    inputs, gradients = QKV(q, k, v), QKV(_zeros(q), _zeros(k), _zeros(v))
+    inputs, gradients = QKV(q, k, v), GradientSums.of(*(_zeros(x) for x in (q, k, v)))
     kernel.forward(inputs, tiles, scores, state)
     out, lse = state.result(q.dtype)
     kernel.backward(Merged(dout, out, lse), inputs, tiles, scores, gradients)
-    return Answer(out, lse, *gradients)
+    return Answer(out, lse, *gradients.totals)
 
 
 def errors(answer: Answer, expected: Answer) -> dict[str, float]:

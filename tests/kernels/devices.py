@@ -11,6 +11,7 @@ import torch
 
 from lightning_cp.kernels.api import QKV, Kernel, Merged, Scores
 from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.kernels.sums import GradientSums
 from lightning_cp.kernels.triton_fa2 import TritonFA2, is_installed, is_interpreted
 from lightning_cp.kernels.triton_launch import Launch, Launches
 from lightning_cp.layout.tiles import ALL_ROWS
@@ -74,12 +75,13 @@ class OnDevice:
         state.add(ALL_ROWS, 0, out.cpu(), lse.cpu())
 
     def backward(
-        self, merged: Merged, inputs: QKV, tiles: Any, scores: Scores, gradients: QKV
+        self, merged: Merged, inputs: QKV, tiles: Any, scores: Scores, gradients: GradientSums
     ) -> None:
         known = Merged(*(x.to(self.device) for x in merged))
-        there, totals = (QKV(*(x.to(self.device) for x in xs)) for xs in (inputs, gradients))
-        self.kernel.backward(known, there, tiles, self._moved(scores), totals)
-        for here, total in zip(gradients, totals, strict=True):
+        there = QKV(*(x.to(self.device) for x in inputs))
+        sums = GradientSums.of(*(x.to(self.device) for x in gradients.totals))
+        self.kernel.backward(known, there, tiles, self._moved(scores), sums)
+        for here, total in zip(gradients.totals, sums.totals, strict=True):
             here.copy_(total)
 
     def _moved(self, scores: Scores) -> Scores:

@@ -17,6 +17,7 @@ from lightning_cp.kernels.aten import AtenCudaCudnn
 from lightning_cp.kernels.call_varlen import CallVarlen
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.kernels.packs import PackRule
+from lightning_cp.kernels.sums import GradientSums
 from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
 from tests.kernels.cells import DOCUMENTS, HEADS, LAYOUTS, MASKS, SEQ_LEN, WINDOWS, intervals
 from tests.kernels.dense import Problem, check, run, sharded
@@ -54,12 +55,12 @@ class OnGpu:
         inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,
-        gradients: QKV,
+        gradients: GradientSums,
     ) -> None:
-        known = Merged(*(x.cuda() for x in merged))
-        there, totals = (QKV(*(x.cuda() for x in xs)) for xs in (inputs, gradients))
-        self._kernel.backward(known, there, tiles, scores, totals)
-        for here, total in zip(gradients, totals, strict=True):
+        known, there = Merged(*(x.cuda() for x in merged)), QKV(*(x.cuda() for x in inputs))
+        sums = GradientSums.of(*(x.cuda() for x in gradients.totals))
+        self._kernel.backward(known, there, tiles, scores, sums)
+        for here, total in zip(gradients.totals, sums.totals, strict=True):
             here.copy_(total)
 
 

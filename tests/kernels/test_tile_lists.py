@@ -18,6 +18,7 @@ from lightning_cp.kernels.aten import AtenCpuFlash
 from lightning_cp.kernels.call_per_tile import replace_infinities
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.kernels.reference import ReferenceKernel
+from lightning_cp.kernels.sums import GradientSums
 from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
 from tests.kernels.cells import REFERENCE
 from tests.kernels.dense import (
@@ -220,6 +221,6 @@ def test_reference_takes_no_more_than_a_block() -> None:
     kernel = ReferenceKernel(block, block)
     with _LargestNew(q, k, v, dout, dq, dk, dv, out, lse) as largest:
         kernel.forward(QKV(q, k, v), tiles, scores, state)
-        merged, gradients = Merged(dout, out, lse), QKV(dq, dk, dv)
+        merged, gradients = Merged(dout, out, lse), GradientSums.of(dq, dk, dv)
         kernel.backward(merged, QKV(q, k, v), tiles, scores, gradients)
     assert 0 < largest.entries <= BATCH * q.shape[2] * block * block

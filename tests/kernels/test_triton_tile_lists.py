@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lightning_cp.kernels.api import QKV, Kernel, Merged, Scores
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.kernels.reference import ReferenceKernel
+from lightning_cp.kernels.sums import GradientSums
 from lightning_cp.kernels.triton_fa2 import TritonFA2
 from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
 from tests import oracle
@@ -123,9 +124,9 @@ def test_gradients_are_added(device: str) -> None:
     q, k, v, dout = draw(device)
     kernel, scores, mask = triton_on(device), Scores(SCALE, Mask()), Mask()
     once = run(kernel, (q, k, v, dout), [SQUARE], mask)
-    totals = QKV(*(torch.full_like(x, 3.0) for x in (q, k, v)))
-    kernel.backward(Merged(dout, once.out, once.lse), QKV(q, k, v), [SQUARE], scores, totals)
-    for total, part in zip(totals, (once.dq, once.dk, once.dv), strict=True):
+    sums = GradientSums.of(*(torch.full_like(x, 3.0) for x in (q, k, v)))
+    kernel.backward(Merged(dout, once.out, once.lse), QKV(q, k, v), [SQUARE], scores, sums)
+    for total, part in zip(sums.totals, (once.dq, once.dk, once.dv), strict=True):
         assert torch.equal(total, part + 3.0)
 
 

@@ -1,0 +1,53 @@
+"""Sums of gradients: what they hold in the end, whatever their memory held before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_cp.kernels.sums import GradientSum, GradientSums
+from lightning_cp.layout.tiles import ALL_ROWS
+
+SHAPE = (2, 6, 3, 4)
+WHOLE = (ALL_ROWS, 0, 6)
+PARTS = {
+    "whole": [WHOLE],
+    "whole twice": [WHOLE, WHOLE],
+    "a half, then the whole": [(ALL_ROWS, 3, 3), WHOLE],
+    "rows": [(0, 0, 6), (1, 2, 3)],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("empty", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sum_is_that_of_the_parts(
+    parts: list[tuple[int, int, int]], empty: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    before = torch.full(SHAPE, torch.nan) if empty else torch.randn(SHAPE)
+    wanted = torch.zeros(SHAPE) if empty else before.clone()
+    gradient = GradientSum(before.clone(), empty=empty)
+    for row, start, length in parts:
+        rows = slice(None) if row == ALL_ROWS else slice(row, row + 1)
+        part = torch.randn(wanted[rows, :length].shape).to(dtype)
+        wanted[rows, start : start + length] += part
+        gradient.add(row, start, part)
+    assert torch.equal(gradient.total, wanted)
+
+
+def test_one_row_of_two_does_not_cover_both() -> None:
+    """A part of one row has the shape of one row only."""
+    gradient = GradientSum(torch.full(SHAPE, torch.nan), empty=True)
+    gradient.add(1, 0, torch.ones(1, 6, 3, 4))
+    assert torch.equal(gradient.total, torch.stack([torch.zeros(6, 3, 4), torch.ones(6, 3, 4)]))
+
+
+def test_buffers_that_hold_something_are_added_to() -> None:
+    buffers = [torch.full(SHAPE, float(at)) for at in range(3)]
+    sums = GradientSums.of(*buffers)
+    for gradient in sums:
+        gradient.add(*WHOLE[:2], torch.ones(SHAPE))
+    assert [float(x.mean()) for x in sums.totals] == [1.0, 2.0, 3.0]
+    assert all(total is buffer for total, buffer in zip(sums.totals, buffers, strict=True))
