@@ -18,6 +18,7 @@ import torch
 from lightning_cp.attention.keys import KeyGradients, kernel_keys, take
 from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.sinks import Attended, finish
+from lightning_cp.attention.ulysses import unpair
 from lightning_cp.comm.all_gather import PendingShards, start_all_gather, start_reduce_scatter
 from lightning_cp.kernels.api import QKV, Merged, accumulate_dtype
 from lightning_cp.kernels.merge import Accumulator
@@ -66,11 +67,11 @@ def gather_backward(
     out_TBHD: torch.Tensor,
     lse_BHT: torch.Tensor,
     plan: AttentionPlan,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of this rank's queries and of its own keys and values.
 
     Returns:
-        ``dq`` [T, B, h, D] and the pair ``dkv`` [T, B, 2k, D], both in the accumulation dtype.
+        ``dq`` [T, B, h, D], ``dk`` and ``dv`` [T, B, k, D], in the accumulation dtype.
     """
     dtype = accumulate_dtype(q_TBHD.dtype)
     dq = q_TBHD.new_empty(q_TBHD.shape, dtype=dtype)
@@ -81,11 +82,11 @@ def gather_backward(
             x[:, :, queries].transpose(0, 1) for x in (dout_TBHD, q_TBHD, out_TBHD, dq)
         )
         merged = Merged(dout, out, lse_BHT[:, queries])
-        dkv = _differentiate(merged, q, kv, GradientSum(into, empty=True), block, plan)
+        dkv = _differentiate(merged, q, kv, GradientSum(into, dtype, into=into), block, plan)
         del kv  # before the gradients are put into order
         home.leave(block, dkv)
         del dkv
-    return dq, home.finish()
+    return dq, *unpair(home.finish())
 
 
 def _differentiate(
@@ -97,17 +98,19 @@ def _differentiate(
     plan: AttentionPlan,
 ) -> torch.Tensor:
     """Write ``dq``; the gradients [S, B, 2k, D] of all keys in sequence order."""
-    dkv = torch.zeros_like(kv_SBKD, dtype=accumulate_dtype(kv_SBKD.dtype))
+    dkv = torch.zeros_like(kv_SBKD, dtype=dq.dtype)
     scores = plan.scores.of_heads(*block.q)
     for index, call in enumerate(plan.gathered.calls(plan.exchange.backward)):
         with (
             _SliceGradients(dkv, call.slices) as into,
-            KeyGradients(take(kv_SBKD, call.slices), into, block.kv_of_q) as (k, v, dk, dv),
+            KeyGradients(
+                take(kv_SBKD, call.slices), block.kv_of_q, dq.dtype, into=into, empty=False
+            ) as (k, v, dk, dv),
             named("chunk {} compute", index),
         ):
             inputs, gradients = QKV(q_BLHD, k, v), GradientSums(dq, dk, dv)
             plan.kernel.backward(merged, inputs, call.tiles, scores, gradients)
-    _ = dq.total  # zeros, should there be no call at all
+    dq.settle()
     return dkv
 
 

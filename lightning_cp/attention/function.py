@@ -108,9 +108,9 @@ class ContextParallelAttention(torch.autograd.Function):
             out = q_to_heads(out_BLHD, plan)
         dtype = q.dtype
         dout = q_to_heads(dout_BLHD, plan)
-        dq, dkv = BACKWARD[plan.exchange.name](dout, q, kv, out, lse, plan)
-        gradients = GradientsToTokens(dq, dkv, plan, dtype)
-        del dq, dkv  # in the accumulation dtype: not needed while they travel
+        dq, dk, dv = BACKWARD[plan.exchange.name](dout, q, kv, out, lse, plan)
+        gradients = GradientsToTokens(dq, dk, dv, plan, dtype)
+        del dq, dk, dv  # not needed while they travel
         dsinks: torch.Tensor | None = None
         if ctx.needs_input_grad[3]:
             dsinks = sink_gradients(dout, out, lse, sinks, plan.heads, plan.ulysses_rank)

@@ -9,7 +9,10 @@ import torch
 
 from lightning_cp.attention.ulysses import unpair
 from lightning_cp.kernels.sums import GradientSum
-from lightning_cp.layout.tiles import Ranges
+from lightning_cp.layout.tiles import ALL_ROWS, Ranges
+
+KeySums = tuple[GradientSum, GradientSum]
+"""Of k and v [B, keys, K/V heads, D]."""
 
 HeadIndex = tuple[int, ...] | None
 """K/V head of each query head, where plain grouping does not say it (``HeadBlock.kv_of_q``)."""
@@ -46,48 +49,53 @@ def _queries_of(index: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
 
 
 class KeyGradients:
-    """K, V and sums of their gradients in the kernel's shapes; folds expanded heads back into ``dkv``.
+    """K, V and sums of their gradients in the kernel's shapes; afterwards ``dk, dv`` of the K/V heads.
 
     Args:
         kv_TBKD: the pair of K and V.
-        dkv_TBKD: the pair of their gradients.
         index: which K/V heads are expanded.
-        empty: ``dkv`` is memory that holds nothing yet; all of it does afterwards.
+        dtype: of the sums.
+        into: the pair that the gradients have to lie in; wherever they come to lie by default.
+        empty: ``into`` holds nothing yet; otherwise it is added to.
     """
 
     def __init__(
         self,
         kv_TBKD: torch.Tensor,
-        dkv_TBKD: torch.Tensor,
         index: HeadIndex,
+        dtype: torch.dtype,
         *,
-        empty: bool = False,
+        into: torch.Tensor | None = None,
+        empty: bool = True,
     ) -> None:
-        self._dkv = dkv_TBKD
-        self._empty = empty
+        kv_BTKD = kv_TBKD.transpose(0, 1)
+        places = (None, None) if into is None else unpair(into.transpose(0, 1))
+        dk, dv = (
+            GradientSum(x, dtype, into=place, empty=empty)
+            for x, place in zip(unpair(kv_BTKD), places, strict=True)
+        )
+        self.sums: KeySums = (dk, dv)
         self._index = index
         self._keys = kernel_keys(kv_TBKD, index)
+        self._expanded = self.sums
+        if index is not None:
+            dk, dv = (GradientSum(x, dtype) for x in self._keys)
+            self._expanded = (dk, dv)
 
     def __enter__(self) -> tuple[torch.Tensor, torch.Tensor, GradientSum, GradientSum]:
-        k, v = self._keys
-        if self._index is None:
-            buffers = tuple(x.transpose(0, 1) for x in unpair(self._dkv))
-            dk, dv = (GradientSum(x, empty=self._empty) for x in buffers)
-        else:
-            dk, dv = (
-                GradientSum(torch.empty_like(x, dtype=self._dkv.dtype), empty=True) for x in (k, v)
-            )
-        self._sums = (dk, dv)
-        return k, v, dk, dv
+        return *self._keys, *self._expanded
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             return
-        dk, dv = (gradient.total for gradient in self._sums)
-        if self._index is None:
-            return
-        if self._empty:
-            self._dkv.zero_()
-        for target_TBKD, expanded_BTHD in zip(unpair(self._dkv), (dk, dv), strict=True):
-            for head, queries in _queries_of(self._index):
-                target_TBKD[:, :, head] += expanded_BTHD[:, :, queries].sum(2).transpose(0, 1)
+        if self._index is not None:
+            for gradient, expanded in zip(self.sums, self._expanded, strict=True):
+                gradient.add(ALL_ROWS, 0, _folded(expanded.total, self._index))
+        for gradient in self.sums:
+            gradient.settle()
+
+
+def _folded(expanded_BTHD: torch.Tensor, index: tuple[int, ...]) -> torch.Tensor:
+    """Summed over the query heads of each K/V head."""
+    parts = [expanded_BTHD[:, :, queries].sum(2) for _, queries in _queries_of(index)]
+    return torch.stack(parts, dim=2)

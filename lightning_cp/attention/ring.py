@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import torch
 
-from lightning_cp.attention.keys import KeyGradients, kernel_keys, take
+from lightning_cp.attention.keys import KeyGradients, KeySums, kernel_keys, take
 from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.sinks import Attended, finish
+from lightning_cp.attention.ulysses import unpair
 from lightning_cp.comm.ring import Transfer, start_transfer
 from lightning_cp.kernels.api import QKV, Merged, accumulate_dtype
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.kernels.sums import GradientSum, GradientSums
-from lightning_cp.layout.tiles import Hop, Tile, num_keys
+from lightning_cp.layout.tiles import ALL_ROWS, Hop, Tile, num_keys
 from lightning_cp.mesh import Axis
 from lightning_cp.named_ranges import named
 
@@ -58,49 +59,49 @@ def ring_backward(
     out_TBHD: torch.Tensor,
     lse_BHT: torch.Tensor,
     plan: AttentionPlan,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of this rank's queries and of its own keys and values.
 
     Returns:
-        ``dq`` [T, B, h, D] and the pair ``dkv`` [T, B, 2k, D], both in the accumulation dtype.
+        ``dq`` [T, B, h, D], ``dk`` and ``dv`` [T, B, k, D]; in the accumulation dtype, or in that of the
+        kernel's results where nothing had to be added to them.
     """
-    dtype = accumulate_dtype(q_TBHD.dtype)
     merged = Merged(dout_TBHD.transpose(0, 1), out_TBHD.transpose(0, 1), lse_BHT)
     q_BLHD = q_TBHD.transpose(0, 1)
-    dq_TBHD = q_TBHD.new_empty(q_TBHD.shape, dtype=dtype)
-    dq = GradientSum(dq_TBHD.transpose(0, 1), empty=True)
-    dkv = kv_TBKD.new_empty(kv_TBKD.shape, dtype=dtype)
-    travel, home = _KeyTravel(kv_TBKD, plan), _GradientTravel(dkv, plan)
-    for hop in plan.hops:
-        into = dkv if hop.index == 0 else dkv.new_empty(num_keys(hop.recv), *dkv.shape[1:])
-        _differentiate(merged, q_BLHD, *travel.arrive(hop), hop, dq, into, plan)
+    dq = GradientSum(q_BLHD, accumulate_dtype(q_TBHD.dtype))
+    travel, (own, *hops) = _KeyTravel(kv_TBKD, plan), plan.hops
+    home = _GradientTravel(_differentiate(merged, q_BLHD, travel.arrive(own), own, dq, plan), plan)
+    for hop in hops:
+        # One message, so the gradients of k and v have to lie in one tensor.
+        into = kv_TBKD.new_empty(num_keys(hop.recv), *kv_TBKD.shape[1:], dtype=dq.dtype)
+        _differentiate(merged, q_BLHD, travel.arrive(hop), hop, dq, plan, into)
         home.leave(hop, into)
         del into
-    home.finish()
-    return dq.total.transpose(0, 1), dkv
+    dk, dv = home.finish()
+    return dq.result.transpose(0, 1), dk.result.transpose(0, 1), dv.result.transpose(0, 1)
 
 
 def _differentiate(
     merged: Merged,
     q_BLHD: torch.Tensor,
-    kv_TBKD: torch.Tensor,
-    tiles: tuple[Tile, ...],
+    arrived: tuple[torch.Tensor, tuple[Tile, ...]],
     hop: Hop,
     dq: GradientSum,
-    dkv_TBKD: torch.Tensor,
     plan: AttentionPlan,
-) -> None:
-    """Add one hop's share to ``dq``, and write that of its keys to ``dkv``, which holds nothing before."""
-    if not tiles:
-        dkv_TBKD.zero_()
-        return
+    into: torch.Tensor | None = None,
+) -> KeySums:
+    """Add one hop's share to ``dq``; the gradients of its keys, which lie in ``into`` if that is given."""
+    kv_TBKD, tiles = arrived
     (heads,) = plan.blocks()
-    with (
-        KeyGradients(kv_TBKD, dkv_TBKD, heads.kv_of_q, empty=True) as (k, v, dk, dv),
-        named("hop {} compute", hop.index),
-    ):
+    keys = KeyGradients(kv_TBKD, heads.kv_of_q, dq.dtype, into=into)
+    if not tiles:
+        if into is not None:
+            into.zero_()
+        return keys.sums
+    with keys as (k, v, dk, dv), named("hop {} compute", hop.index):
         gradients = GradientSums(dq, dk, dv)
         plan.kernel.backward(merged, QKV(q_BLHD, k, v), tiles, plan.scores, gradients)
+    return keys.sums
 
 
 class _KeyTravel:
@@ -136,38 +137,37 @@ class _KeyTravel:
 class _GradientTravel:
     """Gradients of other ranks' keys on their way home, and of ours coming in."""
 
-    def __init__(self, dkv_TBKD: torch.Tensor, plan: AttentionPlan) -> None:
-        self._dkv = dkv_TBKD
+    def __init__(self, own: KeySums, plan: AttentionPlan) -> None:
+        self._own = own
         self._plan = plan
         self._pending: tuple[Transfer, Hop] | None = None
 
-    def leave(self, hop: Hop, gradients: torch.Tensor) -> None:
-        """Send ``gradients`` of hop's keys to their owner; take in those of the hop before."""
+    def leave(self, hop: Hop, dkv_TBKD: torch.Tensor) -> None:
+        """Send the gradients of hop's keys to their owner; take in those of the hop before."""
         self.finish()
-        if hop.index == 0:
-            return
-        shape = (num_keys(hop.send), *self._dkv.shape[1:]) if hop.send else None
+        shape = (num_keys(hop.send), *dkv_TBKD.shape[1:]) if hop.send else None
         with named("hop {} gradients post", hop.index):
             transfer = start_transfer(
-                gradients if hop.recv else None,
+                dkv_TBKD if hop.recv else None,
                 hop.source,
                 shape,
                 hop.dest,
-                self._dkv,
+                dkv_TBKD,
                 self._plan.mesh.group(Axis.RING),
             )
         self._pending = (transfer, hop)
 
-    def finish(self) -> None:
-        """Add what came in to our own keys' gradients."""
+    def finish(self) -> KeySums:
+        """Add what came in to our own keys' gradients, which these are."""
         if self._pending is None:
-            return
+            return self._own
         transfer, hop = self._pending
         self._pending = None
         with named("hop {} gradients wait", hop.index):
             received = transfer.wait()
-        if received is None:
-            return
-        sizes = [end - start for start, end in hop.send]
-        for (start, end), part in zip(hop.send, received.split(sizes), strict=True):
-            self._dkv[start:end] += part
+        if received is not None:
+            sizes = [end - start for start, end in hop.send]
+            for (start, _), part in zip(hop.send, received.split(sizes), strict=True):
+                for gradient, x in zip(self._own, unpair(part.transpose(0, 1)), strict=True):
+                    gradient.add(ALL_ROWS, start, x)
+        return self._own

@@ -42,17 +42,16 @@ def ring_flash_attn_backward(
     out_TBHD: torch.Tensor,
     lse_BHT: torch.Tensor,
     plan: AttentionPlan,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of this rank's queries and of its own keys and values.
 
     Returns:
-        ``dq`` [T, B, h, D], and the pair ``dkv`` [T, B, 2k, D] in the accumulation dtype.
+        ``dq`` [T, B, h, D], ``dk`` and ``dv`` [T, B, k, D].
     """
     assert plan.delegate is not None
-    dtype = accumulate_dtype(q_TBHD.dtype)
-    dkv = torch.empty_like(kv_TBKD, dtype=dtype, memory_format=torch.contiguous_format)
     (heads,) = plan.blocks()
-    with KeyGradients(kv_TBKD, dkv, heads.kv_of_q, empty=True) as (k, v, dk, dv):
+    keys = KeyGradients(kv_TBKD, heads.kv_of_q, accumulate_dtype(q_TBHD.dtype))
+    with keys as (k, v, dk, dv):
         dq_BTHD, own_dk, own_dv = plan.delegate.backward(
             plan.mesh.group(Axis.RING),
             dout_TBHD.transpose(0, 1),
@@ -67,4 +66,5 @@ def ring_flash_attn_backward(
         )
         dk.add(ALL_ROWS, 0, own_dk)
         dv.add(ALL_ROWS, 0, own_dv)
-    return dq_BTHD.transpose(0, 1), dkv
+    own_dk, own_dv = (gradient.result.transpose(0, 1) for gradient in keys.sums)
+    return dq_BTHD.transpose(0, 1), own_dk, own_dv

@@ -61,12 +61,12 @@ def q_to_tokens(x_TBHD: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
     if plan.heads.ulysses_size == 1:
         return x_TBHD.transpose(0, 1)
     group = plan.mesh.group(Axis.ULYSSES)
-    (x_BLHD,) = gather_heads([x_TBHD], plan.message[:1], plan.ulysses_rank, group).wait()
+    (x_BLHD,) = gather_heads([(x_TBHD,)], plan.message[:1], plan.ulysses_rank, group).wait()
     return x_BLHD
 
 
 class GradientsToTokens:
-    """dq [B, L, H, D], dk and dv [B, L, K, D] from dq [T, B, h, D] and the pair dkv [T, B, 2k, D].
+    """dq [B, L, H, D], dk and dv [B, L, K, D] from dq [T, B, h, D], dk and dv [T, B, k, D].
 
     In one message, unless some K/V head is shared by ranks: its partial gradients travel in the accumulation
     dtype, and their sum is rounded once. What is given is not kept: it may be freed before ``wait``.
@@ -75,28 +75,28 @@ class GradientsToTokens:
     def __init__(
         self,
         dq_TBHD: torch.Tensor,
-        dkv_TBKD: torch.Tensor,
+        dk_TBKD: torch.Tensor,
+        dv_TBKD: torch.Tensor,
         plan: AttentionPlan,
         dtype: torch.dtype,
     ) -> None:
         self._dtype = dtype
+        self._pending: list[Pending] = []
         if plan.heads.ulysses_size == 1:
-            dk, dv = unpair(dkv_TBKD.transpose(0, 1).to(dtype))
-            self._here = (dq_TBHD.transpose(0, 1).to(dtype), dk, dv)
-            self._pending: list[Pending] = []
+            self._here = [x.transpose(0, 1).to(dtype) for x in (dq_TBHD, dk_TBKD, dv_TBKD)]
             return
         to = (plan.ulysses_rank, plan.mesh.group(Axis.ULYSSES))
-        if not plan.heads.shares_kv or dtype == accumulate_dtype(dtype):
-            self._pending = [gather_heads([dq_TBHD, dkv_TBKD], plan.message, *to, dtype)]
+        queries, keys, wide = (dq_TBHD,), (dk_TBKD, dv_TBKD), accumulate_dtype(dtype)
+        if not plan.heads.shares_kv or dtype == wide:
+            self._pending = [gather_heads([queries, keys], plan.message, *to, dtype)]
             return
         self._pending = [
-            gather_heads([dq_TBHD], plan.message[:1], *to, dtype),
-            gather_heads([dkv_TBKD], plan.message[1:], *to),
+            gather_heads([queries], plan.message[:1], *to, dtype),
+            gather_heads([keys], plan.message[1:], *to, wide),
         ]
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The three, in the dtype of the inputs."""
-        if not self._pending:
-            return self._here
-        dq, dk, dv = (x.to(self._dtype) for pending in self._pending for x in pending.wait())
+        here = [x for pending in self._pending for x in pending.wait()] or self._here
+        dq, dk, dv = (x.to(self._dtype) for x in here)
         return dq, dk, dv

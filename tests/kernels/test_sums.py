@@ -20,26 +20,38 @@ PARTS = {
 
 
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
-@pytest.mark.parametrize("empty", [True, False])
+@pytest.mark.parametrize("memory", ["its own", "empty", "filled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_sum_is_that_of_the_parts(
-    parts: list[tuple[int, int, int]], empty: bool, dtype: torch.dtype
+    parts: list[tuple[int, int, int]], memory: str, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    before = torch.full(SHAPE, torch.nan) if empty else torch.randn(SHAPE)
-    wanted = torch.zeros(SHAPE) if empty else before.clone()
-    gradient = GradientSum(before.clone(), empty=empty)
+    filled = memory == "filled"
+    before = torch.randn(SHAPE) if filled else torch.full(SHAPE, torch.nan)
+    wanted = before.clone() if filled else torch.zeros(SHAPE)
+    into = None if memory == "its own" else before.clone()
+    gradient = GradientSum(before, torch.float32, into=into, empty=not filled)
     for row, start, length in parts:
         rows = slice(None) if row == ALL_ROWS else slice(row, row + 1)
         part = torch.randn(wanted[rows, :length].shape).to(dtype)
         wanted[rows, start : start + length] += part
         gradient.add(row, start, part)
+    assert torch.equal(gradient.result.float(), wanted)
     assert torch.equal(gradient.total, wanted)
+    assert gradient.total.dtype == torch.float32
+    assert into is None or gradient.total is into
+
+
+def test_the_only_part_is_kept_as_it_came() -> None:
+    part = torch.ones(SHAPE, dtype=torch.bfloat16)
+    gradient = GradientSum(part, torch.float32)
+    gradient.add(*WHOLE[:2], part)
+    assert gradient.result is part
 
 
 def test_one_row_of_two_does_not_cover_both() -> None:
     """A part of one row has the shape of one row only."""
-    gradient = GradientSum(torch.full(SHAPE, torch.nan), empty=True)
+    gradient = GradientSum(torch.full(SHAPE, torch.nan), torch.float32)
     gradient.add(1, 0, torch.ones(1, 6, 3, 4))
     assert torch.equal(gradient.total, torch.stack([torch.zeros(6, 3, 4), torch.ones(6, 3, 4)]))
 
