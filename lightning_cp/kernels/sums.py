@@ -39,18 +39,22 @@ class GradientSum:
     @property
     def total(self) -> torch.Tensor:
         """The sum in its dtype, to be added to."""
-        if self._sum is None:
-            made = (
-                torch.empty_like(self._like, dtype=self.dtype) if self._into is None else self._into
-            )
-            self._sum = made.zero_()
-        self._sum = self._sum.to(self.dtype)
+        self._sum = self.result.to(self.dtype)
         return self._sum
 
     @property
     def result(self) -> torch.Tensor:
         """The sum, in the dtype of the only part where there was but one."""
-        return self.total if self._sum is None else self._sum
+        self.settle()
+        assert self._sum is not None
+        return self._sum
+
+    def settle(self) -> None:
+        """Zeros where there was no part at all."""
+        if self._sum is None:
+            into = self._into
+            made = torch.empty_like(self._like, dtype=self.dtype) if into is None else into
+            self._sum = made.zero_()
 
     def add(self, row: int, start: int, part: torch.Tensor) -> None:
         """Add ``part`` [rows, l, H, D] to the tokens ``start ..`` of one batch row (or of ``ALL_ROWS``).

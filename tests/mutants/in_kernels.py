@@ -38,10 +38,26 @@ KERNEL_MUTANTS = (
     Mutant(
         "first result kept in half precision",
         MERGE,
-        "self._out, self._lse = out_BLHD.to(self.dtype), lse_BHL.to(self.dtype)",
-        "self._out, self._lse = out_BLHD, lse_BHL.to(self.dtype)",
+        "        self._out = self._out.to(self.dtype)\n",
+        "",
         ("tests/kernels/test_merge.py::test_accumulator_widens_a_first_result_of_lower_precision",),
         "Every hop rounds the output again: the error grows with the ring.",
+    ),
+    Mutant(
+        "gradients summed in half precision",
+        "lightning_cp/kernels/sums.py",
+        "self._sum = self.result.to(self.dtype)",
+        "self._sum = self.result",
+        ("tests/kernels/test_sums.py::test_the_sum_is_that_of_the_parts",),
+        "The first part is kept as it came, so that the others would be rounded to its dtype.",
+    ),
+    Mutant(
+        "a gradient begins with what memory held",
+        "lightning_cp/kernels/sums.py",
+        "self._sum = made.zero_()",
+        "self._sum = made",
+        ("tests/kernels/test_sums.py::test_the_sum_is_that_of_the_parts",),
+        "Fresh memory often holds zeros, so that it seldom shows.",
     ),
     Mutant(
         "sums in the dtype of the inputs",
