@@ -1,4 +1,4 @@
-"""Six seeded mutants a day must be killed; all of them when asked for. And the script must be able to tell.
+"""Four seeded mutants a day must be killed; all of them when asked for. And the script must be able to tell.
 
 ``MUTANTS_SEED`` chooses the four; without it they change every day.
 """
