@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Real
 
 import torch
@@ -72,7 +73,7 @@ class AttentionSpec:
             )
         _ = self.mask  # validates the window
 
-    @property
+    @cached_property
     def mask(self) -> Mask:
         """Causality and window, as the schedule takes them."""
         return Mask(self.causal, self.window, uses_distance=self.alibi_slopes is not None)
