@@ -108,11 +108,11 @@ class ContextParallelAttention(torch.autograd.Function):
             out = q_to_heads(out_BLHD, plan)
         dtype = q.dtype
         dout = q_to_heads(dout_BLHD, plan)
-        dq, dk, dv = BACKWARD[plan.exchange.name](dout, q, kv, out, lse, plan)
-        gradients = GradientsToTokens(dq, dk, dv, plan, dtype)
-        del dq, dk, dv  # not needed while they travel
+        differentiate = BACKWARD[plan.exchange.name]
+        # Nothing else holds the three, so that they are gone while their message travels.
+        pending = GradientsToTokens([*differentiate(dout, q, kv, out, lse, plan)], plan, dtype)
         dsinks: torch.Tensor | None = None
         if ctx.needs_input_grad[3]:
             dsinks = sink_gradients(dout, out, lse, sinks, plan.heads, plan.ulysses_rank)
         del dout
-        return *gradients.wait(), dsinks, None, None
+        return *pending.wait(), dsinks, None, None

@@ -61,7 +61,7 @@ def q_to_tokens(x_TBHD: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
     if plan.heads.ulysses_size == 1:
         return x_TBHD.transpose(0, 1)
     group = plan.mesh.group(Axis.ULYSSES)
-    (x_BLHD,) = gather_heads([(x_TBHD,)], plan.message[:1], plan.ulysses_rank, group).wait()
+    (x_BLHD,) = gather_heads([[x_TBHD]], plan.message[:1], plan.ulysses_rank, group).wait()
     return x_BLHD
 
 
@@ -69,24 +69,20 @@ class GradientsToTokens:
     """dq [B, L, H, D], dk and dv [B, L, K, D] from dq [T, B, h, D], dk and dv [T, B, k, D].
 
     In one message, unless some K/V head is shared by ranks: its partial gradients travel in the accumulation
-    dtype, and their sum is rounded once. What is given is not kept: it may be freed before ``wait``.
+    dtype, and their sum is rounded once. The list is emptied, to free what only it holds.
     """
 
     def __init__(
-        self,
-        dq_TBHD: torch.Tensor,
-        dk_TBKD: torch.Tensor,
-        dv_TBKD: torch.Tensor,
-        plan: AttentionPlan,
-        dtype: torch.dtype,
+        self, gradients: list[torch.Tensor], plan: AttentionPlan, dtype: torch.dtype
     ) -> None:
         self._dtype = dtype
         self._pending: list[Pending] = []
         if plan.heads.ulysses_size == 1:
-            self._here = [x.transpose(0, 1).to(dtype) for x in (dq_TBHD, dk_TBKD, dv_TBKD)]
+            self._here = [gradients.pop(0).transpose(0, 1).to(dtype) for _ in range(3)]
             return
         to = (plan.ulysses_rank, plan.mesh.group(Axis.ULYSSES))
-        queries, keys, wide = (dq_TBHD,), (dk_TBKD, dv_TBKD), accumulate_dtype(dtype)
+        queries, keys, wide = gradients[:1], gradients[1:], accumulate_dtype(dtype)
+        gradients.clear()
         if not plan.heads.shares_kv or dtype == wide:
             self._pending = [gather_heads([queries, keys], plan.message, *to, dtype)]
             return

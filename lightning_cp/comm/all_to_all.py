@@ -105,7 +105,7 @@ def scatter_heads(
 
 
 def gather_heads(
-    tensors: Sequence[Sequence[torch.Tensor]],
+    tensors: Sequence[list[torch.Tensor]],
     sections: Sequence[Section],
     rank: int,
     group: dist.ProcessGroup,
@@ -114,7 +114,8 @@ def gather_heads(
     """Start sending every rank its tokens of our heads; the adjoint of :func:`scatter_heads`.
 
     Args:
-        tensors: of each section, ``[U*L, B, heads of rank, D]``; freed by the caller at will.
+        tensors: of each section, ``[U*L, B, heads of rank, D]``. The lists are emptied: what only they hold
+            is freed before memory is taken for what comes.
         sections: how they make up a message.
         rank: ours in the group.
         group: the ranks.
@@ -124,10 +125,10 @@ def gather_heads(
         A transfer of every tensor of every section, ``[B, L, heads, D]``. Contributions to a head that
         several ranks hold are summed.
     """
-    total, batch, _, dim = tensors[0][0].shape
+    send = _as_one(tensors, dtype or tensors[0][0].dtype)
+    total, batch, _, dim = send.shape
     tokens = total // len(sections[0].ranges)
     sizes = _sizes(sections, tokens * batch * dim)
-    send = _as_one(tensors, dtype or tensors[0][0].dtype)
     received = send.new_empty(sum(sizes))
     work = _start(received, send, sizes, [sizes[rank]] * len(sizes), group)
     shape = (tokens, batch, dim)
@@ -166,16 +167,18 @@ def _sizes(sections: Sequence[Section], per_head: int) -> list[int]:
     return [per_head * sum(section.width(rank) for section in sections) for rank in ranks]
 
 
-def _as_one(tensors: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
-    """A message [U*L, B, heads, D] of all sections, in contiguous memory."""
+def _as_one(tensors: Sequence[list[torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
+    """A message [U*L, B, heads, D] of all sections, in contiguous memory; empties the lists."""
     if [len(xs) for xs in tensors] == [1]:
-        return tensors[0][0].to(dtype).contiguous()
+        return tensors[0].pop().to(dtype).contiguous()
     widths = [sum(x.shape[2] for x in xs) for xs in tensors]
     total, batch, _, dim = tensors[0][0].shape
     message = tensors[0][0].new_empty(total, batch, sum(widths), dim, dtype=dtype)
     for part, xs in zip(message.split(widths, dim=2), tensors, strict=True):
         for index, x in enumerate(xs):
             part[:, :, index :: len(xs)] = x
+    for xs in tensors:
+        xs.clear()
     return message
 
 

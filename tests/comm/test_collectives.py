@@ -139,14 +139,14 @@ def scatter(rank: int, world_size: int, num_heads: int, num_kv_heads: int) -> tu
     every = [draw(source, BATCH, TOKENS, num_kv_heads, DIM) for source in range(world_size)]
     assert torch.equal(heads, torch.cat(every, dim=1)[:, :, first:last].transpose(0, 1))
 
-    (back,) = gather_heads([(heads,)], [section], rank, world()).wait()
+    (back,) = gather_heads([[heads]], [section], rank, world()).wait()
     holders = [sum(a <= head < b for a, b in ranges) for head in range(num_kv_heads)]
     torch.testing.assert_close(back, x * torch.tensor(holders).view(-1, 1), rtol=1e-15, atol=0)
     if num_heads == num_kv_heads:
         assert torch.equal(back, x)
 
     y = draw(100 + rank, *heads.shape)
-    (adjoint,) = gather_heads([(y,)], [section], rank, world()).wait()
+    (adjoint,) = gather_heads([[y]], [section], rank, world()).wait()
     return dot(heads, y), dot(x, adjoint)
 
 
@@ -175,7 +175,7 @@ def scatter_strided(rank: int, world_size: int, dtype: torch.dtype) -> None:
     (heads,) = scatter_heads([(x,)], [section], rank, world()).wait()
     assert heads.dtype == dtype
     strided = heads.transpose(0, 1).contiguous().transpose(0, 1)
-    (back,) = gather_heads([(strided,)], [section], rank, world()).wait()
+    (back,) = gather_heads([[strided]], [section], rank, world()).wait()
     assert torch.equal(back, x)
 
 
@@ -205,7 +205,7 @@ def together(rank: int, world_size: int, num_heads: int, num_kv_heads: int) -> N
     dq, dk, dv = pending.wait()
     for got, sent, section in zip((dq, dk, dv), alone, (queries, keys, keys), strict=True):
         wire, section = sent.to(narrow), section._replace(tensors=1)
-        (want,) = gather_heads([(wire,)], [section], rank, world()).wait()
+        (want,) = gather_heads([[wire]], [section], rank, world()).wait()
         assert got.dtype == narrow
         assert torch.equal(got, want)
 
