@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from lightning_cp.attention.api import context_parallel_attention
@@ -18,6 +19,8 @@ from lightning_cp.layout.sequence import LayoutKind
 from lightning_cp.mesh import ContextParallelMesh
 
 Step = Callable[[], object]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""q [B, L, H, D], k and v [B, L, K, D] of this rank's tokens -> out [B, L, H, D], differentiable."""
 
 
 class Way(Protocol):
@@ -37,6 +40,31 @@ class Way(Protocol):
         ...
 
 
+class Sharded(Way, Protocol):
+    """A way of which it is known who holds which tokens, so that its results can be checked."""
+
+    def positions(self, case: Case, rank: int) -> torch.Tensor:
+        """int64 [L]: global index of each local token; padding has indices from ``case.tokens`` on."""
+        ...
+
+    def attention(self, case: Case) -> Attend:
+        """This rank's call; makes process groups, so that all ranks ask for it together."""
+        ...
+
+
+def local_step(way: Sharded, case: Case, *, backward: bool = True) -> Step:
+    """A step of this rank on random inputs of its own."""
+    attend = way.attention(case)
+    q, k, v = case.inputs(len(way.positions(case, dist.get_rank())))
+    gradient = torch.randn_like(q)
+
+    def step() -> object:
+        out = attend(q, k, v)
+        return torch.autograd.grad(out, [q, k, v], gradient) if backward else out
+
+    return step
+
+
 @dataclass(frozen=True)
 class Ours:
     """This library's call. Ranks of a Ulysses group are neighbours."""
@@ -49,6 +77,7 @@ class Ours:
     layout: LayoutKind | None = None
     """``None`` is zigzag, or balanced for packed documents."""
     kernel: str = "auto"
+    kv_heads_per_gather: int | None = 1
 
     @property
     def name(self) -> str:
@@ -58,7 +87,8 @@ class Ours:
         if self.exchange == "all_gather":
             passes = (self.forward_execution, self.backward_execution)
             sizes = "" if self.ulysses == 1 else f" {self.ulysses}x{self.ring}"
-            return f"zigzag_llama3{sizes} {'/'.join(passes)}"
+            heads = ", all heads at once" if self.kv_heads_per_gather is None else ""
+            return f"zigzag_llama3{sizes} {'/'.join(passes)}{heads}"
         if self.ulysses > 1:
             return f"hybrid {self.ulysses}x{self.ring}"
         return f"{self.layout or 'zigzag'} ring"
@@ -74,27 +104,33 @@ class Ours:
         kind: LayoutKind = self.layout or ("balanced" if case.packed else "zigzag")
         return SequenceLayout(case.tokens, self.ring, self.ulysses, kind, case.documents)
 
-    def step(self, case: Case, *, backward: bool = True) -> Step:
-        """Attention of this rank's tokens, and the gradients of its q, k and v."""
-        mesh = ContextParallelMesh(self.ring, self.ulysses, case.device_type)
-        layout = self.sequence_layout(case)
-        q, k, v = case.inputs(layout.local_len)
-        gradient = torch.randn_like(q)
+    def positions(self, case: Case, rank: int) -> torch.Tensor:
+        """As the layout has them."""
+        return self.sequence_layout(case).positions(rank)
 
-        def step() -> object:
-            out = context_parallel_attention(
+    def attention(self, case: Case) -> Attend:
+        """The call, on a mesh of its own."""
+        mesh = ContextParallelMesh(self.ring, self.ulysses, case.device_type)
+        layout, spec = self.sequence_layout(case), AttentionSpec(causal=case.causal)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return context_parallel_attention(
                 *(q, k, v),
                 mesh=mesh,
                 layout=layout,
-                spec=AttentionSpec(causal=case.causal),
+                spec=spec,
                 exchange=self.exchange,
                 kernel=self.kernel,
                 forward_execution=self.forward_execution,
                 backward_execution=self.backward_execution,
+                kv_heads_per_gather=self.kv_heads_per_gather,
             )
-            return torch.autograd.grad(out, [q, k, v], gradient) if backward else out
 
-        return step
+        return attend
+
+    def step(self, case: Case, *, backward: bool = True) -> Step:
+        """Attention of this rank's tokens, and the gradients of its q, k and v."""
+        return local_step(self, case, backward=backward)
 
 
 @dataclass(frozen=True)
@@ -122,7 +158,7 @@ class OneProcess:
             if not backward:
                 return outs
             gradients = gradient.transpose(1, 2).split(lengths, dim=2)
-            return torch.autograd.grad(outs, [q, k, v], gradients)
+            return outs, torch.autograd.grad(outs, [q, k, v], gradients)
 
         return step
 

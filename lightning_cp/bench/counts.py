@@ -1,0 +1,116 @@
+"""What a step does, counted at PyTorch's dispatcher, where no call escapes: bytes, calls and live memory.
+
+Counting slows a step down, so it is done in a pass of its own, which is not timed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+
+from lightning_cp.bench.gather_memory import PeakBytes
+
+KERNELS = ("flash_attention", "flash_attn")
+"""What the names of attention operators contain, forward and backward."""
+SILENT = frozenset({"recv_", "wait_tensor", "_wrap_tensor_autograd"})
+"""Operations of torch.distributed that send nothing; a receive is another rank's send."""
+CONTROL = "allgather_"
+"""Ranks agree on a call by it; no data is gathered so."""
+
+_hidden = 0
+
+
+@contextmanager
+def memory_hidden() -> Iterator[None]:
+    """Within it no memory is counted: for temporaries of a stand-in that the real function does not have."""
+    global _hidden
+    _hidden += 1
+    try:
+        yield
+    finally:
+        _hidden -= 1
+
+
+class Counts(PeakBytes):
+    """Counts everything of the block, forward or backward, in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = 0
+        """Calls of attention operators."""
+        self.sent: Counter[str] = Counter()
+        """Bytes that left this rank, by operation; shares that a rank keeps of a collective are not sent."""
+
+    @property
+    def data(self) -> int:
+        """Bytes sent of tensors' values."""
+        return sum(self.sent.values()) - self.control
+
+    @property
+    def control(self) -> int:
+        """Bytes sent to agree on calls."""
+        return self.sent[CONTROL]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func._schema.name.split("::")[1]
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.sent[name] += sent_by(name, args)
+        elif any(part in name for part in KERNELS):
+            self.kernels += 1
+        if _hidden:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def sent_by(name: str, args: tuple[Any, ...]) -> int:
+    """Bytes that one operation of torch.distributed sends to other ranks.
+
+    Raises:
+        NotImplementedError: an operation that is not known.
+    """
+    if name in SILENT:
+        return 0
+    if name == "send":
+        return _bytes(args[0])
+    if name == CONTROL:
+        return _bytes(args[1]) * (_group(args[2]).size() - 1)
+    if name == "_allgather_base_":
+        return _bytes([args[1]]) * (_group(args[2]).size() - 1)
+    if name == "all_gather_into_tensor":
+        return _bytes([args[0]]) * (args[1] - 1)
+    if name in ("alltoall_base_", "all_to_all_single"):
+        # (received, sent, group, their sizes, our sizes) and (sent, their sizes, our sizes, group)
+        sent, sizes, group = (
+            (args[1], args[4], args[2]) if name == "alltoall_base_" else (args[0], args[2], args[3])
+        )
+        return _to_others(sent, sizes, _group(group))
+    if name == "_reduce_scatter_base_":
+        return _to_others(args[1], [], _group(args[2]))
+    raise NotImplementedError(f"counting does not know what torch.distributed's {name} sends.")
+
+
+def _to_others(sent: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> int:
+    """All but this rank's own part; parts are equal where no sizes are given."""
+    if not sizes:
+        return _bytes([sent]) // group.size() * (group.size() - 1)
+    of_entry = _bytes([sent]) // max(sum(sizes), 1)
+    return (sum(sizes) - sizes[group.rank()]) * of_entry
+
+
+def _group(given: Any) -> dist.ProcessGroup:
+    """As the dispatcher hands it over: by name, or boxed."""
+    if isinstance(given, str):
+        return _resolve_process_group(GroupName(given))
+    return dist.ProcessGroup.unbox(given)
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)

@@ -1,0 +1,172 @@
+"""PyTorch's own context_parallel: its public call where it runs, and the ring inside it.
+
+On CPU the public call has no rule for the operator that ``scaled_dot_product_attention`` chooses. The ring
+inside takes the operator as an argument, so it is measured on its own, with either of its two rotations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from lightning_cp.bench.case import Case
+from lightning_cp.bench.peers import shards
+from lightning_cp.bench.ways import Attend, Step, local_step
+
+_ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class PublicCall:
+    """``with context_parallel(...): scaled_dot_product_attention(...)``."""
+
+    name: str = "torch context_parallel"
+    package: str = "torch"
+
+    def obstacle(self, case: Case) -> str | None:
+        """What it says when it is tried, on tensors of a few tokens; all ranks ask together."""
+        if case.packed:
+            return "takes no documents"
+        if not dist.is_initialized():
+            return "is tried on ranks only"
+        found = _try_public(case.ranks, case.causal, case.device_type)
+        if found is None:
+            return "runs, and shards inside its context: see the rows of its ring"
+        return f"fails: {found}"
+
+    def positions(self, case: Case, rank: int) -> torch.Tensor:
+        """Head and tail chunks."""
+        return shards.of_documents([case.tokens], case.ranks, rank, zigzag=True)
+
+    def attention(self, case: Case) -> Attend:
+        """Never asked for, as there is always an obstacle."""
+        raise NotImplementedError
+
+    def step(self, case: Case, *, backward: bool = True) -> Step:
+        """Never asked for, as there is always an obstacle."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class InnerRing:
+    """``_templated_ring_attention`` and its backward, with the operator of the device."""
+
+    rotation: Literal["allgather", "alltoall"]
+    package: str = "torch"
+
+    @property
+    def name(self) -> str:
+        """With the rotation."""
+        return f"torch's inner ring, {self.rotation}"
+
+    def obstacle(self, case: Case) -> str | None:
+        """What the ring does not do."""
+        if case.packed:
+            return "takes no documents"
+        return None if case.causal else "its balanced ring is for causal attention"
+
+    def positions(self, case: Case, rank: int) -> torch.Tensor:
+        """Head and tail chunks."""
+        return shards.of_documents([case.tokens], case.ranks, rank, zigzag=True)
+
+    def attention(self, case: Case) -> Attend:
+        """Its tensors are [B, H, L, D]."""
+        forward, backward = OPERATORS[case.device_type]
+        rotation = self.rotation
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return _Ring.apply(q, k, v, rotation, forward, backward).transpose(1, 2)
+
+        return attend
+
+    def step(self, case: Case, *, backward: bool = True) -> Step:
+        """On random inputs of this rank."""
+        return local_step(self, case, backward=backward)
+
+
+def ways() -> list[PublicCall | InnerRing]:
+    """The call, and the two rotations."""
+    return [PublicCall(), InnerRing("allgather"), InnerRing("alltoall")]
+
+
+OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "cpu": (
+        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    ),
+    "cuda": (
+        _ATEN._scaled_dot_product_flash_attention.default,
+        _ATEN._scaled_dot_product_flash_attention_backward.default,
+    ),
+}
+"""Forward and backward, by device type."""
+REST = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
+"""What CUDA's forward returns between the log-sum-exp and a debug mask, and its backward wants."""
+
+
+class _Ring(torch.autograd.Function):
+    """What the dispatcher of context_parallel does with the operator and its backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotation: str,
+        forward: Callable[..., Any],
+        backward: Callable[..., Any],
+    ) -> torch.Tensor:
+        inner = _inner()
+        inner.set_rotate_method(rotation)
+        out, lse, *rest = inner._templated_ring_attention(
+            dist.group.WORLD, 2, forward, q, k, v, is_causal=True, dropout_p=0.0
+        )
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rest = dict(zip(REST, rest, strict=False))
+        ctx.rotation, ctx.operator = rotation, backward
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        inner = _inner()
+        inner.set_rotate_method(ctx.rotation)
+        q, k, v, out, lse = ctx.saved_tensors
+        gradients = inner._templated_ring_attention_backward(
+            *(dist.group.WORLD, 2, ctx.operator, dout, "grad_out", q, k, v, out, lse),
+            is_causal=True,
+            dropout_p=0.0,
+            **ctx.rest,
+        )
+        return (*gradients[:3], None, None, None)
+
+
+def _inner() -> Any:
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    return _attention
+
+
+@lru_cache
+def _try_public(ranks: int, causal: bool, device_type: str) -> str | None:
+    """The first line of its error, or ``None``."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = init_device_mesh(device_type, (ranks,))
+    q, k, v = (torch.randn(1, 2, 16 * ranks, 16, device=device_type) for _ in range(3))
+    try:
+        with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+            F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return None

@@ -1,0 +1,187 @@
+"""Every mode beside other implementations: the same kernel, the same processes, one run.
+
+    python -m lightning_cp.bench.side_by_side --tokens 1024 4096 16384 --ranks 2 4
+    python -m lightning_cp.bench.side_by_side --tokens 16384 --ranks 4 --packed 16
+
+Attention, forward and backward, float32 on CPU, one thread per rank. All ways of a case run in one set of
+processes, in rounds (:mod:`lightning_cp.bench.rounds`). The columns, of all ranks together if not said
+otherwise:
+
+* CPU-seconds over those of one process, the least of the repeats, and their spread;
+* the slowest rank's CPU-seconds times the ranks, over the same;
+* bytes of tensors sent, of the rank that sends most;
+* calls of the attention operator, forward and backward;
+* tokens of padding;
+* the peak of what a step allocates beyond its inputs, results included, of the rank with most;
+* the largest error of out, dq, dk and dv against one process, relative to the largest entry of each.
+
+Bytes, calls and memory are counted in a pass that is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_cp.bench import table
+from lightning_cp.bench.case import Case
+from lightning_cp.bench.clock import Figure, cpu_of_slowest, cpu_together
+from lightning_cp.bench.peers import all_peers
+from lightning_cp.bench.processes import on_ranks
+from lightning_cp.bench.rounds import Found, measure_rank
+from lightning_cp.bench.ways import Ours, Sharded, our_ways
+
+HEAD = (
+    "tokens",
+    "documents",
+    "ranks",
+    "way",
+    "CPU-s / one process",
+    "spread",
+    "slowest x ranks / one",
+    "MB sent by a rank",
+    "kernel calls",
+    "padding",
+    "peak MB",
+    "error",
+)
+WRONG = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Relative errors beyond which a way is wrong."""
+NOTHING = Figure(0, 0)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One way, over all ranks."""
+
+    case: Case
+    way: Sharded
+    obstacle: str | None = None
+    ratio: Figure = NOTHING
+    slowest: float = 0
+    sent: int = 0
+    control: int = 0
+    kernels: int = 0
+    padding: int = 0
+    peak: int = 0
+    error: float = 0
+
+    @property
+    def cells(self) -> tuple[object, ...]:
+        """As in the table."""
+        case = self.case
+        head = (case.tokens, len(case.lengths), case.ranks, self.way.name)
+        if self.obstacle is not None:
+            return (*head, self.obstacle, *[""] * (len(HEAD) - 5))
+        wrong = "" if self.error <= WRONG[case.dtype] else " wrong"
+        return (
+            *head,
+            f"{self.ratio.best:.3f}",
+            f"{self.ratio.spread:.0%}",
+            f"{self.slowest:.3f}",
+            f"{self.sent / 1e6:.2f}",
+            self.kernels,
+            self.padding,
+            f"{self.peak / 1e6:.2f}",
+            f"{self.error:.0e}{wrong}",
+        )
+
+
+def main() -> None:
+    """Measure and print Markdown tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--packed", type=int, default=0, help="documents, of log-normal lengths")
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="ways whose names contain one of these"
+    )
+    options = parser.parse_args()
+    print(table.head(HEAD))
+    lines: list[Line] = []
+    for tokens in options.tokens:
+        for ranks in options.ranks:
+            case = Case(tokens, ranks, kv_heads=options.kv_heads, packed=options.packed)
+            ways = [way for way in every_way(case) if _asked(way.name, options.only)]
+            for line in compare(case, ways, options.repeats):
+                lines.append(line)
+                print(table.row(line.cells), flush=True)
+    print(f"\nRanks agree on a call by {max(line.control for line in lines)} more bytes at most.\n")
+    for told in behind(lines):
+        print(told)
+
+
+def _asked(name: str, parts: Sequence[str]) -> bool:
+    return not parts or any(part in name for part in parts)
+
+
+def every_way(case: Case) -> list[Sharded]:
+    """Ours first; an all-gather of all heads at once is there as a peer has it."""
+    at_once = Ours(1, case.ranks, "all_gather", kv_heads_per_gather=None)
+    return [*our_ways(case.ranks), at_once, *all_peers(case)]
+
+
+def compare(case: Case, ways: Sequence[Sharded], repeats: int) -> Iterator[Line]:
+    """A line for each way."""
+    of_ranks = on_ranks(case.ranks, measure_rank, case, ways, repeats, device_type=case.device_type)
+    alone = Figure.of(of_ranks[0][0].cpu).best
+    for index, way in enumerate(ways):
+        yield line_of(case, way, [found[1][index] for found in of_ranks], alone)
+
+
+def line_of(case: Case, way: Sharded, ranks: Sequence[Found | str], alone: float) -> Line:
+    """What the ranks found of one way, over the CPU-seconds of one process."""
+    found = [rank for rank in ranks if isinstance(rank, Found)]
+    if len(found) < len(ranks):
+        return Line(case, way, next(rank for rank in ranks if isinstance(rank, str)))
+    samples = [rank.samples for rank in found]
+    together = cpu_together(samples)
+    counts = {name: [rank.counts[name] for rank in found] for name in found[0].counts}
+    return Line(
+        case,
+        way,
+        None,
+        Figure(together.best / alone, together.spread),
+        cpu_of_slowest(samples).best * case.ranks / alone,
+        max(counts["sent"]),
+        max(counts["control"]),
+        sum(counts["kernels"]),
+        sum(counts["padding"]),
+        max(counts["peak"]),
+        max(rank.error for rank in found),
+    )
+
+
+COLUMNS: dict[str, Callable[[Line], float]] = {
+    "CPU-seconds": lambda line: line.ratio.best,
+    "slowest rank": lambda line: line.slowest,
+    "MB sent": lambda line: line.sent / 1e6,
+    "kernel calls": lambda line: line.kernels,
+    "padding": lambda line: line.padding,
+    "peak MB": lambda line: line.peak / 1e6,
+}
+
+
+def behind(lines: Sequence[Line]) -> Iterator[str]:
+    """Where the best right peer of a case has less of something than our best mode."""
+    for case in dict.fromkeys(line.case for line in lines):
+        right = [x for x in lines if x.case == case and x.obstacle is None]
+        right = [x for x in right if x.error <= WRONG[case.dtype]]
+        ours = [line for line in right if isinstance(line.way, Ours)]
+        peers = [line for line in right if not isinstance(line.way, Ours)]
+        for name, of in COLUMNS.items() if ours and peers else ():
+            own, other = min(ours, key=of), min(peers, key=of)
+            if of(other) < of(own):
+                yield (
+                    f"- {case.tokens} tokens, {len(case.lengths)} documents, {case.ranks} ranks: {name}: "
+                    f"{other.way.name} {of(other):.3f}, ours {own.way.name} {of(own):.3f}"
+                )
+
+
+if __name__ == "__main__":
+    main()

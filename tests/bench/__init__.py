@@ -1,0 +1,1 @@
+"""Tests of the benchmarks: that they measure the right thing; how fast anything is decides nothing."""
