@@ -6,9 +6,10 @@ rounds. Time that a stand-in for flash-attn copies is taken off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -16,8 +17,10 @@ from lightning_cp.bench.case import Case
 from lightning_cp.bench.clock import Samples, measure
 from lightning_cp.bench.counts import Counts
 from lightning_cp.bench.peers.cpu_flash import copy_seconds
-from lightning_cp.bench.ways import OneProcess, Sharded
+from lightning_cp.bench.ways import Attend, OneProcess, Sharded, Step
 
+COUNTED = 2
+"""Passes that are counted and not timed; they warm up too."""
 Results = tuple[torch.Tensor, ...]
 """out, dq, dk and dv [B, L, heads, D]."""
 
@@ -37,86 +40,100 @@ def measure_rank(
 ) -> tuple[Samples, list[Found | str]]:
     """This rank's part: one process's time (rank 0 only), and of each way what was found, or an obstacle."""
     rank = dist.get_rank()
-    whole = [*case.inputs(case.tokens)]
+    whole = [x.detach() for x in case.inputs(case.tokens)]
     whole.append(torch.randn_like(whole[0]))
-    baseline = OneProcess().step(case)
-    wanted = _reference(case, baseline)
-    found: list[Found | str] = []
-    steps: dict[int, Callable[[], Results]] = {}
-    checked: dict[int, tuple[dict[str, int], float]] = {}
-    for index, way in enumerate(ways):
-        obstacle = way.obstacle(case)
-        found.append(obstacle or "")
-        if obstacle is None:
-            positions = way.positions(case, rank)
-            steps[index] = _step(way, case, whole, positions)
-            checked[index] = _check(steps[index], wanted, positions, case.tokens)
-    samples = {index: Samples([], []) for index in (-1, *steps)}
+    alone = OneProcess().step(case)
+    wanted = _reference(whole, alone)
+    obstacles = [way.obstacle(case) for way in ways]
+    runs = [
+        _Run(way.attention(case), whole, way.positions(case, rank))
+        for way, obstacle in zip(ways, obstacles, strict=True)
+        if obstacle is None
+    ]
+    for _ in range(COUNTED):
+        for run in runs:
+            run.count(wanted)
     del whole, wanted
-    rounds = {-1: baseline if rank == 0 else _nothing, **steps}
-    for repeat in range(repeats + 1):
-        for index, step in rounds.items():
+    steps = [alone if rank == 0 else _nothing, *(run.step for run in runs)]
+    samples = _time(steps, repeats, case.device_type)
+    found = iter([run.found(of_run) for run, of_run in zip(runs, samples[1:], strict=True)])
+    return samples[0], [next(found) if text is None else text for text in obstacles]
+
+
+def _time(steps: Sequence[Step], repeats: int, device_type: str) -> list[Samples]:
+    """Of each step, its repeats; each round goes over all steps."""
+    samples = [Samples([], []) for _ in steps]
+    for _ in range(repeats):
+        for step, of_step in zip(steps, samples, strict=True):
             before = copy_seconds()
-            once = measure(step, repeats=1, warm_up=0, device_type=case.device_type)
+            once = measure(step, repeats=1, warm_up=0, device_type=device_type)
             copied = copy_seconds() - before
-            if repeat:  # the first round warms up
-                samples[index].cpu.append(once.cpu[0] - copied)
-                samples[index].wall.append(once.wall[0] - copied)
-    for index in steps:
-        found[index] = Found(samples[index], *checked[index])
-    return samples[-1], found
+            of_step.cpu.append(once.cpu[0] - copied)
+            of_step.wall.append(once.wall[0] - copied)
+    return samples
 
 
 def _nothing() -> None:
     """What other ranks do while rank 0 computes alone."""
 
 
-def _step(
-    way: Sharded, case: Case, whole: Sequence[torch.Tensor], positions: torch.Tensor
-) -> Callable[[], Results]:
-    q, k, v, dout = (_shard(x, positions) for x in whole)
-    attend = way.attention(case)
-    for x in (q, k, v):
-        x.requires_grad_()
+class _Run:
+    """One way on this rank, with its shards of the whole inputs."""
 
-    def step() -> Results:
-        out = attend(q, k, v)
-        return (out, *torch.autograd.grad(out, [q, k, v], dout))
+    def __init__(
+        self, attend: Attend, whole: Sequence[torch.Tensor], positions: torch.Tensor
+    ) -> None:
+        tokens = whole[0].shape[1]
+        *self._inputs, self._dout = (_shard(x, positions) for x in whole)
+        for x in self._inputs:
+            x.requires_grad_()
+        self._attend = attend
+        self._real = (positions < tokens).to(whole[0].device)
+        self._positions = positions.to(whole[0].device)[self._real]
+        self._passes: list[Counts] = []
+        self._error = 0.0
 
-    return step
+    def step(self) -> Results:
+        """Forward and backward."""
+        out = self._attend(*self._inputs)
+        return (out, *torch.autograd.grad(out, self._inputs, self._dout))
+
+    def count(self, wanted: Results) -> None:
+        """Count what a step does, and compare what it returns with one process."""
+        with Counts() as counts:
+            results = tuple(x.detach() for x in self.step())
+        self._passes.append(counts)
+        for got, want in zip(results, wanted, strict=True):
+            distance = (got[:, self._real] - want[:, self._positions]).abs().max()
+            self._error = float(np.maximum(self._error, float(distance / want.abs().max())))
+
+    def found(self, samples: Samples) -> Found:
+        """Of the counted passes and of the timed ones."""
+        last = self._passes[-1]
+        numbers = {
+            "sent": last.data,
+            "control": last.control,
+            "kernels": last.kernels,
+            # A transfer may hold its buffer a moment longer than it has to, in one pass or the other.
+            "peak": min(counts.peak for counts in self._passes),
+            "padding": int((~self._real).sum()),
+        }
+        return Found(samples, numbers, self._error)
 
 
 def _shard(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Local tokens; padding is 0, the gradient of its output too."""
     tokens = x.shape[1]
-    local = x.detach()[:, positions.clamp(max=tokens - 1).to(x.device)]
+    local = x[:, positions.clamp(max=tokens - 1).to(x.device)]
     local[:, (positions >= tokens).to(x.device)] = 0
     return local
 
 
-def _check(
-    step: Callable[[], Results], wanted: Results, positions: torch.Tensor, tokens: int
-) -> tuple[dict[str, int], float]:
-    """Count what a step does, and compare what it returns with one process."""
-    with Counts() as counts:
-        results = tuple(x.detach() for x in step())
-    real = positions < tokens
-    here = positions[real].to(wanted[0].device)
-    error = max(
-        float((got[:, real.to(got.device)] - want[:, here]).abs().max() / want.abs().max())
-        for got, want in zip(results, wanted, strict=True)
-    )
-    padding = int((~real).sum())
-    sent = {"sent": counts.data, "control": counts.control}
-    return {**sent, "kernels": counts.kernels, "peak": counts.peak, "padding": padding}, error
-
-
-def _reference(case: Case, baseline: Callable[[], object]) -> Results:
+def _reference(whole: Sequence[torch.Tensor], alone: Step) -> Results:
     """out, dq, dk and dv of the whole sequence, computed by rank 0."""
-    shapes = [x.detach() for x in case.inputs(case.tokens)]
-    results = [torch.empty_like(x) for x in (shapes[0], *shapes)]
+    results = [torch.empty_like(x) for x in (whole[0], *whole[:3])]
     if dist.get_rank() == 0:
-        outs, gradients = baseline()  # type: ignore[misc]
+        outs, gradients = alone()  # type: ignore[misc]
         results[0].copy_(torch.cat(outs, dim=2).transpose(1, 2))
         for result, gradient in zip(results[1:], gradients, strict=True):
             result.copy_(gradient)
