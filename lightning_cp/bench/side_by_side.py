@@ -15,21 +15,22 @@ otherwise:
 * the peak of what a step allocates beyond its inputs, results included, of the rank with most;
 * the largest error of out, dq, dk and dv against one process, relative to the largest entry of each.
 
-Bytes, calls and memory are counted in a pass that is not timed.
+Bytes, calls and memory are counted in passes that are not timed. With ``--device cuda`` tensors are bfloat16,
+other packages call the real flash-attn, and both ratios are of the slowest rank's seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from lightning_cp.bench import table
 from lightning_cp.bench.case import Case
-from lightning_cp.bench.clock import Figure, cpu_of_slowest, cpu_together
+from lightning_cp.bench.clock import Figure, Samples, cpu_of_slowest, cpu_together, wall_of_slowest
 from lightning_cp.bench.peers import all_peers
 from lightning_cp.bench.processes import on_ranks
 from lightning_cp.bench.rounds import Found, measure_rank
@@ -99,6 +100,7 @@ def main() -> None:
     parser.add_argument("--packed", type=int, default=0, help="documents, of log-normal lengths")
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
         "--only", nargs="*", default=[], help="ways whose names contain one of these"
     )
@@ -108,6 +110,8 @@ def main() -> None:
     for tokens in options.tokens:
         for ranks in options.ranks:
             case = Case(tokens, ranks, kv_heads=options.kv_heads, packed=options.packed)
+            if options.device == "cuda":
+                case = replace(case, device_type="cuda", dtype=torch.bfloat16)
             ways = [way for way in every_way(case) if _asked(way.name, options.only)]
             for line in compare(case, ways, options.repeats):
                 lines.append(line)
@@ -122,15 +126,22 @@ def _asked(name: str, parts: Sequence[str]) -> bool:
 
 
 def every_way(case: Case) -> list[Sharded]:
-    """Ours first; an all-gather of all heads at once is there as a peer has it."""
-    at_once = Ours(1, case.ranks, "all_gather", kv_heads_per_gather=None)
-    return [*our_ways(case.ranks), at_once, *all_peers(case)]
+    """Ours first; an all-gather of all heads at once is there as a peer has it.
+
+    Packed documents are dealt evenly (``balanced``), and to a ring in zigzag chunks too.
+    """
+    ours = [*our_ways(case.ranks), Ours(1, case.ranks, "all_gather", kv_heads_per_gather=None)]
+    if case.packed:
+        dealt = [replace(way, layout="balanced") for way in ours]
+        ours = [*dealt, Ours(1, case.ranks, layout="zigzag")]
+    return [*ours, *all_peers(case)]
 
 
 def compare(case: Case, ways: Sequence[Sharded], repeats: int) -> Iterator[Line]:
     """A line for each way."""
     of_ranks = on_ranks(case.ranks, measure_rank, case, ways, repeats, device_type=case.device_type)
-    alone = Figure.of(of_ranks[0][0].cpu).best
+    of_one = of_ranks[0][0]
+    alone = min(of_one.cpu if case.device_type == "cpu" else of_one.wall)
     for index, way in enumerate(ways):
         yield line_of(case, way, [found[1][index] for found in of_ranks], alone)
 
@@ -140,15 +151,14 @@ def line_of(case: Case, way: Sharded, ranks: Sequence[Found | str], alone: float
     found = [rank for rank in ranks if isinstance(rank, Found)]
     if len(found) < len(ranks):
         return Line(case, way, next(rank for rank in ranks if isinstance(rank, str)))
-    samples = [rank.samples for rank in found]
-    together = cpu_together(samples)
+    together, slowest = _seconds(case, [rank.samples for rank in found])
     counts = {name: [rank.counts[name] for rank in found] for name in found[0].counts}
     return Line(
         case,
         way,
         None,
         Figure(together.best / alone, together.spread),
-        cpu_of_slowest(samples).best * case.ranks / alone,
+        slowest / alone,
         max(counts["sent"]),
         max(counts["control"]),
         sum(counts["kernels"]),
@@ -156,6 +166,14 @@ def line_of(case: Case, way: Sharded, ranks: Sequence[Found | str], alone: float
         max(counts["peak"]),
         float(np.max([rank.error for rank in found])),  # NaN stays
     )
+
+
+def _seconds(case: Case, ranks: Sequence[Samples]) -> tuple[Figure, float]:
+    """Of all ranks together, and as if all took as long as the slowest; on CUDA only the latter is known."""
+    if case.device_type == "cpu":
+        return cpu_together(ranks), cpu_of_slowest(ranks).best * case.ranks
+    wall = wall_of_slowest(ranks)
+    return Figure(wall.best * case.ranks, wall.spread), wall.best * case.ranks
 
 
 COLUMNS: dict[str, Callable[[Line], float]] = {

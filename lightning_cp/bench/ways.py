@@ -81,16 +81,17 @@ class Ours:
 
     @property
     def name(self) -> str:
-        """The mode, as the field calls it."""
+        """The mode, as the field calls it; with the layout if it is given."""
+        given = "" if self.layout is None else f", {self.layout}"
         if self.ring == 1:
             return "ulysses"
         if self.exchange == "all_gather":
             passes = (self.forward_execution, self.backward_execution)
             sizes = "" if self.ulysses == 1 else f" {self.ulysses}x{self.ring}"
             heads = ", all heads at once" if self.kv_heads_per_gather is None else ""
-            return f"zigzag_llama3{sizes} {'/'.join(passes)}{heads}"
+            return f"zigzag_llama3{sizes} {'/'.join(passes)}{heads}{given}"
         if self.ulysses > 1:
-            return f"hybrid {self.ulysses}x{self.ring}"
+            return f"hybrid {self.ulysses}x{self.ring}{given}"
         return f"{self.layout or 'zigzag'} ring"
 
     def obstacle(self, case: Case) -> str | None:
