@@ -10,7 +10,7 @@ import hydra
 from omegaconf import DictConfig
 
 from lightning_cp.config_files import config_dir
-from lightning_cp.train.folder import one_folder
+from lightning_cp.run_folder import one_folder
 
 BEGAN = time.perf_counter()
 
