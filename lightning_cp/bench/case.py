@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lightning_cp.layout import Documents, Mask, SequenceLayout, schedule
+from lightning_cp.attention.spec import AttentionSpec
+from lightning_cp.layout import Documents, SequenceLayout, schedule
 
 SIGMA = 1.5
 """Of the logarithm of the documents' lengths."""
@@ -32,6 +33,13 @@ class Case:
     """Documents of log-normal lengths that fill the sequence; 0 is one document."""
     seed: int = 0
     """Of the documents' lengths and of the inputs."""
+    window: tuple[int, int] = (-1, -1)
+    """(left, right) distances still visible; -1 is unbounded."""
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What a query may see."""
+        return AttentionSpec(causal=self.causal, window=self.window)
 
     @property
     def documents(self) -> Documents | None:
@@ -55,7 +63,7 @@ class Case:
         Backward has 2.5 times as many (five products), recomputation of the scores counted.
         """
         whole = SequenceLayout(self.tokens, 1, documents=self.documents)
-        plan = schedule(whole, self.documents or Documents.single(self.tokens), Mask(self.causal))
+        plan = schedule(whole, self.documents or Documents.single(self.tokens), self.spec.mask)
         return 4.0 * float(sum(plan.work)) * self.head_dim * self.heads * self.batch
 
     def inputs(self, tokens: int) -> list[torch.Tensor]:

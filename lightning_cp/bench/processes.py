@@ -1,11 +1,18 @@
-"""Processes that measure together: they share one process group, and each returns what it found."""
+"""Processes that measure together: they share one process group, and each returns what it found.
+
+Either they are started here, one per device of this machine, or torchrun has started them, on one node or
+several; then each of them calls :func:`on_launched_ranks`.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,9 +20,48 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from lightning_cp.errors import ConfigError
+
 T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """By device type."""
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun tells a process."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """Which process this is, of those that torchrun has started."""
+
+    rank: int
+    local_rank: int
+    count: int
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
+    """Which process this is, or ``None`` if torchrun has not started it.
+
+    Raises:
+        ConfigError: only some of torchrun's variables are there, or one is no number; or SLURM has started
+            several processes, and nobody has told them of each other.
+    """
+    given = {name: environment[name] for name in VARIABLES if name in environment}
+    if not given:
+        if environment.get("SLURM_PROCID", "0") != "0":
+            raise ConfigError(
+                "srun has started several processes that do not know each other. Start torchrun with srun, "
+                "once per node: srun --ntasks-per-node=1 torchrun --nproc-per-node=8 -m lightning_cp.bench"
+            )
+        return None
+    numbers = [given.get(name, "") for name in VARIABLES[:3]]
+    if len(given) < len(VARIABLES) or not all(number.isdecimal() for number in numbers):
+        shown = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise ConfigError(
+            f"a process that torchrun has started has {', '.join(VARIABLES)} in its environment, the first "
+            f"three of them numbers; this one has {shown}. Unset them, or start it with torchrun."
+        )
+    rank, local_rank, count = map(int, numbers)
+    return Launched(rank, local_rank, count)
 
 
 def on_ranks(
@@ -37,13 +83,38 @@ def on_ranks(
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
+        context = mp.start_processes(
             _rank,
             (count, folder, function, arguments, device_type),
             nprocs=count,
+            join=False,
             start_method="spawn",
         )
+        assert context is not None
+        try:
+            while not context.join():
+                pass
+        except BaseException:  # Ctrl-C too: whoever waits for a rank that is gone waits forever
+            for process in filter(None, context.processes):
+                process.kill()
+                process.join()
+            raise
         return [torch.load(_result(folder, rank), weights_only=False) for rank in range(count)]
+
+
+def on_launched_ranks(
+    own: Launched, function: Callable[..., T], *arguments: Any, device_type: str = "cpu"
+) -> T:
+    """Call a function on the processes that torchrun has started, each of which comes here.
+
+    Args:
+        own: which of them this is.
+        function: called with ``arguments``.
+        arguments: for it.
+        device_type: on CUDA this process takes the device of its local rank.
+    """
+    with _group(device_type, own.local_rank, init_method="env://"):
+        return function(*arguments)
 
 
 def _rank(
@@ -54,16 +125,23 @@ def _rank(
     arguments: tuple[Any, ...],
     device_type: str,
 ) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this rank at once, and in silence
+    store = dist.FileStore(str(Path(folder) / "store"), count)
+    with _group(device_type, rank, store=store, rank=rank, world_size=count):
+        torch.save(function(*arguments), _result(folder, rank))
+
+
+@contextmanager
+def _group(device_type: str, device_index: int, **how: Any) -> Iterator[None]:
+    """A process group around the block, at whose end all ranks wait for each other."""
     torch.set_num_threads(1)
     device: torch.device | None = None
     if device_type == "cuda":
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", device_index)
         torch.cuda.set_device(device)
-    store = dist.FileStore(str(Path(folder) / "store"), count)
-    backend = BACKENDS[device_type]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=count, device_id=device)
+    dist.init_process_group(BACKENDS[device_type], device_id=device, **how)
     try:
-        torch.save(function(*arguments), _result(folder, rank))
+        yield
         dist.barrier()
     except Exception:
         traceback.print_exc()  # the others may wait for this rank: say why before they are stopped

@@ -1,8 +1,8 @@
-"""Markdown tables, a row at a time."""
+"""Markdown tables, a row at a time or whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def head(columns: Iterable[str]) -> str:
@@ -14,3 +14,17 @@ def head(columns: Iterable[str]) -> str:
 def row(cells: Iterable[object]) -> str:
     """One line."""
     return f"| {' | '.join(str(cell) for cell in cells)} |"
+
+
+def aligned(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A whole table that reads well as it is: the first column to the left, the others to the right."""
+    lines = [list(columns), *([str(cell) for cell in cells] for cells in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
+    first, *others = (_padded(cells, widths) for cells in lines)
+    return "\n".join([row(first), row(rule), *map(row, others)])
+
+
+def _padded(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+    left = cells[0].ljust(widths[0])
+    return [left, *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))]
