@@ -10,9 +10,10 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException, MissingConfigException
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp import UlyssesRingStrategy
+from lightning_cp.bench.settings import Settings
 from lightning_cp.config_files import config_dir
 from lightning_cp.data import ByteDataModule
 from lightning_cp.errors import ConfigError
@@ -37,6 +38,7 @@ OTHERS = {
     "hydra/launcher/slurm.yaml",
     "compare/compare.yaml",
     "compare/experiment/mode_matrix.yaml",
+    "bench/bench.yaml",
 }
 """Files with a test of their own below."""
 
@@ -114,6 +116,15 @@ def test_the_mode_matrix_is_made_of_runs_that_compose_and_instantiate() -> None:
     assert sizes.pop("baseline_9_heads") == (1, 9)
     gathers = {"gather_1x4", "gather_2x2"}
     assert set(sizes) == {"3x1", "1x4", "3x2", "4x2", "2x4", "8x1", "1x8"} | gathers
+
+
+def test_the_measurements_compose_and_leave_everything_open() -> None:
+    with initialize_config_dir(str(CONFIGS / "bench"), version_base="1.3"):
+        config = OmegaConf.to_container(compose("bench"))
+    assert isinstance(config, dict)
+    settings = Settings.of({str(name): value for name, value in config.items()})
+    assert settings.devices >= 1
+    assert settings.modes == ()
 
 
 def test_strategies_that_run_one_process_or_several() -> None:

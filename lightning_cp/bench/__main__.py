@@ -1,0 +1,74 @@
+"""Hydra entry point: measure this machine, print what it reaches and write it down."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_cp.config_files import config_dir
+from lightning_cp.errors import LightningCPError
+from lightning_cp.run_folder import one_folder
+
+INTERRUPTED = 130  # what a shell reports for Ctrl-C
+
+
+def bench(config: DictConfig, folder: Path) -> None:
+    """Measure on processes that torchrun has started, or on fresh ones, one per device.
+
+    Args:
+        config: see ``configs/bench/bench.yaml``.
+        folder: gets ``bench.json``, ``hardware.json`` and a picture of each suite.
+
+    Raises:
+        ConfigError: settings that make no sense here.
+        torch.multiprocessing.ProcessException: a rank failed.
+    """
+    from lightning_cp.bench import suites
+    from lightning_cp.bench.processes import launched, on_launched_ranks, on_ranks
+    from lightning_cp.bench.settings import Settings
+
+    own = launched()
+    plain: Any = OmegaConf.to_container(config, resolve=True)
+    settings = Settings.of(plain, own)
+    suites.check(settings)
+    device_type = settings.device_type
+    if own is None:
+        on_ranks(settings.devices, suites.run, settings, folder, device_type=device_type)
+    else:
+        on_launched_ranks(own, suites.run, settings, folder, device_type=device_type)
+
+
+@hydra.main(version_base="1.3", config_path=str(config_dir() / "bench"), config_name="bench")
+def main(config: DictConfig) -> None:
+    """Measure; exit with status 1 if that is refused or fails."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+    from torch.multiprocessing.spawn import ProcessException
+
+    try:
+        bench(config, Path(HydraConfig.get().runtime.output_dir))
+    except (LightningCPError, ProcessException) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        print(_told(error), file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("\nInterrupted; suites that were done are kept.", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+
+
+def _told(error: Exception) -> str:
+    if not isinstance(error, LightningCPError):
+        return "A rank failed, as shown above; suites that were done are kept."
+    hint = "(HYDRA_FULL_ERROR=1 shows where it was raised.)"
+    return f"{type(error).__name__}: {error}\n{hint}"
+
+
+if __name__ == "__main__":
+    with one_folder(sys.argv):
+        main()

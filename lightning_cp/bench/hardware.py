@@ -1,0 +1,209 @@
+"""``hardware.json``: what a machine reaches, as far as a planner needs to know it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.layout.cost import CostModel
+
+SCHEMA = 1
+"""Of the file. A reader refuses other numbers; fields may be added without a new one."""
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class KernelRate:
+    """The fastest kernel for one dtype, head dim and mask, with the sequence at which it was fastest."""
+
+    kernel: str
+    dtype: str
+    head_dim: int
+    mask: str
+    """full, causal, window (an eighth of the sequence) or packed (log-normal documents)."""
+    tokens: int
+    forward_tflops: float
+    """10^12 operations a second of one device, of visible pairs: 4 x head dim for each pair and head."""
+    backward_tflops: float
+    """The same, 2.5 times as many operations."""
+
+
+@dataclass(frozen=True)
+class LinkRate:
+    """One collective along one axis of the mesh."""
+
+    axis: str
+    """ring, ulysses or loss."""
+    collective: str
+    """p2p, all-gather, reduce-scatter; all-to-all; all-reduce."""
+    ulysses_size: int
+    ring_size: int
+    gigabytes_per_second: float
+    """10^9 bytes that a rank sends to others a second, with the message at which that is most."""
+    latency_seconds: float
+    """Of the smallest message."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a machine reaches.
+
+    Raises:
+        ConfigError: a number that is not positive and finite, naming it.
+    """
+
+    device_type: str
+    device_name: str
+    devices: int
+    """That were measured together, one process each."""
+    devices_per_node: int
+    memory_bytes: int
+    """Of one device; on CPU an equal share of the node's."""
+    torch_version: str
+    backend: str
+    """Of the process group: gloo or nccl."""
+    kernels: tuple[KernelRate, ...] = ()
+    links: tuple[LinkRate, ...] = ()
+    """Empty where there was one device."""
+
+    def __post_init__(self) -> None:
+        for part in (self, *self.kernels, *self.links):
+            for name, value in _numbers(part).items():
+                if not math.isfinite(value) or value <= 0:
+                    raise ConfigError(
+                        f"hardware: {name} of {type(part).__name__} must be a positive number, got {value}."
+                    )
+
+    def save(self, file: Path) -> None:
+        """Write the JSON file."""
+        file.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, file: Path | str) -> Hardware:
+        """Read the JSON file.
+
+        Raises:
+            ConfigError: no such file, or not one of this schema; names what is wrong.
+        """
+        given = _read(Path(file))
+        schema = given.pop("schema", None)
+        if schema != SCHEMA:
+            raise ConfigError(
+                f"{file} has schema {schema}, and this version reads {SCHEMA}. {_AGAIN}"
+            )
+        parts = {
+            "kernels": tuple(
+                _made(KernelRate, x, where) for x, where in _list(given, "kernels", file)
+            ),
+            "links": tuple(_made(LinkRate, x, where) for x, where in _list(given, "links", file)),
+        }
+        return _made(cls, {**given, **parts}, str(file))
+
+    def kernel(self, dtype: str, head_dim: int, mask: str = "causal") -> KernelRate:
+        """The fastest kernel that was measured.
+
+        Raises:
+            ConfigError: nothing was measured with that; names what was.
+        """
+        for rate in self.kernels:
+            if (rate.dtype, rate.head_dim, rate.mask) == (dtype, head_dim, mask):
+                return rate
+        there = "; ".join(f"{r.dtype}, head dim {r.head_dim}, {r.mask}" for r in self.kernels)
+        raise ConfigError(
+            f"no kernel was measured with {dtype}, head dim {head_dim}, {mask}. There is: "
+            f"{there or 'none'}. Measure it: python -m lightning_cp.bench dtype={dtype} head_dim={head_dim}"
+        )
+
+    def link(self, axis: str, collective: str, size: int | None = None) -> LinkRate:
+        """A collective along an axis of some ranks; of the largest size that was measured by default.
+
+        Raises:
+            ConfigError: nothing was measured with that; names what was.
+        """
+        found = [r for r in self.links if (r.axis, r.collective) == (axis, collective)]
+        fitting = [rate for rate in found if size in (None, _size(rate))]
+        if not fitting:
+            there = ", ".join(f"{r.collective} along {r.axis} of {_size(r)}" for r in self.links)
+            raise ConfigError(
+                f"{collective} along {axis}{f' of {size} ranks' if size else ''} was not measured. There is: "
+                f"{there or 'none, which needs two devices'}."
+            )
+        return max(fitting, key=_size)
+
+    def cost_model(
+        self, *, heads: int, kv_heads: int, head_dim: int, dtype: str, ring_size: int | None = None
+    ) -> CostModel:
+        """What this machine's ring costs a model, for ``choose_layout(..., cost=...)``.
+
+        Args:
+            heads: query heads of a Ulysses rank.
+            kv_heads: key/value heads of it.
+            head_dim: entries per head.
+            dtype: of q, k and v.
+            ring_size: of which ring; of the largest that was measured by default.
+
+        Raises:
+            ConfigError: that was not measured.
+        """
+        kernel, ring = self.kernel(dtype, head_dim), self.link("ring", "p2p", ring_size)
+        return CostModel.of_machine(
+            kernel.forward_tflops * 1e12,
+            ring.gigabytes_per_second * 1e9,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            itemsize=ITEMSIZE[dtype],
+            seconds_per_hop=ring.latency_seconds,
+        )
+
+
+T = TypeVar("T", KernelRate, LinkRate, Hardware)
+_AGAIN = "python -m lightning_cp.bench writes a new one."
+
+
+def _size(rate: LinkRate) -> int:
+    """Ranks of the axis."""
+    sizes = {"ulysses": rate.ulysses_size, "ring": rate.ring_size}
+    return sizes.get(rate.axis, rate.ulysses_size * rate.ring_size)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        given = json.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror}). {_AGAIN}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON ({error}). {_AGAIN}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"{file} is a JSON {type(given).__name__}, not an object. {_AGAIN}")
+    return given
+
+
+def _list(given: Mapping[str, Any], name: str, file: Path | str) -> list[tuple[Any, str]]:
+    """The objects of a list, each with its place for messages."""
+    value = given.get(name)
+    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
+        raise ConfigError(f"{file}: {name} must be a list of objects. {_AGAIN}")
+    return [(part, f"{file}: {name}[{at}]") for at, part in enumerate(value)]
+
+
+def _made(kind: type[T], given: Mapping[str, Any], where: str) -> T:
+    """An object of its fields; others, of later versions, are left out."""
+    kinds = {"str": str, "int": int, "float": (int, float)}
+    values: dict[str, Any] = {}
+    for field in fields(kind):
+        value, wanted = given.get(field.name), kinds.get(str(field.type), tuple)
+        if not isinstance(value, wanted) or isinstance(value, bool):  # type: ignore[arg-type]
+            shown = "nothing" if field.name not in given else repr(value)
+            raise ConfigError(f"{where}: {field.name} must be {field.type}, got {shown}. {_AGAIN}")
+        values[field.name] = value
+    return kind(**values)
+
+
+def _numbers(part: object) -> dict[str, float]:
+    return {name: value for name, value in vars(part).items() if isinstance(value, int | float)}

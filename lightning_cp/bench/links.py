@@ -1,0 +1,167 @@
+"""How fast messages travel along each axis of the mesh, by the functions that attention uses.
+
+All groups of an axis are busy at once, as they are in training. Figures are of the slowest rank. A rank's
+rate is what *it sends to others* over time, while it receives as much: the bytes that
+``layout/traffic.py`` counts, and an all-reduce sends twice its share of the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from lightning_cp.axes import Axis, Flat
+from lightning_cp.bench.clock import wall_of_slowest
+from lightning_cp.bench.settings import Settings
+from lightning_cp.bench.together import together
+from lightning_cp.bench.ways import Step
+from lightning_cp.comm.all_gather import start_all_gather, start_reduce_scatter
+from lightning_cp.comm.all_to_all import scatter_heads
+from lightning_cp.comm.reduce import all_sum
+from lightning_cp.comm.ring import start_transfer
+from lightning_cp.mesh import ContextParallelMesh
+
+HEAD_DIM = 64
+ENTRY = 4
+"""Bytes of a float32."""
+AT_ONCE = 4 << 20
+"""Bytes sent between two looks at the clock, if messages are smaller; at most ``MOST`` of them."""
+MOST = 50
+
+
+@dataclass(frozen=True)
+class LinkRow:
+    """One collective along one axis, with messages of one size."""
+
+    axis: str
+    collective: str
+    ulysses_size: int
+    ring_size: int
+    bytes: int
+    """That a rank sends to others at each call."""
+    seconds: float
+    """Of a call, of the slowest rank, the least of the repeats."""
+    gigabytes_per_second: float
+    """10^9 bytes that a rank sends a second."""
+    latency: bool
+    """Whether the message is so small that ``seconds`` is the latency."""
+    spread: float
+
+
+class Call(NamedTuple):
+    """A collective with its tensors made."""
+
+    step: Step
+    sent: int
+    """Bytes."""
+
+
+Maker = Callable[[ContextParallelMesh, int], Call]
+"""Given the mesh and about how many bytes a rank shall send."""
+
+
+def measure_links(settings: Settings, tell: Callable[[str], None]) -> list[LinkRow]:
+    """Every axis of every split of the ranks; on all ranks, which find the same.
+
+    Args:
+        settings: how many ranks, and which sizes.
+        tell: told what is measured now.
+    """
+    ranks = settings.devices
+    rows: list[LinkRow] = []
+    for ulysses in (u for u in range(ranks, 0, -1) if ranks % u == 0):
+        mesh = ContextParallelMesh(ranks // ulysses, ulysses, settings.device_type)
+        for axis, collective, make in collectives(mesh):
+            tell(f"{collective} along {axis}, ulysses {ulysses} x ring {ranks // ulysses}")
+            found = _sizes(axis, collective, make, mesh, settings)
+            rows += found
+        mesh.destroy()
+    return rows
+
+
+def collectives(mesh: ContextParallelMesh) -> list[tuple[str, str, Maker]]:
+    """What travels along the axes of a mesh that have several ranks: axis, collective, how it is called."""
+    found: list[tuple[str, str, Maker]] = []
+    if mesh.ulysses_size > 1:
+        found.append((Axis.ULYSSES.value, "all-to-all", _all_to_all))
+    if mesh.ring_size > 1:
+        found.append((Axis.RING.value, "p2p", _p2p))
+        found.append((Axis.RING.value, "all-gather", _all_gather))
+        found.append((Axis.RING.value, "reduce-scatter", _reduce_scatter))
+    if mesh.ring_size == mesh.cp_size:  # every rank, however they are split: once is enough
+        found.append((Flat.LOSS.value, "all-reduce", _all_reduce))
+    return found
+
+
+def _sizes(
+    axis: str, collective: str, make: Maker, mesh: ContextParallelMesh, settings: Settings
+) -> Iterator[LinkRow]:
+    """A row for the smallest message there is, and one for each size that was asked for."""
+    for size in (0, *settings.message_bytes):
+        call = make(mesh, size)
+        count = max(1, min(MOST, AT_ONCE // call.sent))
+        figure = wall_of_slowest(together(_repeated(call.step, count), settings))
+        seconds = figure.best / count
+        rate = call.sent / seconds / 1e9
+        sizes = (mesh.ulysses_size, mesh.ring_size)
+        yield LinkRow(axis, collective, *sizes, call.sent, seconds, rate, size == 0, figure.spread)
+
+
+def _repeated(step: Step, count: int) -> Step:
+    def repeated() -> None:
+        for _ in range(count):
+            step()
+
+    return repeated
+
+
+def _p2p(mesh: ContextParallelMesh, size: int) -> Call:
+    """To the next rank of the ring, from the one before: a hop."""
+    group, rank, ranks = mesh.group(Axis.RING), mesh.ring_rank, mesh.ring_size
+    x = _tokens(mesh, size, 1)
+
+    def step() -> object:
+        ahead, behind = (rank + 1) % ranks, (rank - 1) % ranks
+        return start_transfer(x, ahead, x.shape, behind, x, group).wait()
+
+    return Call(step, x.nbytes)
+
+
+def _all_to_all(mesh: ContextParallelMesh, size: int) -> Call:
+    """A head for each rank of the Ulysses group: tokens are traded for heads."""
+    group, rank, ranks = mesh.group(Axis.ULYSSES), mesh.ulysses_rank, mesh.ulysses_size
+    x_BLHD = _tokens(mesh, size, ranks - 1).unsqueeze(1).repeat(1, ranks, 1).unsqueeze(0)
+    ranges = [(head, head + 1) for head in range(ranks)]
+    sent = x_BLHD.nbytes // ranks * (ranks - 1)
+    return Call(lambda: scatter_heads(x_BLHD, ranges, rank, group).wait(), sent)
+
+
+def _all_gather(mesh: ContextParallelMesh, size: int) -> Call:
+    """A rank's keys, to every other rank of the ring."""
+    group, others = mesh.group(Axis.RING), mesh.ring_size - 1
+    x = _tokens(mesh, size, others)
+    return Call(lambda: start_all_gather(x, group).wait(), x.nbytes * others)
+
+
+def _reduce_scatter(mesh: ContextParallelMesh, size: int) -> Call:
+    """Gradients of all keys, to the ranks that hold the keys."""
+    group, others = mesh.group(Axis.RING), mesh.ring_size - 1
+    x = _tokens(mesh, size, others).repeat(mesh.ring_size, 1)
+    return Call(lambda: start_reduce_scatter(x, group).wait(), x.nbytes // mesh.ring_size * others)
+
+
+def _all_reduce(mesh: ContextParallelMesh, size: int) -> Call:
+    """Gradients of parameters; a ring of N ranks sends 2 (N-1)/N of the tensor."""
+    group, ranks = mesh.group(Flat.LOSS), mesh.cp_size
+    x = _tokens(mesh, size, 2 * (ranks - 1)).repeat(ranks, 1)
+    return Call(lambda: all_sum(x, group), x.nbytes // ranks * 2 * (ranks - 1))
+
+
+def _tokens(mesh: ContextParallelMesh, size: int, parts: int) -> torch.Tensor:
+    """float32 [tokens, head dim], of which ``parts`` are about ``size`` bytes; at least one token."""
+    tokens = max(1, math.ceil(size / (parts * HEAD_DIM * ENTRY)))
+    return torch.ones(tokens, HEAD_DIM, device=mesh.device_type)

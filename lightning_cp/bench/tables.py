@@ -1,0 +1,193 @@
+"""The tables of each suite: Markdown that reads well on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+from lightning_cp.bench.kernels import KernelRow
+from lightning_cp.bench.links import LinkRow
+from lightning_cp.bench.modes import ModeRow
+from lightning_cp.bench.table import aligned
+
+Row = TypeVar("Row")
+
+
+class Unit(NamedTuple):
+    """Of rates: GPUs do 10^12 operations a second, a core of a CPU 10^9."""
+
+    name: str
+    tflops: float
+
+    @classmethod
+    def of(cls, tflops: Iterable[float | None]) -> Unit:
+        """One in which the largest is above 1."""
+        large = max((rate for rate in tflops if rate is not None), default=0.0) >= 1
+        return cls("TFLOP/s", 1.0) if large else cls("GFLOP/s", 1e-3)
+
+    def of_tflops(self, rate: float | None) -> float | None:
+        """In this unit."""
+        return None if rate is None else rate / self.tflops
+
+
+KERNELS = (
+    "kernel",
+    "tokens",
+    "forward",
+    "backward",
+    "both",
+    "forward, ms",
+    "backward, ms",
+    "spread",
+)
+LINKS = ("axis, collective", "mesh", "latency, us")
+MODES = ("way", "compute", "comm", "both", "exposed", "overlap", "eff.")
+CPU = ("CPU-seconds", "compute", "comm", "both", "one process", "both / one", "spread")
+"""All ranks together."""
+
+
+def kernel_tables(rows: Sequence[KernelRow]) -> str:
+    """A table for each mask, dtype and head dim; then what was not measured, and why."""
+    measured = [row for row in rows if row.obstacle is None]
+    unit = Unit.of([row.both_tflops for row in measured])
+    tables: list[str] = []
+    for (mask, *_), part in grouped(measured, lambda r: (r.mask, r.dtype, r.head_dim)):
+        title = f"### {mask}, {_shape(part[0])}: {unit.name} of a device"
+        tables.append(f"{title}\n\n{aligned(KERNELS, [_kernel(row, unit) for row in part])}")
+    return "\n\n".join([*tables, *_not_measured(rows)])
+
+
+def _kernel(row: KernelRow, unit: Unit) -> list[str]:
+    rates = map(unit.of_tflops, (row.forward_tflops, row.backward_tflops, row.both_tflops))
+    times = (row.forward_seconds, row.backward_seconds)
+    shown = [*map(_significant, rates), *map(_ms, times)]
+    return [row.kernel, f"{row.tokens:,}", *shown, _percent(row.spread)]
+
+
+def _not_measured(rows: Sequence[KernelRow]) -> list[str]:
+    """Each kernel with its obstacles, and the masks that they are in the way of unless it is all of them."""
+    masks = list(dict.fromkeys(row.mask for row in rows))
+    lines: list[str] = []
+    refused = [row for row in rows if row.obstacle is not None]
+    for (kernel, why), part in grouped(refused, lambda r: (r.kernel, r.obstacle)):
+        of = list(dict.fromkeys(row.mask for row in part))
+        lengths = sorted(
+            {row.tokens for row in rows if row.kernel == kernel} - {r.tokens for r in part}
+        )
+        where = "" if of == masks else f", {' and '.join(of)}"
+        where += f", {part[0].tokens:,} tokens" if lengths and len(part) == 1 else ""
+        lines.append(f"- {kernel}{where}: {why}")
+    return ["\n".join(["Not measured:", *lines])] if lines else []
+
+
+def link_tables(rows: Sequence[LinkRow]) -> str:
+    """One table: GB/s by the bytes that a rank sends."""
+    sizes = sorted({rounded(row.bytes) for row in rows if not row.latency})
+    lines = []
+    for (axis, collective, *mesh), part in grouped(
+        rows, lambda r: (r.axis, r.collective, r.ulysses_size, r.ring_size)
+    ):
+        latency = next(row.seconds for row in part if row.latency)
+        rates = {rounded(r.bytes): r.gigabytes_per_second for r in part if not r.latency}
+        cells = [_significant(rates.get(size)) for size in sizes]
+        spread = max(row.spread for row in part if not row.latency)
+        mesh_shown = "x".join(map(str, mesh))
+        lines.append(
+            [f"{axis}, {collective}", mesh_shown, f"{latency * 1e6:.0f}", *cells, _percent(spread)]
+        )
+    note = "GB/s that a rank sends while it receives as much; mesh is ulysses x ring."
+    return f"{note}\n\n{aligned([*LINKS, *map(size_shown, sizes), 'spread'], lines)}"
+
+
+def rounded(size: int) -> int:
+    """Sizes of messages come in whole tokens, so that those of one column differ a little."""
+    return 1 << round(size - 1).bit_length()
+
+
+def size_shown(size: int) -> str:
+    """64 KiB, 1 MiB, ..."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size} {unit}"
+        size //= 1024
+    return f"{size} GiB"
+
+
+def mode_tables(rows: Sequence[ModeRow]) -> str:
+    """For each sequence and pass a table of milliseconds, and on CPU one of CPU-seconds."""
+    unit = Unit.of([row.tflops for row in rows])
+    tables: list[str] = []
+    for _, part in grouped(rows, mode_group):
+        tables.append(_title(part[0]))
+        measured = [row for row in part if row.obstacle is None]
+        if measured:
+            head = [*MODES, unit.name, "spread"]
+            tables.append(aligned(head, [_mode(row, unit) for row in measured]))
+        if on_cpu := [row for row in measured if row.cpu is not None]:
+            tables.append(aligned(CPU, map(_cpu, on_cpu)))
+        refused = [f"- {row.way}: {row.obstacle}" for row in part if row.obstacle]
+        tables += ["\n".join(["Not measured:", *refused])] if refused else []
+    return "\n\n".join(tables)
+
+
+def mode_group(row: ModeRow) -> tuple[str, int, int, int, bool]:
+    """What the rows of one table share."""
+    return row.dtype, row.head_dim, row.tokens, row.documents, row.backward
+
+
+def _title(row: ModeRow) -> str:
+    what = f"{row.documents} packed documents" if row.documents else "dense"
+    passes = "forward + backward" if row.backward else "forward"
+    one = "" if row.one is None else f"; one process: {_ms(row.one)} ms"
+    return (
+        f"### {row.tokens:,} tokens on {row.ranks} ranks, {what}, causal, {passes}\n\n"
+        f"{_shape(row)}; milliseconds{one}"
+    )
+
+
+def _mode(row: ModeRow, unit: Unit) -> list[str]:
+    times = map(_ms, (row.compute, row.comm, row.both, row.exposed))
+    shares = map(_percent, (row.overlap, row.efficiency))
+    rate = _significant(unit.of_tflops(row.tflops))
+    return [_short(row), *times, *shares, rate, _percent(row.spread)]
+
+
+def _cpu(row: ModeRow) -> list[str]:
+    seconds = (row.cpu_compute, row.cpu_comm, row.cpu, row.cpu_one)
+    shown = ["-" if value is None else f"{value:.4f}" for value in seconds]
+    ratio = "-" if row.cpu_ratio is None else f"{row.cpu_ratio:.3f}"
+    return [_short(row), *shown, ratio, _percent(row.cpu_spread)]
+
+
+def _short(row: ModeRow) -> str:
+    """The way's name, so that a table has 110 columns."""
+    return row.way.replace("two_kernel", "two")
+
+
+def _shape(row: KernelRow | ModeRow) -> str:
+    return f"{row.dtype}, {row.heads} heads, {row.kv_heads} K/V heads, head dim {row.head_dim}"
+
+
+def grouped(
+    rows: Iterable[Row], key: Callable[[Row], Hashable]
+) -> list[tuple[tuple[object, ...], list[Row]]]:
+    """Rows of equal keys together, in the order in which keys first come."""
+    found: dict[Hashable, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return [(k if isinstance(k, tuple) else (k,), part) for k, part in found.items()]
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.2f}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _significant(value: float | None) -> str:
+    """Three digits, never in powers of ten."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}" if value >= 0.001 else f"{value:.4f}"

@@ -1,0 +1,85 @@
+"""Which ways to share a sequence are measured, and what of it makes no sense."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+
+from lightning_cp.bench.case import Case
+from lightning_cp.bench.settings import Settings
+from lightning_cp.bench.ways import Ours, Way, our_ways
+from lightning_cp.errors import ConfigError
+
+PEERS = "lightning_cp.bench.peers"
+"""Other implementations; ``peer_ways(case)`` gives those that are installed."""
+
+
+def check_devices(settings: Settings) -> None:
+    """Refuse one device.
+
+    Raises:
+        ConfigError: that.
+    """
+    if settings.devices == 1:
+        raise ConfigError(
+            "links and modes are about devices that work together, and there is one. Take "
+            "suites=[kernels], or more devices."
+        )
+
+
+def check(settings: Settings) -> None:
+    """Refuse what no way can share, before any process is started.
+
+    Raises:
+        ConfigError: lengths that do not divide, names that no way has, or none that can share it.
+    """
+    ranks = settings.devices
+    for tokens in settings.tokens:
+        if tokens % (2 * ranks):
+            below, above = tokens // (2 * ranks) * 2 * ranks, -(-tokens // (2 * ranks)) * 2 * ranks
+            near = f"{below} or {above}" if below else str(above)
+            raise ConfigError(
+                f"tokens={tokens} does not divide into 2 chunks for each of {ranks} ranks, and padding would "
+                f"be measured along. {near} works."
+            )
+    case, *_ = settings.cases(ranks)
+    obstacles = {way.name: way.obstacle(case) for way in chosen_ways(settings, case)}
+    if all(obstacles.values()):
+        told = "; ".join(f"{name}: {why}" for name, why in obstacles.items())
+        raise ConfigError(f"none of the modes can share the sequence. {told}.")
+
+
+def chosen_ways(settings: Settings, case: Case) -> list[Way]:
+    """The ways that ``settings.modes`` names; all of them if it is empty.
+
+    Raises:
+        ConfigError: a name that no way has.
+    """
+    every = every_way(settings, case)
+    for name in settings.modes:
+        if not any(name in _names_of(way) for way in every):
+            names = ", ".join(way.name for way in every)
+            more = " hybrid needs 4 devices." if name == "hybrid" and settings.devices < 4 else ""
+            raise ConfigError(
+                f"modes names {name}, but on {settings.devices} ranks there are {names}.{more}"
+            )
+    return [way for way in every if not settings.modes or _names_of(way) & set(settings.modes)]
+
+
+def every_way(settings: Settings, case: Case) -> list[Way]:
+    """Ours, and those of other implementations that are installed."""
+    ours = [replace(way, kernel=settings.kernel) for way in our_ways(settings.devices)]
+    return [*ours, *_peers(case)]
+
+
+def _peers(case: Case) -> list[Way]:
+    if find_spec(PEERS) is None:
+        return []
+    return list(import_module(PEERS).peer_ways(case))
+
+
+def _names_of(way: Way) -> set[str]:
+    """What a way is called: its name; ours by each word of it too, others by the first, their package."""
+    words = way.name.split()
+    return {way.name, *(["ours", *words] if isinstance(way, Ours) else words[:1])}
