@@ -109,10 +109,11 @@ def check(settings: Settings) -> None:
             f"them. kv_heads may be {', '.join(map(str, fitting))}."
         )
     every = chosen(settings)
+    masks = settings.masks if "kernels" in settings.suites else ("causal",)
     for case in settings.cases(1):
-        found = [settings.masked(case, mask) for mask in settings.masks or ("causal",)]
+        found = [settings.masked(case, mask) for mask in masks]
         if all(obstacle(kernel, one) for kernel in every.values() for one in found):
-            told = explain_kernels(settings.kernel, request_of(case))
+            told = explain_kernels(settings.kernel, request_of(found[0]))
             raise ConfigError(f"there is nothing to measure.\n{told}")
 
 

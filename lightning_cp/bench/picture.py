@@ -82,7 +82,7 @@ def _bars(axis: Any, rows: Sequence[ModeRow], ways: Sequence[str]) -> None:
     for row in rows:
         at, both = ways.index(row.way), (row.both or 0.0) * 1e3
         if row.compute is None:
-            axis.barh(at, both, color="lightgray", label="both")
+            axis.barh(at, both, color="lightgray", label="both, not taken apart")
         else:
             compute = min(row.compute * 1e3, both)
             axis.barh(at, compute, color="C0", label="compute")

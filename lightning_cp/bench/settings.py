@@ -84,7 +84,9 @@ class Settings:
         devices = _devices(given["devices"], device_type, own)
         auto = SUITES if devices > 1 else SUITES[:1]
         documents = _integer("documents", given["documents"], 0)
-        masks = _names("masks", given["masks"], MASKS, MASKS)
+        masks = _names("masks", given["masks"], MASKS, MASKS if documents else MASKS[:-1])
+        if "packed" in masks and not documents:
+            raise ConfigError("masks=[packed] needs documents, and documents=0. Give documents=16.")
         return cls(
             suites=_names("suites", given["suites"], SUITES, auto),
             device_type=device_type,
@@ -95,7 +97,7 @@ class Settings:
             head_dims=_integers("head_dim", given["head_dim"]),
             dtypes=_names("dtype", given["dtype"], tuple(DTYPES), ()),
             documents=documents,
-            masks=tuple(mask for mask in masks if mask != "packed" or documents),
+            masks=masks,
             kernel=str(given["kernel"]),
             modes=() if given["modes"] == "auto" else tuple(map(str, _many(given["modes"]))),
             message_bytes=_integers("message_bytes", given["message_bytes"]),

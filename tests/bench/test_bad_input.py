@@ -54,6 +54,8 @@ REFUSED = [
         r"dtype=\[float8\] names float8. Known: float32, bfloat16, float16, float64",
     ),
     (("kernel=flash_attn",), "(?s)nothing to measure.*flash_attn_2: runs on cuda, not cpu"),
+    (("kernel=aten", "masks=[window]"), "(?s)nothing to measure.*aten_cpu_flash: has no band mask"),
+    (("documents=0", "masks=[packed]"), "masks=.packed. needs documents, and documents=0"),
     (("kernel=flash",), "unknown kernel flash. Known: auto, aten, flash_attn, flash_attn_3"),
     (
         ("devices=2", "modes=[ring,double]"),

@@ -14,7 +14,7 @@ from lightning_cp.bench.ways import our_ways
 from tests.bench.configured import TINY
 from tests.launch.start import all_succeeded, finish, program, ranks, torchrun_variables
 
-COMMAND = ("-m", "lightning_cp.bench", *TINY)
+COMMAND = ("-m", "lightning_cp.bench", *TINY, "modes=[ours]")
 MASKS = ("full", "causal", "window", "packed")
 LINKS = {
     ("ulysses", "all-to-all", 2, 1),
