@@ -25,6 +25,7 @@ from lightning_cp.bench.case import Case
 from lightning_cp.bench.ways import Ours, Step
 from lightning_cp.kernels.api import QKV, Capabilities, Kernel, Merged, Scores
 from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.kernels.sums import GradientSums
 from lightning_cp.layout import Tile
 from lightning_cp.mesh import ContextParallelMesh
 
@@ -44,7 +45,7 @@ def plan_of(
 ) -> AttentionPlan:
     """This rank's plan of a way for its q, k and v; the ranks need not agree on it any more."""
     passes = (way.forward_execution, way.backward_execution)
-    exchange = Exchange(way.exchange, *passes, vars(way).get("kv_heads_per_gather", 1))
+    exchange = Exchange(way.exchange, *passes, way.kv_heads_per_gather)
     q, k, v = inputs
     layout = way.sequence_layout(case)
     return make_plan(q, k, v, mesh, layout, case.spec, way.kernel, exchange=exchange)
@@ -126,7 +127,7 @@ class SilentKernel:
         inputs: QKV,
         tiles: Sequence[Tile],
         scores: Scores,
-        gradients: QKV,
+        gradients: GradientSums,
     ) -> None:
         """Nothing."""
 

@@ -29,6 +29,7 @@ from lightning_cp.kernels.api import (
     kernels,
 )
 from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.kernels.sums import GradientSums
 from lightning_cp.layout import SequenceLayout, schedule
 
 
@@ -77,8 +78,13 @@ def passes(kernel: Kernel, case: Case) -> Passes:
         return state.result(case.dtype)
 
     merged = Merged(torch.randn_like(inputs.q), *forward())
-    gradients = QKV(*(torch.zeros_like(x, dtype=dtype) for x in inputs))
-    return Passes(forward, lambda: kernel.backward(merged, inputs, tiles, scores, gradients))
+
+    def backward() -> tuple[torch.Tensor, ...]:
+        gradients = GradientSums.like(inputs, dtype)
+        kernel.backward(merged, inputs, tiles, scores, gradients)
+        return tuple(gradient.result for gradient in gradients)
+
+    return Passes(forward, backward)
 
 
 def obstacle(kernel: Kernel, case: Case) -> str | None:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from lightning_cp.attention.api import context_parallel_attention
-from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.bench.case import Case
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.layout.gathered import EXECUTIONS
@@ -112,7 +111,7 @@ class Ours:
     def attention(self, case: Case) -> Attend:
         """The call, on a mesh of its own."""
         mesh = ContextParallelMesh(self.ring, self.ulysses, case.device_type)
-        layout, spec = self.sequence_layout(case), AttentionSpec(causal=case.causal)
+        layout, spec = self.sequence_layout(case), case.spec
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return context_parallel_attention(
@@ -141,7 +140,9 @@ class OneProcess:
     name: str = "one process"
 
     def obstacle(self, case: Case) -> str | None:
-        """It computes every case, alone."""
+        """It computes every case but windows, alone."""
+        if case.window != (-1, -1):
+            return "scaled_dot_product_attention has no window"
         return None if case.ranks == 1 else "is for one rank"
 
     def step(self, case: Case, *, backward: bool = True) -> Step:

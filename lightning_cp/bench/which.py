@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import import_module
-from importlib.util import find_spec
 
 from lightning_cp.bench.case import Case
+from lightning_cp.bench.peers import peer_ways
 from lightning_cp.bench.settings import Settings
 from lightning_cp.bench.ways import Ours, Way, our_ways
 from lightning_cp.errors import ConfigError
-
-PEERS = "lightning_cp.bench.peers"
-"""Other implementations; ``peer_ways(case)`` gives those that are installed."""
 
 
 def check_devices(settings: Settings) -> None:
@@ -70,13 +66,7 @@ def chosen_ways(settings: Settings, case: Case) -> list[Way]:
 def every_way(settings: Settings, case: Case) -> list[Way]:
     """Ours, and those of other implementations that are installed."""
     ours = [replace(way, kernel=settings.kernel) for way in our_ways(settings.devices)]
-    return [*ours, *_peers(case)]
-
-
-def _peers(case: Case) -> list[Way]:
-    if find_spec(PEERS) is None:
-        return []
-    return list(import_module(PEERS).peer_ways(case))
+    return [*ours, *peer_ways(case)]
 
 
 def _names_of(way: Way) -> set[str]:

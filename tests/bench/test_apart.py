@@ -17,6 +17,7 @@ from lightning_cp.bench.case import Case
 from lightning_cp.bench.ways import Ours, Step, our_ways
 from lightning_cp.kernels.api import QKV, Capabilities, Kernel, Merged, Scores
 from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.kernels.sums import GradientSums
 from lightning_cp.layout import Tile
 from lightning_cp.mesh import ContextParallelMesh
 from tests.attention.wire import Message, Wire
@@ -48,7 +49,12 @@ class Counted:
         self.real.forward(inputs, tiles, scores, state)
 
     def backward(
-        self, merged: Merged, inputs: QKV, tiles: Sequence[Tile], scores: Scores, gradients: QKV
+        self,
+        merged: Merged,
+        inputs: QKV,
+        tiles: Sequence[Tile],
+        scores: Scores,
+        gradients: GradientSums,
     ) -> None:
         self.calls.append(("backward", *(tuple(x.shape) for x in inputs), tuple(tiles)))
         self.real.backward(merged, inputs, tiles, scores, gradients)

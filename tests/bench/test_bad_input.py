@@ -156,7 +156,7 @@ class Foreign:
 
 
 def with_foreign(rank: int, world_size: int, settings: Settings) -> list[ModeRow]:
-    with mock.patch("lightning_cp.bench.which._peers", return_value=[Foreign()]):
+    with mock.patch("lightning_cp.bench.which.peer_ways", return_value=[Foreign()]):
         return measure_modes(settings, lambda text: None)
 
 
@@ -169,7 +169,7 @@ def test_another_library_s_failure_is_told_and_the_rest_measured() -> None:
 
 
 def test_ways_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_cp.bench.which._peers", lambda case: [Foreign()])
+    monkeypatch.setattr("lightning_cp.bench.which.peer_ways", lambda case: [Foreign()])
 
     def names(modes: str) -> list[str]:
         settings = settings_of("device=cpu", "devices=4", f"modes={modes}")
