@@ -1,0 +1,1 @@
+"""The profile view: reading traces, figures, files, settings."""
