@@ -94,6 +94,8 @@ class SwapHandle:
         self.state: StepState | None = None
         self.requests: dict[Request, None] = {}
         """What attention calls have asked of a kernel, each kind once."""
+        self.listener: Callable[[AttentionPlan, torch.Tensor, torch.Tensor], None] | None = None
+        """Told of every attention call: its plan, q and out."""
         self.report: list[str] = []
         self.warned: set[str] = set()
         """Models of which something was said once."""
@@ -128,6 +130,8 @@ class SwapHandle:
         plan = self._plan(q, k, v, spec, state.layout)
         out = attend(q, k, v, plan)
         assert isinstance(out, torch.Tensor)
+        if self.listener is not None:
+            self.listener(plan, q, out)
         state.need_gradients.append(out.requires_grad)
         if out.requires_grad:
             out.register_hook(state.note_gradient)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from lightning_cp.models.expected import expected_heads, expected_mask
 from lightning_cp.models.facts import PositionFacts
 from lightning_cp.models.swap import StepState, hf_models, swap_attention
 from lightning_cp.named_ranges import named
+from lightning_cp.profile.recorder import StepRecorder
 from lightning_cp.strategies._layouts import LayoutRule
 from lightning_cp.strategies._sharding import label_kind, shard_agreed, shared_with
 from lightning_cp.strategies._values import StepValues
@@ -46,6 +48,9 @@ class ContextParallelCore(StepValues):
         self._needs_loss = self._trains = True
         self._positions = PositionFacts()
         self._rule = LayoutRule(settings.layout)
+        self.recorder = StepRecorder(
+            settings.profiled_steps, Path(settings.profile_folder or "profile")
+        )
         self.layout_choice: LayoutChoice | None = None
         """Why the current batch has its layout, with ``layout="auto"``."""
 
@@ -62,6 +67,7 @@ class ContextParallelCore(StepValues):
         Raises:
             ConfigError: attention that cannot be swapped, or labels of unknown kind.
         """
+        self._say_if_nothing_is_profiled()
         if not self.enabled:
             return []
         self.detach()
@@ -85,8 +91,16 @@ class ContextParallelCore(StepValues):
             options.get("modules"),
             exchange=settings.attention_exchange,
         )
+        self._handle.listener = self.recorder.note if settings.profiled_steps else None
         self._requests = self._handle.requests
         return self._handle.report
+
+    def _say_if_nothing_is_profiled(self) -> None:
+        if self.settings.profiled_steps and self.mesh.cp_size == 1 and self.mesh.data_rank == 0:
+            _log.warning(
+                "profile=%s records nothing: no sample is shared between ranks, so there are no hops.",
+                self.settings.profile,
+            )
 
     def _cost_for(self, model: nn.Module) -> CostModel:
         """How dear communication is for the heads that a ring rank has."""
@@ -114,6 +128,7 @@ class ContextParallelCore(StepValues):
 
     def detach(self) -> None:
         """Give the model its own attention back."""
+        self.recorder.abandon()
         if self._handle is not None:
             self._handle.undo()
         self._handle = self._part = self._loss = None
@@ -135,6 +150,8 @@ class ContextParallelCore(StepValues):
                 "a batch was sharded before there is a model. Call fabric.setup(model, ...) first: the "
                 "model tells how labels are read and has its attention swapped."
             )
+        if needs_labels and self.mesh.cp_size > 1:
+            self.recorder.begin(self.mesh)
         with named("shard batch"):
             sharding = shard_agreed(
                 batch, self.rules, self._rule, self.mesh, training=needs_labels, before=before

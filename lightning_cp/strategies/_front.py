@@ -7,7 +7,7 @@ in front of its own ``DDPStrategy``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -73,6 +73,10 @@ class ContextParallelFront:
         batch_sync: ``check``: every rank reads, and all compare what they read; ``broadcast``: the first rank
             of each cp group reads, and the others are given its batches.
         parity_check: ``off`` or ``None``.
+        profile: a training step, or several, to be recorded, counted from 1: who computes, communicates and
+            waits when. ``None`` records nothing.
+        profile_folder: where a folder ``step-3`` is made for each; by default ``profile`` in the Trainer's
+            log folder, or with Fabric in the working directory.
         **kwargs: as for ``DDPStrategy`` (``process_group_backend``, ``timeout``, ``start_method``, ...).
 
     Raises:
@@ -104,6 +108,8 @@ class ContextParallelFront:
         padding: bool = True,
         batch_sync: str = "check",
         parity_check: str | None = "off",
+        profile: int | Sequence[int] | None = None,
+        profile_folder: str | None = None,
         **kwargs: Any,
     ) -> None:
         settings = Settings.take(locals())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import TYPE_CHECKING
 
 from lightning_cp.errors import ConfigError
@@ -68,6 +69,27 @@ def check_exchange(settings: Settings) -> None:
             f"exchange={settings.exchange!r}. Leave one of them out."
         )
     _ = settings.attention_exchange  # refuses what it has no use for
+
+
+def check_profile(settings: Settings) -> None:
+    """Refuse steps that cannot be recorded.
+
+    Raises:
+        ConfigError: no steps, a folder without any, or an exchange that is not looked into.
+    """
+    steps, folder = settings.profiled_steps, settings.profile_folder
+    if folder is not None and (not isinstance(folder, (str, PathLike)) or not str(folder)):
+        raise ConfigError(f"profile_folder must be a path, or None, got {folder!r}.")
+    if folder is not None and not steps:
+        raise ConfigError(
+            f"profile_folder={str(folder)!r} says where recorded steps are written, but none is recorded. "
+            "Say which, profile=3, or leave the folder out."
+        )
+    if steps and settings.exchange == "ring_flash_attn":
+        raise ConfigError(
+            "profile= shows the hops of our exchanges, and exchange='ring_flash_attn' leaves them to a "
+            "package that names none. Use exchange='ring', or torch.profiler without profile=."
+        )
 
 
 def check_factors(settings: Settings, factors: Factors, cp_size: int, heads: int | None) -> None:

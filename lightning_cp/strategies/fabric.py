@@ -188,14 +188,18 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         closure = kwargs.pop("closure", None)
         if closure is None:
             self._complete(optimizer)
-            return super().optimizer_step(optimizer, **kwargs)
+            stepped = super().optimizer_step(optimizer, **kwargs)
+            self._core.recorder.end()
+            return stepped
 
         def to_the_end() -> Any:
             result = closure()
             self._complete(optimizer)
             return result
 
-        return super().optimizer_step(optimizer, closure=to_the_end, **kwargs)
+        stepped = super().optimizer_step(optimizer, closure=to_the_end, **kwargs)
+        self._core.recorder.end()
+        return stepped
 
     @override
     def clip_gradients_norm(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -13,12 +13,14 @@ from lightning_cp.attention.exchange import Exchange
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import Factors, factorise
 from lightning_cp.models.swap import num_heads_of
+from lightning_cp.profile.recorder import steps_of
 from lightning_cp.strategies.choices import CHOICES, LATER_SIZES, check_choice, check_size
 from lightning_cp.strategies.contradictions import (
     GATHERING_MODE,
     check_exchange,
     check_factors,
     check_mode,
+    check_profile,
     divisors,
     explicit_size,
     listed,
@@ -66,6 +68,8 @@ class Settings:
     padding: bool = True
     batch_sync: str = "check"
     parity_check: str | None = "off"
+    profile: int | Sequence[int] | None = None
+    profile_folder: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", MODE_ALIASES.get(self.mode, self.mode))
@@ -82,6 +86,7 @@ class Settings:
             raise ConfigError(f"padding must be True or False, got {self.padding!r}.")
         check_mode(self)
         check_exchange(self)
+        check_profile(self)
         explicit_size(self)
 
     @classmethod
@@ -161,6 +166,11 @@ class Settings:
         return Exchange(
             name, self.forward_execution, self.backward_execution, self.kv_heads_per_gather
         )
+
+    @property
+    def profiled_steps(self) -> tuple[int, ...]:
+        """Training steps to be recorded, in order; the first one is 1."""
+        return steps_of(self.profile)
 
     @property
     def weights_globally(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
             _refuse_dataloader_iter(module, step)
         needs_labels = trainer.state.fn != TrainerFn.PREDICTING
         swapped = self._core.attach(module, options, needs_labels=needs_labels)
+        self._place_profiles(trainer)
         self._announce(module, swapped)
         self._watch_precision()
         assert self._callback is not None
@@ -172,7 +174,9 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
             self._end_window(optimizer)
             return result
 
-        return super().optimizer_step(optimizer, to_the_end, model, **kwargs)
+        stepped = super().optimizer_step(optimizer, to_the_end, model, **kwargs)
+        self._core.recorder.end()
+        return stepped
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -183,6 +187,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     @override
     def teardown(self) -> None:
         self._core.detach()
+        self._core.recorder.say_what_is_missing()
         self._replaced.undo()
         super().teardown()
 
@@ -199,6 +204,14 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         self.model = self._engine.follow(self.model, *options)
         self._register_ddp_hooks()
         return True
+
+    def _place_profiles(self, trainer: Trainer) -> None:
+        """Next to what is logged, unless the user said where; ranks agree on that folder."""
+        settings = self._core.settings
+        if settings.profiled_steps and settings.profile_folder is None:
+            self._core.recorder.folder = Path(
+                trainer.log_dir or trainer.default_root_dir, "profile"
+            )
 
     def _end_window(self, optimizer: Optimizer) -> None:
         """Lightning divides each loss by the same number, also where an epoch ends within a window."""
