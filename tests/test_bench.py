@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightning_cp.bench import balance, cpu_ratio, gather_memory, rank_flops
+from lightning_cp.bench import balance, cpu_ratio, rank_flops
 from lightning_cp.bench.ways import our_ways
 
 
@@ -62,31 +62,3 @@ def test_flops_of_every_rank_in_both_conventions(
     assert rows[2][1:] == ["824.6", "549.8", "4,672.9", "4,398.1"]
     assert rows[9][1:] == ["8,521.2", "8,246.4", "4,672.9", "4,398.1"]
     assert rows[10][1:] == ["10.33x", "15.00x", "1.00x", "1.00x"]
-
-
-def test_the_published_lists_of_buffers() -> None:
-    lists = gather_memory.published_backward(gather_memory.Shape())
-    assert {name: round(size) for name, size in lists.items()} == {"two_kernel": 906, "fused": 1544}
-    assert round(lists["fused"] / lists["two_kernel"], 2) == 1.70
-
-
-def test_memory_of_gathered_keys(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two kernels take less than fused, one head at a time less than all."""
-    sizes = ("--ranks", "4", "--tokens", "4096", "--heads", "4", "--kv-heads", "2")
-    monkeypatch.setattr("sys.argv", ["gather_memory", *sizes])
-    gather_memory.main()
-    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
-    peaks = {tuple(row[:3]): (float(row[3]), float(row[4])) for row in rows}
-    assert len(peaks) == 8
-    for heads in ("all", "1"):
-        plain, fused = (peaks[name, name, heads] for name in ("two_kernel", "fused"))
-        assert plain[0] < fused[0]
-        assert plain[1] < fused[1]
-    few, every = (peaks["two_kernel", "two_kernel", heads] for heads in ("1", "all"))
-    assert few[0] < every[0]
-    assert few[1] < every[1]
-    # All heads: K and V of all ranks in order, and their gradients in float32, live at once.
-    keys = 2 * 4096 * 2 * 128 * 2 / 1e6
-    assert every[1] >= keys + 2 * keys

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from lightning_cp.attention.api import context_parallel_attention
 from lightning_cp.bench.case import Case
-from lightning_cp.layout import SequenceLayout
+from lightning_cp.layout import HeadSplit, Mask, Schedule, SequenceLayout, schedule
 from lightning_cp.layout.gathered import EXECUTIONS
 from lightning_cp.layout.sequence import LayoutKind
 from lightning_cp.mesh import ContextParallelMesh
@@ -77,6 +77,7 @@ class Ours:
     """``None`` is zigzag, or balanced for packed documents."""
     kernel: str = "auto"
     kv_heads_per_gather: int | None = 1
+    """Of ``all_gather``; ``None`` is all of them."""
 
     @property
     def name(self) -> str:
@@ -107,6 +108,14 @@ class Ours:
     def positions(self, case: Case, rank: int) -> torch.Tensor:
         """As the layout has them."""
         return self.sequence_layout(case).positions(rank)
+
+    def schedule(self, case: Case) -> Schedule:
+        """Who computes what."""
+        return schedule(self.sequence_layout(case), None, Mask(case.causal))
+
+    def head_split(self, case: Case) -> HeadSplit:
+        """Which heads each Ulysses rank has."""
+        return HeadSplit(case.heads, case.kv_heads, self.ulysses)
 
     def attention(self, case: Case) -> Attend:
         """The call, on a mesh of its own."""

@@ -6,6 +6,7 @@ from lightning_cp.layout.documents import Documents
 from lightning_cp.layout.gathered import GatheredSchedule, gathered_schedule
 from lightning_cp.layout.heads import HeadBlock, HeadSplit
 from lightning_cp.layout.mask import Mask
+from lightning_cp.layout.memory import attention_memory
 from lightning_cp.layout.sequence import SequenceLayout
 from lightning_cp.layout.tiles import ALL_ROWS, Hop, RankSchedule, Schedule, Tile, schedule
 from lightning_cp.layout.traffic import Traffic, attention_traffic
@@ -25,6 +26,7 @@ __all__ = [
     "SequenceLayout",
     "Tile",
     "Traffic",
+    "attention_memory",
     "attention_traffic",
     "choose_layout",
     "explain_layout",

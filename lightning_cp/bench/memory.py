@@ -1,0 +1,193 @@
+"""Peak bytes of one rank's attention call in every mode, beside the closed form.
+
+    python -m lightning_cp.bench.memory
+
+One rank after the other runs the real code, forward and backward, with CUDA's flash operator on tensors
+without memory (PyTorch's fake tensors) and a process group that moves nothing; every storage that is made
+and freed is counted. What the call is given is not counted (q, k, v; in backward also dout and what forward
+saved), so the figure is what an attention call adds on top. What an operator allocates and frees inside
+itself is not seen. With ``--device cuda`` tensors are real, and the allocator's own peak is printed.
+
+The figures of a row are those of the rank that needs most, at the longest sequence; the slope is the bytes
+that one more token of a rank costs, fitted over all lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_cp.bench import table
+from lightning_cp.bench.alone import one_rank
+from lightning_cp.bench.case import Case
+from lightning_cp.bench.peak_bytes import PeakBytes
+from lightning_cp.bench.ways import Ours, our_ways
+from lightning_cp.kernels.api import accumulate_dtype
+from lightning_cp.kernels.aten import AtenCudaFlash
+from lightning_cp.kernels.packs import PackRule
+from lightning_cp.layout import attention_memory
+
+HEAD = (
+    *("mode", "K/V heads at a time", "pass", "measured, MB", "closed form, MB", "measured / form"),
+    *("bytes per local token", "the form's", "worst fit", "published list, MB"),
+)
+PASSES = ("forward", "backward")
+NO_PACKS = PackRule(fewest=1 << 62)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Of one pass, by length: bytes of the rank that needs most."""
+
+    local_tokens: list[int]
+    measured: list[int]
+    form: list[int]
+
+    @property
+    def slope(self) -> tuple[float, float]:
+        """Bytes per local token, measured and in closed form."""
+        measured, form = (
+            np.polyfit(self.local_tokens, y, 1)[0] for y in (self.measured, self.form)
+        )
+        return float(measured), float(form)
+
+    @property
+    def misfit(self) -> float:
+        """How far a length is from the straight line through all lengths, at worst, as a share."""
+        line = np.polyval(np.polyfit(self.local_tokens, self.measured, 1), self.local_tokens)
+        return float(np.abs(line / self.measured - 1).max())
+
+
+def published_backward(case: Case) -> dict[str, float]:
+    """The guide's lists of buffers with the shapes that they have, in 10^6 bytes, by execution.
+
+    Of zigzag_llama3 with all heads at once: gathered K and V, dq, dk and dv; then, per chunk, dq and slices
+    of dk and dv (``two_kernel``); or repeated K and V, their gradients, and q and dq of both chunks again
+    (``fused``). All in bfloat16.
+    """
+
+    def megabytes(tokens: int, heads: int) -> float:
+        return tokens * heads * case.head_dim * 2 / 1e6
+
+    local = case.tokens // case.ranks
+    keys, dq = 2 * megabytes(case.tokens, case.kv_heads), megabytes(local, case.heads)
+    repeated = keys * 1.5  # half of the keys for the early chunk, all of them for the late one
+    return {
+        "two_kernel": keys + dq + keys + megabytes(local // 2, case.heads) + keys,
+        "fused": keys + repeated + dq + dq + keys + dq + repeated,
+    }
+
+
+def measure_peaks(way: Ours, case: Case, rank: int) -> tuple[int, int]:
+    """Peak bytes of (forward, backward) of one rank; on CPU without memory, on CUDA real ones."""
+    real = case.device_type == "cuda"
+    # Packs keep tensors from call to call, which one without memory must not become.
+    kernel = AtenCudaFlash() if real else AtenCudaFlash(NO_PACKS)
+    with one_rank(way, case, rank, kernel, memory=real) as alone:
+        return _peak(alone.forward, real), _peak(alone.backward, real)
+
+
+def closed_form(way: Ours, case: Case, rank: int) -> tuple[int, int]:
+    """The same, by arithmetic."""
+    return attention_memory(
+        way.schedule(case),
+        way.head_split(case),
+        rank,
+        batch=case.batch,
+        head_dim=case.head_dim,
+        itemsize=case.dtype.itemsize,
+        accumulate_itemsize=accumulate_dtype(case.dtype).itemsize,
+        exchange=way.exchange,
+        kv_heads_per_gather=way.kv_heads_per_gather,
+        forward_execution=way.forward_execution,
+        backward_execution=way.backward_execution,
+    )
+
+
+def peaks_of(way: Ours, case: Case, lengths: Sequence[int]) -> tuple[Peaks, Peaks]:
+    """(forward, backward) at each length."""
+    rows: list[tuple[int, tuple[int, int], tuple[int, int]]] = []
+    for tokens in lengths:
+        this = replace(case, tokens=tokens)
+        measured = _most([measure_peaks(way, this, rank) for rank in range(case.ranks)])
+        form = _most([closed_form(way, this, rank) for rank in range(case.ranks)])
+        rows.append((way.sequence_layout(this).local_len, measured, form))
+    forward, backward = (
+        Peaks([row[0] for row in rows], [row[1][at] for row in rows], [row[2][at] for row in rows])
+        for at in range(2)
+    )
+    return forward, backward
+
+
+def _most(of_ranks: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    forward, backward = zip(*of_ranks, strict=True)
+    return max(forward), max(backward)
+
+
+def _peak(run: Callable[[], Any], real: bool) -> int:
+    if not real:
+        with PeakBytes() as found:
+            run()
+        return found.peak
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def all_ways(ranks: int, kv_heads: Sequence[int | None] = (1, None)) -> list[Ours]:
+    """Every mode; those that gather, with one K/V head at a time and with all."""
+    found = our_ways(ranks)
+    ways = [way for way in found if way.exchange == "ring"]
+    gathering = [way for way in found if way.exchange == "all_gather"]
+    return [*ways, *(replace(w, kv_heads_per_gather=n) for n in kv_heads for w in gathering)]
+
+
+def rows_of(way: Ours, case: Case, lengths: Sequence[int]) -> Iterator[list[str]]:
+    """A row for each pass."""
+    longest = replace(case, tokens=lengths[-1])
+    gathers = way.exchange == "all_gather"
+    heads = str(way.kv_heads_per_gather or "all") if gathers else "all"
+    listed = published_backward(longest)[way.backward_execution] if gathers else None
+    for name, peaks in zip(PASSES, peaks_of(way, case, lengths), strict=True):
+        measured, form = peaks.measured[-1], peaks.form[-1]
+        yield [
+            *(way.name, heads, name, f"{measured / 1e6:.1f}", f"{form / 1e6:.1f}"),
+            f"{measured / form:.3f}",
+            *(f"{slope:,.0f}" for slope in peaks.slope),
+            f"{peaks.misfit:.1%}",
+            f"{listed:.0f}" if listed and name == "backward" else "",
+        ]
+
+
+def main() -> None:
+    """Measure and print a Markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--packed", type=int, default=0, help="documents of log-normal lengths")
+    parser.add_argument("--device", choices=["fake", "cuda"], default="fake")
+    given = parser.parse_args()
+    case = Case(
+        *(max(given.tokens), given.ranks, given.heads, given.kv_heads, given.head_dim),
+        dtype=torch.bfloat16,
+        device_type="cuda" if given.device == "cuda" else "cpu",
+        packed=given.packed,
+    )
+    print(table.head(HEAD))
+    for way in all_ways(given.ranks):
+        if way.obstacle(case) is None:
+            for cells in rows_of(way, case, sorted(given.tokens)):
+                print(table.row(cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

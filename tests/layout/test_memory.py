@@ -1,0 +1,70 @@
+"""The closed form of peak memory against sums written out by hand, of small calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.layout import HeadSplit, Mask, SequenceLayout, attention_memory, schedule
+
+TOKENS, HEADS, KV_HEADS, DIM = 32, 4, 2, 8
+Q = TOKENS * HEADS * DIM
+KV = TOKENS * 2 * KV_HEADS * DIM
+LSE = TOKENS * HEADS
+"""Numbers of one rank's tokens."""
+
+
+def peaks(ranks: int, ulysses: int = 1, causal: bool = False, **how: Any) -> tuple[int, int]:
+    """Of the last rank; bfloat16 unless said otherwise."""
+    layout = SequenceLayout(TOKENS * ranks * ulysses, ranks, ulysses)
+    sizes = {"batch": 1, "head_dim": DIM, "itemsize": 2, "accumulate_itemsize": 4, **how}
+    plan = schedule(layout, None, Mask(causal))
+    return attention_memory(plan, HeadSplit(HEADS, KV_HEADS, ulysses), layout.cp_size - 1, **sizes)
+
+
+def test_one_rank() -> None:
+    """The pair of K and V, the accumulator, and what the operator returns; backward likewise."""
+    forward, backward = peaks(1)
+    assert forward == 2 * KV + 4 * (Q + LSE) + 2 * Q + 4 * LSE
+    assert backward == 4 * (Q + KV) + 4 * LSE + 2 * (Q + KV)
+
+
+def test_a_ring_in_which_all_see_all() -> None:
+    """In the middle of it: keys computed with and arriving; gradients of three shards beside one's own."""
+    forward, backward = peaks(4)
+    assert forward == 2 * KV + 2 * 2 * KV + 4 * (Q + LSE) + 2 * Q + 4 * LSE
+    assert backward == 4 * (Q + KV + LSE) + 2 * 2 * KV + 3 * 4 * KV + 2 * (Q + KV)
+
+
+def test_a_causal_zigzag_ring_sends_half_shards_to_its_last_rank() -> None:
+    forward, backward = peaks(4, causal=True)
+    assert forward == 2 * KV + 2 * KV + 4 * (Q + LSE) + 2 * Q + 4 * LSE
+    # In flight: what the hop before computed for half a shard, and a whole one coming home.
+    home = 4 * (KV // 2 + KV // 2 + KV)
+    assert backward == 4 * (Q + KV + LSE) + 2 * KV + home + 2 * (Q + KV // 2)
+
+
+def test_float32_is_accumulated_where_it_was_made() -> None:
+    forward, _ = peaks(1, itemsize=4)
+    assert forward == 4 * KV + 4 * (Q + LSE)
+
+
+def test_gathering_one_head_at_a_time() -> None:
+    """All keys of a head three times over: arriving, in rank order, in sequence order."""
+    block, own = 2 * 4 * KV // KV_HEADS, 2 * KV // KV_HEADS
+    forward, _ = peaks(4, exchange="all_gather")
+    given = 2 * KV + 2 * Q + 4 * LSE
+    assert forward == given + 3 * block + 2 * own
+
+
+def test_ulysses_holds_what_it_exchanged() -> None:
+    """All tokens for half the heads: q, and in backward dout, besides what one rank has."""
+    alone, found = peaks(1), peaks(1, ulysses=2)
+    assert found == (alone[0] + 2 * Q, alone[1] + 2 * Q)
+
+
+def test_what_another_library_allocates_is_not_known() -> None:
+    with pytest.raises(ConfigError, match="another library"):
+        peaks(2, exchange="ring_flash_attn")
