@@ -83,7 +83,8 @@ def problems_of(grid: Grid) -> list[Problem]:
     heads = HEADS[grid.ulysses]
     found = [Problem(heads["gqa"], *part) for part in product(SEQUENCES, (True, False))]
     found += [Problem(pair, "rows", dtype=dtype) for pair, dtype in product(heads.values(), DTYPES)]
-    return [*found, Problem(heads["gqa"], window=(6, -1))]
+    windows = [("dense", True, (6, -1)), ("long", True, (9, -1)), ("rows", False, (5, 9))]
+    return [*found, *(Problem(heads["gqa"], *part) for part in windows)]
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)

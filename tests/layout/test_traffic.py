@@ -57,7 +57,10 @@ def others(rank: int, size: int) -> Iterator[int]:
 
 @given(cases(), st.data())
 def test_ring_bytes_are_the_keys_that_travel(case: Case, data: st.DataObject) -> None:
-    """K and V to whoever receives them; in backward again, and their gradients the way back."""
+    """K and V to whoever receives them; in backward again, and their gradients the way back.
+
+    Never more than the field's rings, which pass whole shards on: K and V R - 1 times, gradients R times.
+    """
     layout, plan = case.layout, case.plan
     heads = data.draw(splits(layout.ulysses_size))
     sent = traffic(case, heads)
@@ -76,6 +79,10 @@ def test_ring_bytes_are_the_keys_that_travel(case: Case, data: st.DataObject) ->
         assert backward.p2p_messages == receivers + sources
         assert backward.p2p_bytes == out * ITEMSIZE + home * WIDE
         received += home
+        shard = layout.ring_len * per_key
+        others = layout.ring_size - 1
+        assert forward.p2p_bytes <= others * shard * ITEMSIZE
+        assert backward.p2p_bytes <= others * shard * (ITEMSIZE + WIDE)
     assert sum(forward.p2p_bytes for forward, _ in sent) == received * ITEMSIZE
     assert sum(backward.p2p_bytes for _, backward in sent) == received * (ITEMSIZE + WIDE)
 
