@@ -7,12 +7,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraint
 STAMPS := $(VENV)/stamps
 ARGS ?=
 
-.PHONY: help train test test-slow lint clean
+.PHONY: help train test test-slow gpu-check lint clean
 
 help:
 	@echo "make train      create $(VENV) if needed, then train the main job (ARGS=... for overrides)"
 	@echo "make test       create $(VENV) if needed, then run the tests"
 	@echo "make test-slow  the long suites as well"
+	@echo "make gpu-check  tests and figures of a machine with an NVIDIA GPU (nothing is installed)"
 	@echo "make lint       ruff, pyright, import-linter, codespell"
 	@echo "make clean      remove $(VENV) and what tools have cached"
 
@@ -24,6 +25,11 @@ test: $(STAMPS)/dev
 
 test-slow: $(STAMPS)/dev
 	$(BIN)/python -m pytest -m "slow or not slow"
+
+# Installs nothing: $(VENV) if it is there, else PYTHON; or GPU_PYTHON=python for an environment of your own.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+gpu-check:
+	@PYTHONPATH=. $(GPU_PYTHON) -m lightning_cp.bench.gpu_check $(ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .
