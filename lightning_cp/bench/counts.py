@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
-from lightning_cp.bench.gather_memory import PeakBytes
+from lightning_cp.bench.peak_bytes import PeakBytes
 
 KERNELS = ("flash_attention", "flash_attn")
 """What the names of attention operators contain, forward and backward."""

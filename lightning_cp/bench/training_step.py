@@ -138,6 +138,7 @@ def by_trainer(job: Job, settings: dict[str, Any], steps: int) -> Recorder:
         loader: Any = DataLoader(job.rows(steps + 1), batch_size=1)  # type: ignore[arg-type]
         recorder.network = job.network()
         trainer.fit(Module(recorder.network), loader)
+        recorder.kept = trainer  # its strategy ends the mesh when nobody knows it any more
     finally:
         time_of.unwatch()
     return recorder
@@ -154,6 +155,7 @@ class Recorder:
     """Takes the time at the end of each batch, and keeps how it was sharded; no callback of the user's."""
 
     network: Any
+    kept: Any
 
     def __init__(self, time_of: OwnTime) -> None:
         self.steps = Steps()

@@ -36,11 +36,11 @@ CELLS = [
 
 LIMIT = 1.05
 STILL_ABOVE = {
-    ("forward", "ring"): 1.6,
-    ("forward", "hybrid"): 1.4,
-    ("forward", "gather"): 1.2,
-    ("backward", "hybrid"): 1.2,
-    ("backward", "ulysses"): 1.4,
+    ("forward", "ring"): 1.3,
+    ("forward", "hybrid"): 1.3,
+    ("forward", "gather"): 1.1,
+    ("backward", "hybrid"): 1.1,
+    ("backward", "ulysses"): 1.06,
 }
 """Modes in which buffers live longer than the algorithm needs them."""
 
@@ -57,7 +57,7 @@ def test_the_peak_is_the_closed_form(case: Case, way: Ours) -> None:
         found, form = measure_peaks(way, case, rank), closed_form(way, case, rank)
         for of_pass, got, want in zip(memory.PASSES, found, form, strict=True):
             assert got <= limit(of_pass, way) * want, (of_pass, rank, got / want)
-            assert want <= 1.4 * got, (of_pass, rank, got / want)
+            assert want <= 1.5 * got, (of_pass, rank, got / want)
 
 
 @pytest.mark.parametrize("way", [Ours(1, 4), Ours(2, 2), Ours(4, 1)], ids=lambda way: way.name)
@@ -77,7 +77,7 @@ def test_peaks_grow_with_the_local_tokens_alone(way: Ours) -> None:
         assert peaks.local_tokens == [256, 512, 768, 1024]
         assert peaks.misfit < 0.01
         measured, form = peaks.slope
-        assert form / 1.4 < measured < limit(of_pass, way) * form
+        assert form / 1.5 < measured < limit(of_pass, way) * form
 
 
 def test_the_published_lists_of_buffers() -> None:
@@ -98,13 +98,14 @@ def test_a_row_for_each_mode_and_pass(
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     peaks = {tuple(row[:3]): float(row[3]) for row in cells}
     assert len(peaks) == len(cells) == 2 * len(all_ways(2))
+    all_heads = {"1": "", "all": ", all heads at once"}
     for heads in ("all", "1"):
         for of_pass in memory.PASSES:
             plain, fused = (
-                peaks[f"zigzag_llama3 {name}/{name}", heads, of_pass]
+                peaks[f"zigzag_llama3 {name}/{name}{all_heads[heads]}", heads, of_pass]
                 for name in ("two_kernel", "fused")
             )
             assert plain < fused
     for of_pass in memory.PASSES:
         name = "zigzag_llama3 two_kernel/two_kernel"
-        assert peaks[name, "1", of_pass] < peaks[name, "all", of_pass]
+        assert peaks[name, "1", of_pass] < peaks[name + all_heads["all"], "all", of_pass]
