@@ -223,6 +223,32 @@ def test_groups_are_looked_up_and_not_sliced_anew() -> None:
     run_ranks(4, slice_nothing)
 
 
+def groups_made(rank: int, world_size: int, sizes: dict[str, Any]) -> int:
+    before = num_groups()
+    mesh = ContextParallelMesh(**sizes)
+    made = num_groups() - before
+    assert mesh.group(Axis.TP).size() == 1
+    assert mesh.axis_mesh(Flat.DATA).size() == mesh.group(Flat.DATA).size() == mesh.data_size
+    mesh.destroy()
+    assert num_groups() == before
+    return made
+
+
+@pytest.mark.parametrize(
+    ("sizes", "made"),
+    [
+        ({"ulysses_size": 4}, 1),  # one for all axes of one rank
+        ({"ring_size": 4}, 1),
+        ({"ring_size": 2, "ulysses_size": 2}, 3),
+        ({"ulysses_size": 2, "data_parallel_shard_size": 2}, 5),  # cp and data have their own
+    ],
+    ids=str,
+)
+def test_axes_of_the_same_ranks_share_a_group(sizes: dict[str, int], made: int) -> None:
+    """Each gloo group keeps threads that wake up a hundred times a second."""
+    assert run_ranks(4, groups_made, sizes) == [made] * 4
+
+
 def warm(rank: int, world_size: int, sizes: dict[str, int]) -> list[list[int]]:
     """The groups in which a mesh on CUDA makes a collective call when it is made, on CPU's backend."""
     called: list[list[int]] = []
