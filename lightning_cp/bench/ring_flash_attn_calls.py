@@ -15,18 +15,18 @@ r+1 .. N-1  the second chunk                  both chunks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from lightning_cp.kernels.api import QKV, Merged, Scores
-from lightning_cp.kernels.call_per_tile import CallPerTile
+from lightning_cp.kernels.call_per_tile import CallPerTile, Gradients
 from lightning_cp.layout import ALL_ROWS, Tile
 
 Keys = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-"""Step -> K and V [B, 2c, K, D] that have arrived."""
+"""Step -> K and V [B, 2c, K, D] that have arrived; or their gradients."""
 
 
 @dataclass(frozen=True)
@@ -74,31 +74,34 @@ class ZigzagCalls:
         return out.to(q_BLHD.dtype), lse.squeeze(-1).transpose(1, 2)
 
     def backward(
-        self, merged: Merged, q_BLHD: torch.Tensor, keys: Keys
-    ) -> tuple[torch.Tensor, Sequence[tuple[torch.Tensor, torch.Tensor]]]:
-        """``dq``, and of each step (dk, dv) of the keys that had arrived, in float32."""
-        dq: torch.Tensor | None = None
-        of_keys: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for step, tile in enumerate(self.tiles(q_BLHD.shape[1])):
-            inputs = _slices(tile, q_BLHD, *keys(step))
-            queries = slice(tile.q_start, tile.q_start + tile.q_len)
-            known = Merged(
-                merged.dout[:, queries],
-                merged.out[:, queries],
-                merged.lse[:, :, queries].contiguous(),
-            )
-            dq_part, dk, dv = self.kernel.differentiate(known, inputs, _at(tile), self.scores)
-            if dq is None:
-                dq = dq_part.to(torch.float32, copy=True)  # version 0.1.8 does not copy float32
-            else:
-                dq[:, queries] += dq_part
-            # The package adds into the gradients that have come round; here there is nothing to add to.
-            gradients = [torch.zeros_like(x, dtype=torch.float32) for x in keys(step)]
-            for total, part in zip(gradients, (dk, dv), strict=True):
+        self, merged: Merged, q_BLHD: torch.Tensor, keys: Keys, came: Keys
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``dq``, and in float32 ``dk, dv`` of the rank's own keys, which then go round.
+
+        Args:
+            merged: of all steps.
+            q_BLHD: the rank's queries.
+            keys: what arrives.
+            came: step -> the gradients of those keys, float32, which have come round and are added to.
+        """
+        # Version 0.1.8 does not copy what is float32 already, which gives wrong gradients.
+        dq, dk, dv = (x.to(torch.float32, copy=True) for x in self._parts(merged, q_BLHD, keys, 0))
+        for step, tile in enumerate(self.tiles(q_BLHD.shape[1])[1:], start=1):
+            dq_part, *parts = self._parts(merged, q_BLHD, keys, step)
+            dq[:, tile.q_start : tile.q_start + tile.q_len] += dq_part
+            for total, part in zip(came(step), parts, strict=True):
                 total[:, tile.k_start : tile.k_start + tile.k_len] += part
-            of_keys.append((gradients[0], gradients[1]))
-        assert dq is not None
-        return dq.to(q_BLHD.dtype), of_keys
+        return dq.to(q_BLHD.dtype), dk, dv
+
+    def _parts(self, merged: Merged, q_BLHD: torch.Tensor, keys: Keys, step: int) -> Gradients:
+        """The gradients of one step's slices."""
+        tile = self.tiles(q_BLHD.shape[1])[step]
+        queries = slice(tile.q_start, tile.q_start + tile.q_len)
+        lse = merged.lse[:, :, queries].contiguous()
+        known = Merged(merged.dout[:, queries], merged.out[:, queries], lse)
+        return self.kernel.differentiate(
+            known, _slices(tile, q_BLHD, *keys(step)), _at(tile), self.scores
+        )
 
 
 def _merge(

@@ -87,7 +87,7 @@ def test_the_other_package_s_calls_are_attention(ranks: int) -> None:
     want = oracle.attention(q, k, v, dout, causal=True)
     layout = SequenceLayout(case.tokens, ranks)
     shards = [[layout.shard(x, rank).float() for x in (q, k, v, dout)] for rank in range(ranks)]
-    gradients = [[torch.zeros_like(shard[1]), torch.zeros_like(shard[2])] for shard in shards]
+    gradients = [(torch.zeros_like(shard[1]), torch.zeros_like(shard[2])) for shard in shards]
     outs: list[torch.Tensor] = []
     dqs: list[torch.Tensor] = []
     for rank, (own_q, _, _, own_dout) in enumerate(shards):
@@ -98,12 +98,15 @@ def test_the_other_package_s_calls_are_attention(ranks: int) -> None:
             return arrived[1], arrived[2]
 
         out, lse = calls.forward(own_q, keys)
-        dq, of_keys = calls.backward(Merged(own_dout, out, lse), own_q, keys)
+
+        def came(step: int, rank: int = rank) -> tuple[torch.Tensor, torch.Tensor]:
+            return gradients[(rank - step) % ranks]
+
+        dq, *own = calls.backward(Merged(own_dout, out, lse), own_q, keys, came)
         outs.append(out)
         dqs.append(dq)
-        for step, parts in enumerate(of_keys):
-            for total, part in zip(gradients[(rank - step) % ranks], parts, strict=True):
-                total += part
+        for total, part in zip(gradients[rank], own, strict=True):
+            total += part
     dk, dv = (layout.unshard([pair[at] for pair in gradients]) for at in range(2))
     found = (layout.unshard(outs), layout.unshard(dqs), dk, dv)
     for got, name in zip(found, ("out", "dq", "dk", "dv"), strict=True):
