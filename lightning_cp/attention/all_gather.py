@@ -54,6 +54,7 @@ def _attend(
     state = Accumulator(q_BLHD, accumulate_dtype(q_BLHD.dtype))
     for index, call in enumerate(plan.gathered.calls(plan.exchange.forward)):
         k, v = kernel_keys(take(kv_SBKD, call.slices), block.kv_of_q)
+        state.widen()
         with named("chunk {} compute", index):
             plan.kernel.forward(QKV(q_BLHD, k, v), call.tiles, scores, state)
     sinks = None if plan.own_sinks is None else plan.own_sinks[slice(*block.q)]

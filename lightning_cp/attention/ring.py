@@ -48,6 +48,7 @@ def _attend(
     if tiles:
         (heads,) = plan.blocks()
         k, v = kernel_keys(kv_TBKD, heads.kv_of_q)
+        state.widen()
         with named("hop {} compute", hop.index):
             plan.kernel.forward(QKV(q_BLHD, k, v), tiles, plan.scores, state)
 

@@ -17,7 +17,6 @@ from lightning_cp.attention import ring
 from lightning_cp.attention.exchange import Exchange
 from lightning_cp.attention.function import ContextParallelAttention
 from lightning_cp.attention.plan import AttentionPlan, make_plan
-from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.bench.case import Case
 from lightning_cp.bench.ways import Ours
 from lightning_cp.comm.ring import Transfer
@@ -106,7 +105,7 @@ def one_rank(
     with _rank_of(way, case, rank) as mesh, nullcontext() if memory else FakeTensorMode():
         layout = way.sequence_layout(case)
         q, k, v = (x.detach() for x in case.inputs(layout.local_len))
-        spec = AttentionSpec(causal=case.causal)
+        spec = case.spec
         asked = way.kernel if kernel is None else "reference"
         plan = make_plan(q, k, v, mesh, layout, spec, asked, exchange=exchange_of(way))
         if kernel is not None:

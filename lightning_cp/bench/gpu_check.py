@@ -85,7 +85,16 @@ class Section:
             print(failed, flush=True)
             return cls(title, failure=failed)
         print(text, flush=True)
-        return cls(title, text, [asdict(row) if is_dataclass(row) else row for row in rows])  # type: ignore[arg-type]
+        told = [
+            f"{row.kernel}, {row.tokens} tokens: {row.obstacle}" for row in rows if _failed(row)
+        ]
+        shown = [asdict(row) if is_dataclass(row) else row for row in rows]  # type: ignore[arg-type]
+        return cls(title, text, shown, "\n".join(told) or None)
+
+
+def _failed(row: Any) -> bool:
+    """Whether a figure is missing that should be there; what a kernel cannot do is none."""
+    return getattr(row, "failed", False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -151,7 +160,7 @@ def run_tests(results: Path, tests: Sequence[str] = TESTS) -> tuple[list[Any], s
     """Run the kernels' tests in a process of their own; how many of each file did what.
 
     Raises:
-        RuntimeError: there are none here, or some failed.
+        RuntimeError: there are none here, some failed, or all of a file were skipped.
     """
     here = Path("tests") / "kernels"
     files = sorted(str(path) for pattern in tests for path in here.glob(pattern))
@@ -171,7 +180,18 @@ def run_tests(results: Path, tests: Sequence[str] = TESTS) -> tuple[list[Any], s
     text = "\n".join([table.head(rows[0]), *(table.row(row.values()) for row in rows)])
     if status:
         raise RuntimeError(f"pytest ended with status {status}\n{text}")
+    if untested := _untested(rows):
+        raise RuntimeError(f"nothing was tested by {', '.join(untested)}\n{text}")
     return rows, text
+
+
+def _untested(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Files of which every cell was skipped."""
+    passed: dict[str, int] = {}
+    for row in rows:
+        name = row["test"].rpartition(".")[0]
+        passed[name] = passed.get(name, 0) + row["passed"]
+    return [name for name, count in passed.items() if not count]
 
 
 def outcomes(results: Path) -> list[dict[str, Any]]:

@@ -25,6 +25,8 @@ class KernelRow:
     spread: float = 0.0
     """(most - least) / least time of the repeats, of the pass where it is larger."""
     obstacle: str | None = None
+    failed: bool = False
+    """It should have been measured."""
 
 
 def kernel_row(name: str, case: Case, repeats: int) -> KernelRow:
@@ -38,7 +40,8 @@ def kernel_row(name: str, case: Case, repeats: int) -> KernelRow:
     try:
         return _measured(name, case, repeats)
     except Exception as failed:  # any: the other rows are wanted too
-        return KernelRow(name, case.tokens, obstacle=f"{type(failed).__name__}: {failed}")
+        told = f"{type(failed).__name__}: {failed}"
+        return KernelRow(name, case.tokens, obstacle=told, failed=True)
 
 
 def _measured(name: str, case: Case, repeats: int) -> KernelRow:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from lightning_cp.attention.api import context_parallel_attention
 from lightning_cp.bench.case import Case
-from lightning_cp.layout import HeadSplit, Mask, Schedule, SequenceLayout, schedule
+from lightning_cp.layout import HeadSplit, Schedule, SequenceLayout, schedule
 from lightning_cp.layout.gathered import EXECUTIONS
 from lightning_cp.layout.sequence import LayoutKind
 from lightning_cp.mesh import ContextParallelMesh
@@ -111,7 +111,7 @@ class Ours:
 
     def schedule(self, case: Case) -> Schedule:
         """Who computes what."""
-        return schedule(self.sequence_layout(case), None, Mask(case.causal))
+        return schedule(self.sequence_layout(case), None, case.spec.mask)
 
     def head_split(self, case: Case) -> HeadSplit:
         """Which heads each Ulysses rank has."""

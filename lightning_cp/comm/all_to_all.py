@@ -193,11 +193,12 @@ def _messages(
     All ranks at once where all have as many heads of their own; else one by one.
     """
     tokens, batch, dim = shape
+    widths = [sum(section.width(rank) for section in sections) for rank in range(len(sizes))]
     if all(section.is_even for section in sections):
-        yield (0, len(sizes)), buffer.view(len(sizes), tokens, batch, -1, dim)
+        yield (0, len(sizes)), buffer.view(len(sizes), tokens, batch, widths[0], dim)
         return
     for rank, message in enumerate(buffer.split(list(sizes))):
-        yield (rank, rank + 1), message.view(1, tokens, batch, -1, dim)
+        yield (rank, rank + 1), message.view(1, tokens, batch, widths[rank], dim)
 
 
 def _parts(

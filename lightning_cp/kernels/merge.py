@@ -22,7 +22,7 @@ def merge(
 ) -> None:
     """Merge ``new`` into ``out, lse`` in place; both sides may be -inf.
 
-    ``new_out`` may have a lower precision than ``out``; it is widened entry by entry.
+    ``new_out`` may have a lower precision than ``out``; on CUDA it is widened entry by entry.
     """
     torch.logaddexp(lse_BHL, new_lse_BHL, out=lse_BHL)
     # Where both sides are -inf, -inf - -inf would be NaN: those rows get weight 0 and keep out 0.
@@ -30,7 +30,7 @@ def merge(
     weight = torch.exp(new_lse_BHL - merged).transpose(1, 2).unsqueeze(-1)
     if new_out_BLHD.dtype == out_BLHD.dtype:
         out_BLHD.lerp_(new_out_BLHD, weight)
-    else:  # lerp takes one dtype only, and a wide copy of ``new`` would be as large as ``out``
+    else:  # lerp takes one dtype only, and on CUDA a wide copy of ``new`` would be as large as ``out``
         out_BLHD.mul_(1 - weight).addcmul_(new_out_BLHD, weight)
 
 
@@ -95,6 +95,11 @@ class Accumulator:
             new_out, new_lse = out_THD.unsqueeze(0), lse_HT.unsqueeze(0)
             merge(own_out.unsqueeze(0), own_lse.unsqueeze(0), new_out, new_lse)
             out[rows, positions], lse[rows, :, positions] = own_out, own_lse.T
+
+    def widen(self) -> None:
+        """Make the wide sum now if there is a first result: before memory is taken for another one."""
+        if self._out is not None:
+            self._buffers()
 
     def result(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """``out`` [B, L, H, D] in ``dtype`` and ``lse`` [B, H, L] in the accumulation dtype."""

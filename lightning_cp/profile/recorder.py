@@ -131,10 +131,6 @@ class _Recording:
 
     def end(self) -> None:
         """Write this rank's trace; the first rank writes what all of them found."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        with named(END):
-            pass
         report = self._report()
         reports = [found for (found,) in lists_of_ranks([report], self._group)]
         if report.rank == reports[0].rank:
@@ -143,6 +139,10 @@ class _Recording:
     def _report(self) -> Report:
         rank = dist.get_rank()
         try:
+            if self._on_gpu:
+                torch.cuda.synchronize()
+            with named(END):
+                pass
             self.stop()
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / trace_name(rank)

@@ -89,8 +89,19 @@ def all_cells(grid: Grid, kernel: str) -> list[Problem]:
     return [Problem(*part) for part in parts]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize(
+    ("grid", "kernel"),
+    [
+        pytest.param(
+            *(grid, kernel),
+            id=f"{grid}-{kernel}",
+            # Eight ranks on a small machine: the long suite has them in every combination.
+            marks=pytest.mark.slow if grid.world_size == 8 and kernel == "reference" else (),
+        )
+        for grid in GRIDS
+        for kernel in KERNELS
+    ],
+)
 def test_equals_dense(grid: Grid, kernel: str) -> None:
     check(default_cells(grid, kernel), grid, kernel)
 

@@ -55,6 +55,27 @@ def test_a_failure_is_reported_and_the_rest_goes_on(
     assert "of dense, fwd" in text
 
 
+def test_a_kernel_that_fails_is_no_kernel_that_refuses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(kernel_rates, "replay", broken)
+    assert gpu_check.main(["--device", "cpu", "--folder", str(tmp_path)]) == 1
+    text = (tmp_path / "report.md").read_text()
+    assert text.index("FAILED") < text.index("aten_cpu_flash, 64 tokens: RuntimeError: an illegal")
+
+
+def test_a_file_of_which_all_is_skipped_tests_nothing() -> None:
+    rows = [
+        {"test": "tests.kernels.test_x.test_a", "passed": 0, "skipped": 3},
+        {"test": "tests.kernels.test_x.test_b", "passed": 1, "skipped": 0},
+        {"test": "tests.kernels.test_y.test_a", "passed": 0, "skipped": 2},
+    ]
+    assert gpu_check._untested(rows) == ["tests.kernels.test_y"]
+
+
 def test_outcomes_of_tests(tmp_path: Path) -> None:
     (tmp_path / "tests.xml").write_text(XML)
     cells, other = gpu_check.outcomes(tmp_path / "tests.xml")

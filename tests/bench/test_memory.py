@@ -1,4 +1,4 @@
-"""Peak memory of the real code against the closed form: within 5% of it, in both directions, and linear."""
+"""Peak memory of the real code against the closed form: at most 5% above it but where listed, and linear."""
 
 from __future__ import annotations
 
@@ -36,13 +36,12 @@ CELLS = [
 
 LIMIT = 1.05
 STILL_ABOVE = {
-    ("forward", "ring"): 1.3,
-    ("forward", "hybrid"): 1.3,
-    ("forward", "gather"): 1.1,
-    ("backward", "hybrid"): 1.1,
+    ("forward", "ring"): 1.13,
+    ("forward", "gather"): 1.09,
+    ("backward", "hybrid"): 1.09,
     ("backward", "ulysses"): 1.06,
 }
-"""Modes in which buffers live longer than the algorithm needs them."""
+"""Modes in which buffers live longer than the algorithm needs them, at these sizes; at most so much longer."""
 
 
 def limit(of_pass: str, way: Ours) -> float:

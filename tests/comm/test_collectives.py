@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_cp.attention.ulysses import unpair
 from lightning_cp.comm.all_gather import all_gather, start_all_gather, start_reduce_scatter
 from lightning_cp.comm.all_to_all import Section, gather_heads, scatter_heads
 from lightning_cp.comm.reduce import all_sum
@@ -218,6 +219,20 @@ def test_one_message_brings_what_several_bring(
     world_size: int, num_heads: int, num_kv_heads: int
 ) -> None:
     run_ranks(world_size, together, num_heads, num_kv_heads)
+
+
+def empty_batch(rank: int, world_size: int, num_kv_heads: int) -> None:
+    section = Section(head_ranges(4, num_kv_heads, world_size), tensors=2)
+    x = torch.zeros(0, TOKENS, num_kv_heads, DIM)
+    (heads,) = scatter_heads([(x, x)], [section], rank, world()).wait()
+    assert heads.shape == (world_size * TOKENS, 0, section.width(rank), DIM)
+    for back in gather_heads([list(unpair(heads))], [section], rank, world()).wait():
+        assert back.shape == x.shape
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 1])
+def test_no_rows_are_no_error(num_kv_heads: int) -> None:
+    run_ranks(2, empty_batch, num_kv_heads)
 
 
 def sum_over(rank: int, world_size: int) -> torch.Tensor:

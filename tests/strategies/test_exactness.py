@@ -31,7 +31,7 @@ MODELS = {"plain-float64": 1e-10, "hf-float64": 1e-6, "hf-float32": 1e-5}
 EVERY_MODEL = [
     pytest.param(name, marks=pytest.mark.slow) if name == "hf-float32" else name for name in MODELS
 ]
-"""What float32 adds to the same model in float64 is rounding: for the long suite."""
+"""What float32 adds to the same model in float64 is rounding: mostly for the long suite."""
 
 
 @lru_cache(maxsize=32)
@@ -116,7 +116,7 @@ def test_gathered_keys_equal_one_process(settings: Sizes, packed: bool) -> None:
     compare(results, baseline(run), 1e-10)
 
 
-@pytest.mark.parametrize("model", EVERY_MODEL)
+@pytest.mark.parametrize("model", MODELS)
 def test_accumulation_and_clipping_equal_one_process(model: str) -> None:
     kind, dtype = model.split("-")
     run = Run(model=kind, dtype=dtype, accumulate=3, clip=0.3)
