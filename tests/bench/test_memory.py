@@ -41,7 +41,7 @@ STILL_ABOVE = {
     ("backward", "hybrid"): 1.09,
     ("backward", "ulysses"): 1.06,
 }
-"""Modes in which buffers live longer than the algorithm needs them, at these sizes; at most so much longer."""
+"""Where buffers live longer than the algorithm needs them, at these sizes; at most by so much."""
 
 
 def limit(of_pass: str, way: Ours) -> float:
