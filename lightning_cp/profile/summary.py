@@ -63,7 +63,7 @@ class RankFigures:
 
     @property
     def rest(self) -> float:
-        """What is neither attention nor ours: the model, its optimizer, other communication."""
+        """What lies in no range: the model, its optimizer, other communication; copies for messages too."""
         return max(0.0, self.step - sum(self.work.values()) - self.total.exposed)
 
 
