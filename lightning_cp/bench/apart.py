@@ -4,7 +4,8 @@ All four runs execute the same plan, with the same code. Without compute the ker
 that every message is posted and waited for as in the real call. Without communication the groups of the
 ring and Ulysses axes are PyTorch's ``fake`` ones, which complete at once and move nothing, so that the
 kernel is called with tensors of the same shapes; what it reads was not received (an all-gather copies this
-rank's own part). What is left without either, tensors made and copied, the time of Python, is in all of
+rank's own part). They answer to the backend's name of the groups they stand for, so that all but the
+collectives is the same, operation by operation. What is left without either, tensors made and copied, the time of Python, is in all of
 them, and taken off once.
 """
 
@@ -162,4 +163,7 @@ def _fake_twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     twin = dist.new_group(ranks, backend="fake", use_local_synchronization=True)
     assert isinstance(twin, dist.ProcessGroup)
+    # What asks for the backend takes the path of the group that is stood for: its copies are compute.
+    known = dist.distributed_c10d._world.pg_map
+    known[twin] = (known[group][0], known[twin][1])
     return twin

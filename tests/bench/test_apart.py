@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_cp.attention.api import context_parallel_attention
 from lightning_cp.bench.apart import plan_of, take_apart
@@ -78,6 +79,22 @@ class Backends(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Dispatched(TorchDispatchMode):
+    """Every operation of the block but collectives: its name, and the shapes of the tensors that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace != "c10d":
+            given = (tuple(x.shape) for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+            self.operations.append((str(func), *given))
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass(frozen=True)
 class Found:
     """What one run of one rank did."""
@@ -85,17 +102,18 @@ class Found:
     calls: list[tuple[Any, ...]]
     sent: list[Message]
     backends: set[str]
+    operations: list[tuple[Any, ...]]
 
 
 def observe(step: Step, kernel: Counted, ulysses_rank: int) -> Found:
     kernel.calls.clear()
     with Wire(ulysses_rank) as wire:
         step()
-    with Backends() as backends:
+    with Backends() as backends, Dispatched() as dispatched:
         step()
     half = len(kernel.calls) // 2
     assert kernel.calls[:half] == kernel.calls[half:]
-    return Found(kernel.calls[:half], wire.messages, backends.names)
+    return Found(kernel.calls[:half], wire.messages, backends.names, dispatched.operations)
 
 
 def four_runs(
@@ -124,8 +142,11 @@ def test_the_same_messages_and_the_same_kernel_calls(way: Ours, packed: int) -> 
         assert both.calls
         assert both.sent
         assert both.backends == comm.backends == {"gloo"}
-        assert comm.sent == both.sent
+        assert comm.sent == compute.sent == neither.sent == both.sent
         assert compute.calls == both.calls
+        assert compute.operations == both.operations
+        assert neither.operations == comm.operations
+        assert len(comm.operations) < len(both.operations)
         assert comm.calls == neither.calls == []
         assert compute.backends == neither.backends == {"fake"}
 
