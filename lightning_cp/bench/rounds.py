@@ -1,7 +1,7 @@
 """What one rank does to measure some ways together: check each, count what it does, then time them in rounds.
 
 Repeats go round over the ways, so that noise hits all alike; rank 0 computes the case alone in the same
-rounds. Time that a stand-in for flash-attn copies is taken off.
+rounds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from lightning_cp.bench.case import Case
 from lightning_cp.bench.clock import Samples, measure
 from lightning_cp.bench.counts import Counts
-from lightning_cp.bench.peers.cpu_flash import copy_seconds
 from lightning_cp.bench.ways import Attend, OneProcess, Sharded, Step
 
 COUNTED = 2
@@ -65,11 +64,9 @@ def _time(steps: Sequence[Step], repeats: int, device_type: str) -> list[Samples
     samples = [Samples([], []) for _ in steps]
     for _ in range(repeats):
         for step, of_step in zip(steps, samples, strict=True):
-            before = copy_seconds()
             once = measure(step, repeats=1, warm_up=0, device_type=device_type)
-            copied = copy_seconds() - before
-            of_step.cpu.append(once.cpu[0] - copied)
-            of_step.wall.append(once.wall[0] - copied)
+            of_step.cpu.extend(once.cpu)
+            of_step.wall.extend(once.wall)
     return samples
 
 

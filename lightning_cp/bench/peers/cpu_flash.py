@@ -1,29 +1,23 @@
 """The CPU flash operator with flash-attn's meaning: its diagonal at the bottom right, results into buffers.
 
 flash-attn writes its results where they belong at once. What the operator allocates instead is not counted
-(:func:`lightning_cp.bench.counts.memory_hidden`), and the time it takes to copy it is known
-(:func:`copy_seconds`), so that it can be taken off.
+(:func:`lightning_cp.bench.counts.memory_hidden`), and copying it takes no time
+(:func:`lightning_cp.bench.clock.off_the_clock`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
 
+from lightning_cp.bench.clock import off_the_clock
 from lightning_cp.bench.counts import memory_hidden
 from lightning_cp.kernels.merge import merge
 from lightning_cp.kernels.protocol import QKV, Merged
 
 _ATEN = torch.ops.aten
 Pair = tuple[torch.Tensor, torch.Tensor]
-_copy_seconds = 0.0
-
-
-def copy_seconds() -> float:
-    """CPU-seconds that this process has spent on copies that flash-attn does not make."""
-    return _copy_seconds
 
 
 def attend(inputs: QKV, causal: bool, scale: float) -> Pair:
@@ -63,11 +57,9 @@ def differentiate(merged: Merged, inputs: QKV, into: QKV, causal: bool, scale: f
 
 def copy(into: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
     """Put results where flash-attn would have written them."""
-    global _copy_seconds
-    start = time.thread_time()
-    for buffer, result in zip(into, results, strict=True):
-        buffer.copy_(result)
-    _copy_seconds += time.thread_time() - start
+    with off_the_clock():
+        for buffer, result in zip(into, results, strict=True):
+            buffer.copy_(result)
 
 
 def _forward(inputs: QKV, causal: bool, scale: float) -> Pair:

@@ -1,0 +1,48 @@
+"""What counts as the time of a step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_cp.bench import clock
+from lightning_cp.bench.peers import cpu_flash
+
+
+class Hands:
+    """Every clock of the process, moved on by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        names = ("process_time", "perf_counter", "thread_time")
+        monkeypatch.setattr(
+            clock, "time", SimpleNamespace(**dict.fromkeys(names, lambda: self.now))
+        )
+
+    def copy_(self, seconds: float) -> None:
+        """In the place of a buffer's: takes so long."""
+        self.now += seconds
+
+
+def test_a_stand_in_s_copies_are_taken_off_wherever_it_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hands = Hands(monkeypatch)
+
+    def step() -> None:
+        hands.now += 5.0
+        buffers: Any = [hands, hands]
+        cpu_flash.copy(buffers, [2.0, 4.0])  # type: ignore[list-item]
+
+    samples = clock.measure(step, repeats=2, warm_up=1)
+    assert samples.cpu == samples.wall == [5.0, 5.0]
+
+
+def test_the_rest_of_a_step_that_raises_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    hands = Hands(monkeypatch)
+    with pytest.raises(ValueError, match="told"), clock.off_the_clock():
+        hands.now += 3.0
+        raise ValueError("told")
+    assert clock.measure(lambda: hands.copy_(1.0), repeats=1).cpu == [1.0]
