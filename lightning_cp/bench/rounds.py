@@ -6,7 +6,7 @@ rounds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,14 +126,15 @@ def _shard(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def _reference(whole: Sequence[torch.Tensor], alone: Step) -> Results:
+def _reference(whole: Sequence[torch.Tensor], alone: Callable[[], list[torch.Tensor]]) -> Results:
     """out, dq, dk and dv of the whole sequence, computed by rank 0."""
-    results = [torch.empty_like(x) for x in (whole[0], *whole[:3])]
+    results = tuple(torch.empty_like(x) for x in (whole[0], *whole[:3]))
     if dist.get_rank() == 0:
-        outs, gradients = alone()  # type: ignore[misc]
-        results[0].copy_(torch.cat(outs, dim=2).transpose(1, 2))
-        for result, gradient in zip(results[1:], gradients, strict=True):
-            result.copy_(gradient)
+        found = [x.detach() for x in alone()]
+        documents = len(found) // len(results)
+        parts = [found[:documents], *(found[documents + at :: 3] for at in range(3))]
+        for result, pieces in zip(results, parts, strict=True):
+            torch.cat(pieces, dim=1, out=result)
     for result in results:
         dist.broadcast(result, 0)
-    return tuple(results)
+    return results

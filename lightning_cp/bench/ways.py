@@ -144,7 +144,12 @@ class Ours:
 
 @dataclass(frozen=True)
 class OneProcess:
-    """PyTorch's attention over the whole sequence, one call per document."""
+    """PyTorch's attention over the whole sequence, one call per document, and nothing but the kernel.
+
+    Documents are tensors of their own from the beginning, and their results and gradients stay so. Views of
+    one packed tensor would cost a copy of dq, dk and dv, as autograd joins the gradients of views (of one
+    document too): a kernel for packed sequences does not pay it, so a ratio to it would flatter the ranks.
+    """
 
     name: str = "one process"
 
@@ -154,24 +159,34 @@ class OneProcess:
             return "scaled_dot_product_attention has no window"
         return None if case.ranks == 1 else "is for one rank"
 
-    def step(self, case: Case, *, backward: bool = True) -> Step:
-        """The whole sequence on this rank."""
-        q, k, v = case.inputs(case.tokens)
-        gradient = torch.randn_like(q)
-        lengths = case.lengths
+    def step(self, case: Case, *, backward: bool = True) -> Callable[[], list[torch.Tensor]]:
+        """The whole sequence on this rank.
 
-        def step() -> object:
-            parts = zip(*(x.transpose(1, 2).split(lengths, dim=2) for x in (q, k, v)), strict=True)
-            outs = [
-                F.scaled_dot_product_attention(*part, is_causal=case.causal, enable_gqa=True)
-                for part in parts
-            ]
+        Returns:
+            A step that returns ``out`` [B, L, H, D] of each document; then their dq, dk and dv, document by
+            document, if there is a backward.
+        """
+        whole = [x.detach() for x in case.inputs(case.tokens)]
+        gradient = torch.randn_like(whole[0])
+        documents = list(zip(*(x.split(case.lengths, dim=1) for x in whole), strict=True))
+        inputs = [x.requires_grad_() for document in documents for x in document]
+        gradients = gradient.split(case.lengths, dim=1)
+
+        def step() -> list[torch.Tensor]:
+            outs = [_attend_whole(*document, causal=case.causal) for document in documents]
             if not backward:
                 return outs
-            gradients = gradient.transpose(1, 2).split(lengths, dim=2)
-            return outs, torch.autograd.grad(outs, [q, k, v], gradients)
+            return [*outs, *torch.autograd.grad(outs, inputs, gradients)]
 
         return step
+
+
+def _attend_whole(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
+) -> torch.Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    return out.transpose(1, 2)
 
 
 def our_ways(ranks: int) -> list[Ours]:
