@@ -5,8 +5,8 @@ that every message is posted and waited for as in the real call. Without communi
 ring and Ulysses axes are PyTorch's ``fake`` ones, which complete at once and move nothing, so that the
 kernel is called with tensors of the same shapes; what it reads was not received (an all-gather copies this
 rank's own part). They answer to the backend's name of the groups they stand for, so that all but the
-collectives is the same, operation by operation. What is left without either, tensors made and copied, the time of Python, is in all of
-them, and taken off once.
+collectives is the same, operation by operation. What is left without either, tensors made and copied, the
+time of Python, is in all of them, and taken off once.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
 """What one rank does to measure some ways together: check each, count what it does, then time them in rounds.
 
 Repeats go round over the ways, so that noise hits all alike; rank 0 computes the case alone in the same
-rounds.
+rounds. A peer that raises may leave messages behind, and others waiting for it: this rank notes who it was
+and ends, and whoever has started the ranks starts them again without that way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,7 +19,8 @@ import torch.distributed as dist
 from lightning_cp.bench.case import Case
 from lightning_cp.bench.clock import Samples, measure
 from lightning_cp.bench.counts import Counts
-from lightning_cp.bench.ways import Attend, OneProcess, Sharded, Step
+from lightning_cp.bench.together import from_all
+from lightning_cp.bench.ways import OneProcess, Ours, Sharded, Step
 
 COUNTED = 2
 """Passes that are counted and not timed; they warm up too."""
@@ -35,17 +39,23 @@ class Found:
 
 
 def measure_rank(
-    case: Case, ways: Sequence[Sharded], repeats: int
+    case: Case, ways: Sequence[Sharded], repeats: int, notes: Path
 ) -> tuple[Samples, list[Found | str]]:
-    """This rank's part: one process's time (rank 0 only), and of each way what was found, or an obstacle."""
-    rank = dist.get_rank()
+    """This rank's part: one process's time (rank 0 only), and of each way what was found, or an obstacle.
+
+    Args:
+        case: what is computed.
+        ways: on every rank the same.
+        repeats: timed rounds.
+        notes: an empty folder, where :func:`failed_way` finds which peer it was that raised.
+    """
     whole = [x.detach() for x in case.inputs(case.tokens)]
     whole.append(torch.randn_like(whole[0]))
     alone = OneProcess().step(case)
     wanted = _reference(whole, alone)
-    obstacles = [way.obstacle(case) for way in ways]
+    obstacles = [_obstacle(way, case, notes) for way in ways]
     runs = [
-        _Run(way.attention(case), whole, way.positions(case, rank))
+        _Run(way, case, whole, notes)
         for way, obstacle in zip(ways, obstacles, strict=True)
         if obstacle is None
     ]
@@ -53,10 +63,41 @@ def measure_rank(
         for run in runs:
             run.count(wanted)
     del whole, wanted
-    steps = [alone if rank == 0 else _nothing, *(run.step for run in runs)]
+    steps = [alone if dist.get_rank() == 0 else _nothing, *(run.step for run in runs)]
     samples = _time(steps, repeats, case.device_type)
     found = iter([run.found(of_run) for run, of_run in zip(runs, samples[1:], strict=True)])
     return samples[0], [next(found) if text is None else text for text in obstacles]
+
+
+def failed_way(notes: Path) -> tuple[str, str] | None:
+    """The name of the peer that has raised first, and what; ``None`` if none has."""
+    note = notes / _NOTE
+    if not note.exists():
+        return None
+    name, _, told = note.read_text().partition("\n")
+    return name, told
+
+
+_NOTE = "failed"
+
+
+@contextmanager
+def _blaming(way: Sharded, notes: Path) -> Iterator[None]:
+    """Note that a peer has raised, unless another rank has: what follows is due to that. Ours may not."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(way, Ours) and not (notes / _NOTE).exists():
+            told = f"rank {dist.get_rank()} fails: {type(error).__name__}: {error}"
+            (notes / _NOTE).write_text(f"{way.name}\n{told.splitlines()[0]}")
+        raise
+
+
+def _obstacle(way: Sharded, case: Case, notes: Path) -> str | None:
+    """The first rank's that has one: if one cannot compute the case, nobody may begin."""
+    with _blaming(way, notes):
+        own = way.obstacle(case)
+    return next((told for told in from_all(own) if told is not None), None)
 
 
 def _time(steps: Sequence[Step], repeats: int, device_type: str) -> list[Samples]:
@@ -78,13 +119,16 @@ class _Run:
     """One way on this rank, with its shards of the whole inputs."""
 
     def __init__(
-        self, attend: Attend, whole: Sequence[torch.Tensor], positions: torch.Tensor
+        self, way: Sharded, case: Case, whole: Sequence[torch.Tensor], notes: Path
     ) -> None:
+        self._way, self._notes = way, notes
+        with _blaming(way, notes):
+            self._attend = way.attention(case)
+            positions = way.positions(case, dist.get_rank())
         tokens = whole[0].shape[1]
         *self._inputs, self._dout = (_shard(x, positions) for x in whole)
         for x in self._inputs:
             x.requires_grad_()
-        self._attend = attend
         self._real = (positions < tokens).to(whole[0].device)
         self._positions = positions.to(whole[0].device)[self._real]
         self._passes: list[Counts] = []
@@ -92,8 +136,9 @@ class _Run:
 
     def step(self) -> Results:
         """Forward and backward."""
-        out = self._attend(*self._inputs)
-        return (out, *torch.autograd.grad(out, self._inputs, self._dout))
+        with _blaming(self._way, self._notes):
+            out = self._attend(*self._inputs)
+            return (out, *torch.autograd.grad(out, self._inputs, self._dout))
 
     def count(self, wanted: Results) -> None:
         """Count what a step does, and compare what it returns with one process."""

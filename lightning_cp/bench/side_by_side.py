@@ -24,16 +24,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+from torch.multiprocessing.spawn import ProcessException
 
 from lightning_cp.bench import table
 from lightning_cp.bench.case import Case
 from lightning_cp.bench.clock import Figure, Samples, cpu_of_slowest, cpu_together, wall_of_slowest
 from lightning_cp.bench.peers import all_peers
 from lightning_cp.bench.processes import on_ranks
-from lightning_cp.bench.rounds import Found, measure_rank
+from lightning_cp.bench.rounds import Found, failed_way, measure_rank
 from lightning_cp.bench.ways import Ours, Sharded, our_ways
 
 HEAD = (
@@ -138,12 +141,38 @@ def every_way(case: Case) -> list[Sharded]:
 
 
 def compare(case: Case, ways: Sequence[Sharded], repeats: int) -> Iterator[Line]:
-    """A line for each way."""
-    of_ranks = on_ranks(case.ranks, measure_rank, case, ways, repeats, device_type=case.device_type)
+    """A line for each way; a peer that raises has its error in its line, and the others are measured."""
+    failures: dict[str, str] = {}
+    of_ranks: list[tuple[Samples, list[Found | str]]] | None = None
+    while of_ranks is None:
+        left = [way for way in ways if way.name not in failures]
+        of_ranks = _measured(case, left, repeats, failures)
     of_one = of_ranks[0][0]
     alone = min(of_one.cpu if case.device_type == "cpu" else of_one.wall)
-    for index, way in enumerate(ways):
-        yield line_of(case, way, [found[1][index] for found in of_ranks], alone)
+    found = zip(*(of_rank[1] for of_rank in of_ranks), strict=True)
+    for way in ways:
+        failure = failures.get(way.name)
+        yield (
+            line_of(case, way, next(found), alone) if failure is None else Line(case, way, failure)
+        )
+
+
+def _measured(
+    case: Case, ways: Sequence[Sharded], repeats: int, failures: dict[str, str]
+) -> list[tuple[Samples, list[Found | str]]] | None:
+    """What each rank found; or ``None``, and one failure more."""
+    with TemporaryDirectory() as folder:
+        notes = Path(folder)
+        arguments = (case, ways, repeats, notes)
+        try:
+            return on_ranks(case.ranks, measure_rank, *arguments, device_type=case.device_type)
+        except ProcessException:
+            failed = failed_way(notes)
+            if failed is None:
+                raise
+            name, told = failed
+            failures[name] = told
+            return None
 
 
 def line_of(case: Case, way: Sharded, ranks: Sequence[Found | str], alone: float) -> Line:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,15 +34,16 @@ UNEVEN = replace(DENSE, tokens=53)
 CASES = {"dense": DENSE, "packed": PACKED, "padded": UNEVEN}
 
 
-def measure_cases(cases: list[Case]) -> list[tuple[Samples, list[Found | str]]]:
+def measure_cases(cases: list[Case], notes: Path) -> list[tuple[Samples, list[Found | str]]]:
     """On every rank, all ways."""
-    return [measure_rank(case, every_way(case), 1) for case in cases]
+    return [measure_rank(case, every_way(case), 1, notes) for case in cases]
 
 
 @pytest.fixture(scope="module")
-def lines() -> dict[str, dict[str, Line]]:
+def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Line]]:
     """Of each case, by name."""
-    of_ranks = on_ranks(2, measure_cases, list(CASES.values()))
+    notes = tmp_path_factory.mktemp("notes")
+    of_ranks = on_ranks(2, measure_cases, list(CASES.values()), notes)
     found: dict[str, dict[str, Line]] = {}
     for index, (name, case) in enumerate(CASES.items()):
         per_rank = [of_rank[index] for of_rank in of_ranks]
