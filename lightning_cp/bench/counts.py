@@ -5,7 +5,6 @@ Counting slows a step down, so it is done in a pass of its own, which is not tim
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+from torch.utils._pytree import tree_leaves
 
 from lightning_cp.bench.peak_bytes import PeakBytes
 
@@ -20,8 +20,6 @@ KERNELS = ("flash_attention", "flash_attn")
 """What the names of attention operators contain, forward and backward."""
 SILENT = frozenset({"recv_", "wait_tensor", "_wrap_tensor_autograd"})
 """Operations of torch.distributed that send nothing; a receive is another rank's send."""
-CONTROL = "allgather_"
-"""Ranks agree on a call by it; no data is gathered so."""
 
 _hidden = 0
 
@@ -44,30 +42,30 @@ class Counts(PeakBytes):
         super().__init__()
         self.kernels = 0
         """Calls of attention operators."""
-        self.sent: Counter[str] = Counter()
-        """Bytes that left this rank, by operation; shares that a rank keeps of a collective are not sent."""
-
-    @property
-    def data(self) -> int:
-        """Bytes sent of tensors' values."""
-        return sum(self.sent.values()) - self.control
-
-    @property
-    def control(self) -> int:
-        """Bytes sent to agree on calls."""
-        return self.sent[CONTROL]
+        self.data = 0
+        """Bytes that left this rank of floating-point numbers, which are what attention computes with. The
+        share that a rank keeps of a collective is not sent."""
+        self.control = 0
+        """Likewise, of integers, by which ranks agree on a call, whatever the operation."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = func._schema.name.split("::")[1]
         if func.namespace in ("c10d", "_c10d_functional"):
-            self.sent[name] += sent_by(name, args)
+            self._count(name, args)
         elif any(part in name for part in KERNELS):
             self.kernels += 1
         if _hidden:
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _count(self, name: str, args: tuple[Any, ...]) -> None:
+        tensors = (x for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+        if any(x.is_floating_point() for x in tensors):
+            self.data += sent_by(name, args)
+        else:
+            self.control += sent_by(name, args)
 
 
 def sent_by(name: str, args: tuple[Any, ...]) -> int:
@@ -80,8 +78,13 @@ def sent_by(name: str, args: tuple[Any, ...]) -> int:
         return 0
     if name == "send":
         return _bytes(args[0])
-    if name == CONTROL:
+    if name == "allgather_":
         return _bytes(args[1]) * (_group(args[2]).size() - 1)
+    if (
+        name == "allreduce_"
+    ):  # as around a ring: everybody's share to its sum, and the sum to everybody
+        ranks = _group(args[1]).size()
+        return 2 * _bytes(args[0]) * (ranks - 1) // ranks
     if name == "_allgather_base_":
         return _bytes([args[1]]) * (_group(args[2]).size() - 1)
     if name == "all_gather_into_tensor":
