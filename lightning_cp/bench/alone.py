@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -46,23 +47,41 @@ class OneRank:
     inputs: list[torch.Tensor]
     """q, k and v [batch, local tokens, heads, head dim]."""
     dout: torch.Tensor
+    arrivals: Arrivals | None = None
+    """In the place of messages."""
     kept: Kept = field(default_factory=Kept)
 
     def forward(self) -> torch.Tensor:
         """``out`` of this rank's tokens."""
+        self._begin()
         out, *_ = ContextParallelAttention.forward(self.kept, *self.inputs, None, self.plan, None)  # pyright: ignore
         return out
 
     def backward(self) -> tuple[Any, ...]:
         """Gradients of q, k and v; after a forward."""
+        self._begin()
         return ContextParallelAttention.backward(self.kept, self.dout, None)
+
+    def _begin(self) -> None:
+        if self.arrivals is not None:
+            self.arrivals.begin()
 
 
 class Arrivals:
-    """In the place of ``start_transfer``: nothing is sent, and what is received lies there already."""
+    """In the place of ``start_transfer``: nothing is sent, and what is received lies there already.
+
+    Each transfer of a pass has memory of its own, as one that has been read is still in the caches, where
+    what has just arrived is not. The next pass finds the same memory.
+    """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
+        self._made: defaultdict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]]
+        self._made = defaultdict(list)
+        self._taken: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._taken.clear()
 
     def __call__(
         self,
@@ -77,9 +96,11 @@ class Arrivals:
         if receive_shape is None:
             return Transfer(None, send, [])
         key = tuple(receive_shape), like.dtype
-        if key not in self._made:
-            self._made[key] = torch.randn(key[0], dtype=like.dtype, device=like.device)
-        return Transfer(self._made[key], send, [])
+        made, index = self._made[key], self._taken[key]
+        if index == len(made):
+            made.append(torch.randn(key[0], dtype=like.dtype, device=like.device))
+        self._taken[key] += 1
+        return Transfer(made[index], send, [])
 
 
 @contextmanager
@@ -99,7 +120,8 @@ def one_rank(
         case: what is computed, and on which device.
         rank: of the cp group.
         kernel: in place of the way's, whatever it says that it can run on.
-        arrived: what a ring would receive is random numbers made once, and no memory that is asked for.
+        arrived: what a ring would receive is random numbers made once, each hop's its own, and no memory
+            that is asked for. After the first forward and backward all of it is there.
         memory: ``False``: tensors have none (PyTorch's fake tensors), in the block and outside.
     """
     with _rank_of(way, case, rank) as mesh, nullcontext() if memory else FakeTensorMode():
@@ -110,8 +132,9 @@ def one_rank(
         plan = make_plan(q, k, v, mesh, layout, spec, asked, exchange=exchange_of(way))
         if kernel is not None:
             plan = replace(plan, kernel=kernel)
-        with patch.object(ring, "start_transfer", Arrivals()) if arrived else nullcontext():
-            yield OneRank(plan, [q, k, v], torch.randn_like(q))
+        arrivals = Arrivals() if arrived else None
+        with patch.object(ring, "start_transfer", arrivals) if arrived else nullcontext():
+            yield OneRank(plan, [q, k, v], torch.randn_like(q), arrivals)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_cp.bench.case import BACKWARD_FLOPS, Case
-from lightning_cp.bench.replay import replay
+from lightning_cp.bench.replay_rank import replay
 from lightning_cp.bench.ways import Ours
 from lightning_cp.kernels.api import Request, kernels
 

@@ -4,12 +4,14 @@
     python -m lightning_cp.bench.replay --device cpu --tokens-per-rank 512
 
 A rank runs the real code, forward and backward, but nothing is sent: what would arrive is random numbers
-that lie there already. *Efficiency* is the time of one call over the whole sequence on the same kernel,
-divided by (ranks x the slowest rank's time): what is lost without any communication. Beside it the calls of
-ring-flash-attention's zigzag ring on the same kernel (:mod:`lightning_cp.bench.ring_flash_attn_calls`).
+that lie there already, each hop's in memory of its own. *Efficiency* is the time of one call over the whole
+sequence on the same kernel, divided by (ranks x the slowest rank's time): what is lost without any
+communication. Beside it the calls of ring-flash-attention's zigzag ring on the same kernel
+(:mod:`lightning_cp.bench.ring_flash_attn_calls`).
 
 Packed documents: the rate of a rank, if all were as slow as the slowest, over the rate of the same kernel on
-one causal document of 32,768 tokens. Replayed are the ranks with the most work and with the most tiles.
+one causal document of 32,768 tokens. Not every rank is replayed, but the two with the most work and the one
+with the most tiles; *ranks timed* says how many that were. One of the others may be slower.
 
 FLOPs are those of visible pairs, 4 x head dim x heads each, and 2.5 times as many in backward.
 """
@@ -19,17 +21,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from lightning_cp.bench import table
-from lightning_cp.bench.alone import one_rank
 from lightning_cp.bench.case import BACKWARD_FLOPS, Case
-from lightning_cp.bench.clock import Figure, measure
-from lightning_cp.bench.ring_flash_attn_calls import ZigzagCalls
+from lightning_cp.bench.replay_rank import Seconds, replay, replay_theirs
 from lightning_cp.bench.ways import Ours
-from lightning_cp.kernels.api import Merged, kernels
+from lightning_cp.kernels.api import kernels
 from lightning_cp.kernels.call_per_tile import CallPerTile
 from lightning_cp.layout import Schedule
 
@@ -37,29 +36,6 @@ KERNELS = {"cuda": ("triton", "aten_cuda_flash"), "cpu": ("aten_cpu_flash",)}
 """By device type: what is replayed if nothing else is asked for."""
 DENSE_TOKENS = 32768
 """Of the one document whose rate packed ones are compared with, on a GPU."""
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Least times of a rank's passes."""
-
-    forward: float
-    backward: float
-    spread: float = 0.0
-    """(most - least) / least of the repeats, of the pass where it is larger."""
-
-    @property
-    def both(self) -> float:
-        """One after the other."""
-        return self.forward + self.backward
-
-    @classmethod
-    def slowest(cls, ranks: Sequence[Seconds]) -> Seconds:
-        """Of each pass, the slowest rank's."""
-        forward, backward, spread = zip(
-            *((x.forward, x.backward, x.spread) for x in ranks), strict=True
-        )
-        return cls(max(forward), max(backward), max(spread))
 
 
 @dataclass(frozen=True)
@@ -86,38 +62,18 @@ class PackedRow:
 
     kernel: str
     ranks: int
+    timed: int
+    """Ranks that were replayed: those that may be the slowest."""
     tokens: int
     documents: int
     tiles: int
-    """Of the slowest rank in forward."""
+    """Most of a rank, in forward."""
     rate: Seconds
     dense_rate: Seconds
 
     def share(self, of_pass: str) -> float:
         """Of the dense rate, in ``forward`` or ``backward``."""
         return float(getattr(self.rate, of_pass) / getattr(self.dense_rate, of_pass))
-
-
-def replay(way: Ours, case: Case, rank: int, repeats: int) -> Seconds:
-    """The times of one rank."""
-    with one_rank(way, case, rank, arrived=True) as alone:
-        alone.forward()
-        passes = (alone.forward, alone.backward)
-        return _seconds(passes, case, repeats)
-
-
-def replay_theirs(kernel: CallPerTile, case: Case, rank: int, repeats: int) -> Seconds:
-    """The times of one rank in ring-flash-attention's sequence of calls."""
-    with one_rank(Ours(1, case.ranks, kernel=kernel.name), case, rank) as alone:
-        calls = ZigzagCalls(kernel, alone.plan.scores, rank, case.ranks)
-        (q, k, v), dout = alone.inputs, alone.dout
-    arrived = [(k, v), (torch.randn_like(k), torch.randn_like(v))]
-    keys = lambda step: arrived[min(step, 1)]  # noqa: E731
-    out, lse = calls.forward(q, keys)
-    came = (torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32))
-    merged = Merged(dout, out, lse)
-    backward = partial(calls.backward, merged, q, keys, lambda step: came)
-    return _seconds((partial(calls.forward, q, keys), backward), case, repeats)
 
 
 def dense_rows(case: Case, kernel: str, repeats: int) -> Iterator[DenseRow]:
@@ -135,14 +91,14 @@ def dense_rows(case: Case, kernel: str, repeats: int) -> Iterator[DenseRow]:
 
 
 def packed_row(case: Case, kernel: str, dense_rate: Seconds, repeats: int) -> PackedRow:
-    """The rate that the slowest rank leaves all with."""
+    """The rate that the slowest of the ranks that are replayed leaves all with."""
     way = Ours(1, case.ranks, kernel=kernel)
     plan = way.schedule(case)
     ranks = heaviest(plan)
     found = Seconds.slowest([replay(way, case, rank, repeats) for rank in ranks])
     documents = case.documents
     assert documents is not None
-    sizes = (case.ranks, case.tokens, len(documents.rows[0]))
+    sizes = (case.ranks, len(ranks), case.tokens, len(documents.rows[0]))
     tiles = max(plan.rank(rank).num_tiles for rank in ranks)
     return PackedRow(kernel, *sizes, tiles, _rate(case, found), dense_rate)
 
@@ -166,23 +122,13 @@ def _rate(case: Case, seconds: Seconds) -> Seconds:
     return Seconds(each / seconds.forward, BACKWARD_FLOPS * each / seconds.backward)
 
 
-def _seconds(passes: Sequence[object], case: Case, repeats: int) -> Seconds:
-    """CPU-seconds on CPU, wall time around work that the device has finished elsewhere."""
-    found: list[Figure] = []
-    for step in passes:
-        samples = measure(step, repeats=repeats, device_type=case.device_type)  # type: ignore[arg-type]
-        found.append(Figure.of(samples.cpu if case.device_type == "cpu" else samples.wall))
-    forward, backward = found
-    return Seconds(forward.best, backward.best, max(forward.spread, backward.spread))
-
-
 DENSE_HEAD = (
     *("kernel", "calls", "ranks", "tokens", "whole fwd, ms", "slowest rank fwd, ms"),
     *("whole bwd, ms", "slowest rank bwd, ms", "efficiency fwd", "bwd", "fwd+bwd"),
 )
 PACKED_HEAD = (
-    *("kernel", "ranks", "tokens", "documents", "tiles of a rank", "fwd, TFLOP/s", "bwd, TFLOP/s"),
-    *("of dense, fwd", "of dense, bwd"),
+    *("kernel", "ranks", "ranks timed", "tokens", "documents", "tiles of a rank"),
+    *("fwd, TFLOP/s", "bwd, TFLOP/s", "of dense, fwd", "of dense, bwd"),
 )
 
 
@@ -200,7 +146,7 @@ def dense_cells(row: DenseRow) -> list[object]:
 def packed_cells(row: PackedRow) -> list[object]:
     """Of a line of the table."""
     return [
-        *(row.kernel, row.ranks, row.tokens, row.documents, row.tiles),
+        *(row.kernel, row.ranks, row.timed, row.tokens, row.documents, row.tiles),
         *(f"{rate:.1f}" for rate in (row.rate.forward, row.rate.backward)),
         *(f"{row.share(of_pass):.3f}" for of_pass in ("forward", "backward")),
     ]

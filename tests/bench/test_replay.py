@@ -135,21 +135,36 @@ def test_two_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         "ring-flash-attention",
     ]
     rows = [row.strip("| ").split(" | ") for row in packed.splitlines()[2:]]
-    assert [row[1:4] for row in rows] == [["2", "64", "4"], ["4", "128", "8"]]
+    assert [row[1:5] for row in rows] == [["2", "2", "64", "4"], ["4", "3", "128", "8"]]
     assert len({*map(len, rows), len(replay.PACKED_HEAD)}) == 1
 
 
 def test_what_arrives_is_there_already_and_as_large_as_asked() -> None:
+    """Every hop has memory of its own; the next pass finds it again."""
     like = torch.empty(1, dtype=torch.float64)
     post = Arrivals()
-    first, again = (post(None, 0, (3, 2), 1, like, None).wait() for _ in range(2))
-    assert first is again
-    assert first is not None
-    assert (first.shape, first.dtype) == ((3, 2), torch.float64)
+
+    def one_pass() -> list[torch.Tensor | None]:
+        post.begin()
+        return [post(None, 0, shape, 1, like, None).wait() for shape in [(3, 2), (3, 2), (4, 2)]]
+
+    first, again = one_pass(), one_pass()
+    assert all(x is y for x, y in zip(first, again, strict=True))
+    found = [x for x in first if x is not None]
+    assert len({x.data_ptr() for x in found}) == 3
+    assert [tuple(x.shape) for x in found] == [(3, 2), (3, 2), (4, 2)]
+    assert {x.dtype for x in found} == {torch.float64}
     assert post(None, 0, None, 1, like, None).wait() is None
+
+
+def test_hops_of_a_replayed_rank_read_memory_of_their_own() -> None:
     with one_rank(Ours(1, 4), CASE, 1, arrived=True) as alone, Wire() as wire:
-        alone.forward()
+        assert alone.arrivals is not None
+        for _ in range(2):
+            passes(alone)
         moved = dict(wire.counts)
+        kept = [x for made in alone.arrivals._made.values() for x in made]
+    assert len({x.data_ptr() for x in kept}) == len(kept) == 3 + 3  # keys, and gradients of our own
     with one_rank(Ours(1, 4), CASE, 1) as alone, Wire() as wire:
         alone.forward()
     assert moved == {} != wire.counts
