@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_cp.bench.peak_bytes import PeakBytes
@@ -51,6 +52,10 @@ class Counts(PeakBytes):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if DTensor in types:
+            return (
+                NotImplemented  # which comes back with the tensors inside it, and what these send
+            )
         name = func._schema.name.split("::")[1]
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(name, args)

@@ -6,9 +6,12 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Shard
 
 from lightning_cp.bench import peers, side_by_side
 from lightning_cp.bench.case import Case
@@ -19,6 +22,7 @@ from lightning_cp.bench.peers import (
     ring_flash_attn,
     shards,
     stand_in,
+    torch_context_parallel,
     yunchang,
 )
 from lightning_cp.bench.processes import on_ranks
@@ -35,18 +39,50 @@ CASES = {"dense": DENSE, "packed": PACKED, "padded": UNEVEN}
 
 
 def measure_cases(cases: list[Case], notes: Path) -> list[tuple[Samples, list[Found | str]]]:
-    """On every rank, all ways."""
-    return [measure_rank(case, every_way(case), 1, notes) for case in cases]
+    """On every rank, all ways; then PyTorch's public call, had it a rule for the CPU operator."""
+    plain = F.scaled_dot_product_attention
+    found = [measure_rank(case, every_way(case), 1, notes) for case in cases]
+    assert F.scaled_dot_product_attention is plain
+    public = torch_context_parallel.PublicCall()
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers |= dict.fromkeys(torch_context_parallel.OPERATORS["cpu"], around_the_ring)
+    torch_context_parallel._try_public.cache_clear()
+    return [*found, measure_rank(UNEVEN, [public], 1, notes)]
+
+
+def around_the_ring(operator: Any, args: Any, kwargs: Any) -> Any:
+    """What the dispatcher of ``context_parallel`` does with CUDA's operators, for that of the CPU."""
+    mesh = args[0].device_mesh
+    args = [x.to_local() if isinstance(x, DTensor) else x for x in args]
+    inner, common = torch_context_parallel._inner(), (mesh.get_group(), 2, operator)
+    if len(args) < 7:
+        q, k, v, dropout, causal = args
+        found = inner._templated_ring_attention(
+            *common, q, k, v, is_causal=causal, dropout_p=dropout, **kwargs
+        )
+    else:
+        dout, q, k, v, out, lse, dropout, causal = args
+        found = inner._templated_ring_attention_backward(
+            *(*common, dout, "grad_out", q, k, v, out, lse),
+            is_causal=causal,
+            dropout_p=dropout,
+            **kwargs,
+        )
+    return tuple(DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in found)
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Line]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each of two found of each case, and of the public call."""
+    return on_ranks(2, measure_cases, list(CASES.values()), tmp_path_factory.mktemp("notes"))
+
+
+@pytest.fixture(scope="module")
+def lines(ranks: list[Any]) -> dict[str, dict[str, Line]]:
     """Of each case, by name."""
-    notes = tmp_path_factory.mktemp("notes")
-    of_ranks = on_ranks(2, measure_cases, list(CASES.values()), notes)
     found: dict[str, dict[str, Line]] = {}
     for index, (name, case) in enumerate(CASES.items()):
-        per_rank = [of_rank[index] for of_rank in of_ranks]
+        per_rank = [of_rank[index] for of_rank in ranks]
         found[name] = {
             way.name: line_of(case, way, [rank[1][place] for rank in per_rank], 1.0)
             for place, way in enumerate(every_way(case))
@@ -134,6 +170,17 @@ def test_padding_and_calls(lines: dict[str, dict[str, Line]]) -> None:
         packed = lines["packed"]["ring-flash-attn zigzag"]
         assert packed.padding == padded - PACKED.tokens > 0
         assert packed.kernels == 2 * 2 * 2 * len(PACKED.lengths)
+
+
+def test_the_public_call_of_torch_is_measured_where_it_runs(ranks: list[Any]) -> None:
+    way = torch_context_parallel.PublicCall()
+    line = line_of(UNEVEN, way, [of_rank[-1][1][0] for of_rank in ranks], 1.0)
+    assert line.obstacle is None
+    assert line.error < 1e-5
+    assert (line.kernels, line.padding) == (2 * 2 * 2, 3)
+    keys = KV_HEADS * 28 * DIM * 4
+    assert line.sent == 4 * 2 * keys  # twice K and V, and their gradients once more than needed
+    assert line.peak > 2 * keys
 
 
 def test_this_process_has_no_stand_in(lines: dict[str, dict[str, Line]]) -> None:

@@ -1,13 +1,14 @@
 """PyTorch's own context_parallel: its public call where it runs, and the ring inside it.
 
-On CPU the public call has no rule for the operator that ``scaled_dot_product_attention`` chooses. The ring
-inside takes the operator as an argument, so it is measured on its own, with either of its two rotations.
+On CPU the public call has no rule for the operator that ``scaled_dot_product_attention`` chooses; it is tried
+wherever it is asked for, and its error shown. The ring inside takes the operator as an argument, so it is
+measured on its own, with either of its two rotations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -36,22 +37,28 @@ class PublicCall:
             return "takes no documents"
         if not dist.is_initialized():
             return "is tried on ranks only"
-        found = _try_public(case.ranks, case.causal, case.device_type)
-        if found is None:
-            return "runs, and shards inside its context: see the rows of its ring"
-        return f"fails: {found}"
+        return _try_public(replace(case, tokens=16 * case.ranks))
 
     def positions(self, case: Case, rank: int) -> torch.Tensor:
         """Head and tail chunks."""
         return shards.of_documents([case.tokens], case.ranks, rank, zigzag=True)
 
     def attention(self, case: Case) -> Attend:
-        """Never asked for, as there is always an obstacle."""
-        raise NotImplementedError
+        """The function that its context puts in the place of ``scaled_dot_product_attention``."""
+        shared, grouped = _shared_attention(case), case.heads != case.kv_heads
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            _inner().set_rotate_method(
+                "allgather"
+            )  # its own default; rows of the inner ring change it
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return shared(q, k, v, is_causal=case.causal, enable_gqa=grouped).transpose(1, 2)
+
+        return attend
 
     def step(self, case: Case, *, backward: bool = True) -> Step:
-        """Never asked for, as there is always an obstacle."""
-        raise NotImplementedError
+        """On random inputs of this rank."""
+        return local_step(self, case, backward=backward)
 
 
 @dataclass(frozen=True)
@@ -156,17 +163,38 @@ def _inner() -> Any:
     return _attention
 
 
+def _shared_attention(case: Case) -> Callable[..., torch.Tensor]:
+    """What ``scaled_dot_product_attention`` is inside ``context_parallel`` over all ranks.
+
+    A training step is within the context from its first layer to the end of backward. Here it is entered
+    once and stays open, so that no call pays for entering it; only the function that it replaces is put back
+    at once, as other ways call that. The context shards its buffers, of which it wants one.
+    """
+    return _entered(case.device_type, case.ranks)[0]
+
+
 @lru_cache
-def _try_public(ranks: int, causal: bool, device_type: str) -> str | None:
-    """The first line of its error, or ``None``."""
+def _entered(device_type: str, ranks: int) -> tuple[Callable[..., torch.Tensor], object]:
+    """The function; and the context, which closes when nobody knows it any more."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
     mesh = init_device_mesh(device_type, (ranks,))
-    q, k, v = (torch.randn(1, 2, 16 * ranks, 16, device=device_type) for _ in range(3))
+    tokens = torch.zeros(2 * ranks, device=device_type)
+    context = context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[0])
+    own = F.scaled_dot_product_attention
     try:
-        with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
-            F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        context.__enter__()
+        return F.scaled_dot_product_attention, context
+    finally:
+        F.scaled_dot_product_attention = own
+
+
+@lru_cache
+def _try_public(case: Case) -> str | None:
+    """The first line of its error, or ``None``."""
+    try:
+        PublicCall().step(case)()
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return f"fails: {type(error).__name__}: {str(error).splitlines()[0]}"
     return None
