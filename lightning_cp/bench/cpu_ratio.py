@@ -3,7 +3,8 @@
     python -m lightning_cp.bench.cpu_ratio --tokens 1024 4096 16384 --ranks 2 4
 
 Causal attention, forward and backward, float32, one thread per rank, PyTorch's CPU flash operator on
-both sides; the one process calls ``scaled_dot_product_attention``. What is counted: see
+both sides; the one process calls ``scaled_dot_product_attention``. It runs first and alone, not in turn with
+the ranks: its repeats' spread is shown beside theirs, and a ratio is no surer than both. What is counted: see
 :mod:`lightning_cp.bench.clock`.
 """
 
@@ -18,7 +19,10 @@ from lightning_cp.bench.clock import Figure, Samples, cpu_together, measure
 from lightning_cp.bench.processes import on_ranks
 from lightning_cp.bench.ways import OneProcess, Way, our_ways
 
-HEAD = ("tokens", "ranks", "mode", "one process, s", "ranks together, s", "ratio", "spread")
+HEAD = (
+    *("tokens", "ranks", "mode", "one process, s", "its spread", "ranks together, s", "spread"),
+    "ratio",
+)
 
 
 def main() -> None:
@@ -32,13 +36,17 @@ def main() -> None:
     print(table.head(HEAD))
     for tokens in options.tokens:
         whole = Case(tokens, 1, kv_heads=options.kv_heads)
-        alone = cpu_seconds(whole, [OneProcess()], options.repeats)[0].best
+        alone = cpu_seconds(whole, [OneProcess()], options.repeats)[0]
         for ranks in options.ranks:
             case, ways = Case(tokens, ranks, kv_heads=options.kv_heads), our_ways(ranks)
             for way, found in zip(ways, cpu_seconds(case, ways, options.repeats), strict=True):
-                ratio, spread = f"{found.best / alone:.3f}", f"{found.spread:.0%}"
-                seconds = (f"{alone:.3f}", f"{found.best:.3f}")
-                print(table.row((tokens, ranks, way.name, *seconds, ratio, spread)), flush=True)
+                print(table.row((tokens, ranks, way.name, *cells(alone, found))), flush=True)
+
+
+def cells(alone: Figure, together: Figure) -> list[str]:
+    """Seconds and spread of the one process and of the ranks together, and the ratio of the least ones."""
+    both = [(f"{figure.best:.3f}", f"{figure.spread:.0%}") for figure in (alone, together)]
+    return [*both[0], *both[1], f"{together.best / alone.best:.3f}"]
 
 
 def cpu_seconds(case: Case, ways: Sequence[Way], repeats: int) -> list[Figure]:
