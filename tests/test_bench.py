@@ -7,7 +7,9 @@ import math
 import pytest
 
 from lightning_cp.bench import balance, cpu_ratio, rank_flops
-from lightning_cp.bench.ways import our_ways
+from lightning_cp.bench.case import Case
+from lightning_cp.bench.clock import Figure
+from lightning_cp.bench.ways import Way, our_ways
 
 
 def test_a_row_for_each_split(
@@ -17,12 +19,28 @@ def test_a_row_for_each_split(
     monkeypatch.setattr("sys.argv", ["cpu_ratio", *arguments])
     cpu_ratio.main()
     head, line, *rows = capsys.readouterr().out.splitlines()
-    assert head.count("|") == line.count("|") == 8
+    assert head.count("|") == line.count("|") == len(cpu_ratio.HEAD) + 1
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert [row[:2] for row in cells] == [["64", "2"]] * 6
     assert [row[2] for row in cells] == [way.name for way in our_ways(2)]
     for row in cells:
-        assert all(math.isfinite(float(x)) and float(x) > 0 for x in row[3:6]), row
+        assert all(math.isfinite(float(x)) and float(x) > 0 for x in row[3::2]), row
+
+
+def test_the_spread_of_both_sides_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def seconds(case: Case, ways: list[Way], repeats: int) -> list[Figure]:
+        return [Figure(2.0, 0.25)] if case.ranks == 1 else [Figure(3.0, 0.1)] * len(ways)
+
+    monkeypatch.setattr(cpu_ratio, "cpu_seconds", seconds)
+    monkeypatch.setattr("sys.argv", ["cpu_ratio", "--tokens", "64", "--ranks", "2"])
+    cpu_ratio.main()
+    head, _, first, *_ = capsys.readouterr().out.splitlines()
+    cells = dict(zip(*([x.strip() for x in row.split("|")] for row in (head, first)), strict=True))
+    assert (cells["one process, s"], cells["its spread"]) == ("2.000", "25%")
+    assert (cells["ranks together, s"], cells["spread"]) == ("3.000", "10%")
+    assert (cells["mode"], cells["ratio"]) == ("ulysses", "1.500")
 
 
 def test_modes_are_named_as_the_field_does() -> None:

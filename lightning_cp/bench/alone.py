@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_cp.attention import ring
-from lightning_cp.attention.exchange import Exchange
 from lightning_cp.attention.function import ContextParallelAttention
 from lightning_cp.attention.plan import AttentionPlan, make_plan
 from lightning_cp.bench.case import Case
@@ -129,7 +128,7 @@ def one_rank(
         q, k, v = (x.detach() for x in case.inputs(layout.local_len))
         spec = case.spec
         asked = way.kernel if kernel is None else "reference"
-        plan = make_plan(q, k, v, mesh, layout, spec, asked, exchange=exchange_of(way))
+        plan = make_plan(q, k, v, mesh, layout, spec, asked, exchange=way.how)
         if kernel is not None:
             plan = replace(plan, kernel=kernel)
         arrivals = Arrivals() if arrived else None
@@ -145,9 +144,3 @@ def _rank_of(way: Ours, case: Case, rank: int) -> Iterator[ContextParallelMesh]:
         yield ContextParallelMesh(way.ring, way.ulysses, device_type="cpu")
     finally:
         dist.destroy_process_group()
-
-
-def exchange_of(way: Ours) -> Exchange:
-    """The exchange that a way asks for."""
-    executions = (way.forward_execution, way.backward_execution)
-    return Exchange(way.exchange, *executions, way.kv_heads_per_gather)

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.attention.api import attend
-from lightning_cp.attention.exchange import Exchange
 from lightning_cp.attention.plan import AttentionPlan, make_plan
 from lightning_cp.axes import Axis, Flat
 from lightning_cp.bench.case import Case
@@ -45,11 +44,9 @@ def plan_of(
     way: Ours, case: Case, inputs: Sequence[torch.Tensor], mesh: ContextParallelMesh
 ) -> AttentionPlan:
     """This rank's plan of a way for its q, k and v; the ranks need not agree on it any more."""
-    passes = (way.forward_execution, way.backward_execution)
-    exchange = Exchange(way.exchange, *passes, way.kv_heads_per_gather)
     q, k, v = inputs
     layout = way.sequence_layout(case)
-    return make_plan(q, k, v, mesh, layout, case.spec, way.kernel, exchange=exchange)
+    return make_plan(q, k, v, mesh, layout, case.spec, way.kernel, exchange=way.how)
 
 
 @contextmanager

@@ -37,6 +37,8 @@ HEAD = (
     *("bytes per local token", "the form's", "worst fit", "published list, MB"),
 )
 PASSES = ("forward", "backward")
+KV_HEADS = (1, None)
+"""At a time, of the modes that gather them; ``None`` is all."""
 NO_PACKS = PackRule(fewest=1 << 62)
 
 
@@ -140,14 +142,6 @@ def _peak(run: Callable[[], Any], real: bool) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def all_ways(ranks: int, kv_heads: Sequence[int | None] = (1, None)) -> list[Ours]:
-    """Every mode; those that gather, with one K/V head at a time and with all."""
-    found = our_ways(ranks)
-    ways = [way for way in found if way.exchange == "ring"]
-    gathering = [way for way in found if way.exchange == "all_gather"]
-    return [*ways, *(replace(w, kv_heads_per_gather=n) for n in kv_heads for w in gathering)]
-
-
 def rows_of(way: Ours, case: Case, lengths: Sequence[int]) -> Iterator[list[str]]:
     """A row for each pass."""
     longest = replace(case, tokens=lengths[-1])
@@ -183,7 +177,7 @@ def main() -> None:
         packed=given.packed,
     )
     print(table.head(HEAD))
-    for way in all_ways(given.ranks):
+    for way in our_ways(given.ranks, KV_HEADS):
         if way.obstacle(case) is None:
             for cells in rows_of(way, case, sorted(given.tokens)):
                 print(table.row(cells), flush=True)

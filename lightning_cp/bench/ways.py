@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from lightning_cp.attention.api import context_parallel_attention
+from lightning_cp.attention.exchange import Exchange
 from lightning_cp.bench.case import Case
 from lightning_cp.layout import HeadSplit, Schedule, SequenceLayout, schedule
 from lightning_cp.layout.gathered import EXECUTIONS
@@ -117,6 +118,12 @@ class Ours:
         """Which heads each Ulysses rank has."""
         return HeadSplit(case.heads, case.kv_heads, self.ulysses)
 
+    @property
+    def how(self) -> Exchange:
+        """The exchange that it asks for."""
+        executions = (self.forward_execution, self.backward_execution)
+        return Exchange(self.exchange, *executions, self.kv_heads_per_gather)
+
     def attention(self, case: Case) -> Attend:
         """The call, on a mesh of its own."""
         mesh = ContextParallelMesh(self.ring, self.ulysses, case.device_type)
@@ -189,11 +196,20 @@ def _attend_whole(
     return out.transpose(1, 2)
 
 
-def our_ways(ranks: int) -> list[Ours]:
-    """Every mode on so many ranks: all splits into Ulysses and ring, and the executions of zigzag_llama3."""
+def our_ways(ranks: int, kv_heads: Sequence[int | None] = (1,)) -> list[Ours]:
+    """Every mode on so many ranks: all splits into Ulysses and ring, and the executions of zigzag_llama3.
+
+    Args:
+        ranks: of the cp group.
+        kv_heads: K/V heads that zigzag_llama3 gathers at a time; each of them is a way.
+    """
     splits = [(u, ranks // u) for u in range(ranks, 0, -1) if ranks % u == 0]
     passes = [(f, b) for f in EXECUTIONS for b in EXECUTIONS] if ranks > 1 else []
     return [
         *(Ours(*split) for split in splits),
-        *(Ours(1, ranks, "all_gather", *executions) for executions in passes),
+        *(
+            Ours(1, ranks, "all_gather", *executions, kv_heads_per_gather=heads)
+            for heads in kv_heads
+            for executions in passes
+        ),
     ]

@@ -47,12 +47,13 @@ def check(settings: Settings) -> None:
 
 
 def chosen_ways(settings: Settings, case: Case) -> list[Way]:
-    """The ways that ``settings.modes`` names; all of them if it is empty.
+    """The ways that ``settings.modes`` names; if it is empty ours, and those of others that are installed.
 
     Raises:
         ConfigError: a name that no way has.
     """
-    every = every_way(settings, case)
+    ours = [replace(way, kernel=settings.kernel) for way in our_ways(settings.devices)]
+    every: list[Way] = [*ours, *peer_ways(case)]
     for name in settings.modes:
         if not any(name in _names_of(way) for way in every):
             names = ", ".join(way.name for way in every)
@@ -61,12 +62,6 @@ def chosen_ways(settings: Settings, case: Case) -> list[Way]:
                 f"modes names {name}, but on {settings.devices} ranks there are {names}.{more}"
             )
     return [way for way in every if not settings.modes or _names_of(way) & set(settings.modes)]
-
-
-def every_way(settings: Settings, case: Case) -> list[Way]:
-    """Ours, and those of other implementations that are installed."""
-    ours = [replace(way, kernel=settings.kernel) for way in our_ways(settings.devices)]
-    return [*ours, *peer_ways(case)]
 
 
 def _names_of(way: Way) -> set[str]:

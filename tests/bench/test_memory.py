@@ -9,8 +9,8 @@ import torch
 
 from lightning_cp.bench import memory
 from lightning_cp.bench.case import Case
-from lightning_cp.bench.memory import all_ways, closed_form, measure_peaks, peaks_of
-from lightning_cp.bench.ways import Ours
+from lightning_cp.bench.memory import KV_HEADS, closed_form, measure_peaks, peaks_of
+from lightning_cp.bench.ways import Ours, our_ways
 
 RANKS = 4
 # Long enough that the bytes of a few positions and counts do not show.
@@ -21,7 +21,7 @@ CASES = {
     "two rows, all see all": replace(CASE, kv_heads=4, batch=2, causal=False),
     "straddling": replace(CASE, heads=12, kv_heads=3),
 }
-WAYS = all_ways(RANKS)
+WAYS = our_ways(RANKS, KV_HEADS)
 FEW = (*WAYS[:4], WAYS[-1])
 CELLS = [
     pytest.param(
@@ -96,7 +96,7 @@ def test_a_row_for_each_mode_and_pass(
     assert head.count("|") == len(memory.HEAD) + 1
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     peaks = {tuple(row[:3]): float(row[3]) for row in cells}
-    assert len(peaks) == len(cells) == 2 * len(all_ways(2))
+    assert len(peaks) == len(cells) == 2 * len(our_ways(2, KV_HEADS))
     all_heads = {"1": "", "all": ", all heads at once"}
     for heads in ("all", "1"):
         for of_pass in memory.PASSES:
