@@ -13,15 +13,10 @@ exit status is 0 if all tests have passed and everything was measured, 1 if not,
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
-from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -30,6 +25,7 @@ import torch
 
 from lightning_cp.bench import kernel_rates, replay, table
 from lightning_cp.bench.case import Case
+from lightning_cp.bench.gpu_report import Section, facts_of, write_report
 from lightning_cp.kernels.devices import has_nvidia_gpu
 
 TESTS = ("test_on_gpu.py", "test_gpu_matrix.py", "test_triton*.py")
@@ -63,38 +59,6 @@ class Sizes:
             *(32, [2], [2], 1), dense_tokens=64, dtype=torch.float32, device_type="cpu"
         )
         return cls("cpu", [64], small, replay.KERNELS["cpu"], torch.float32)
-
-
-@dataclass
-class Section:
-    """A part of the report."""
-
-    title: str
-    table: str = ""
-    rows: list[Any] = field(default_factory=list)
-    failure: str | None = None
-
-    @classmethod
-    def of(cls, title: str, make: Callable[[], tuple[list[Any], str]]) -> Section:
-        """What ``make`` returns (rows and their table); a failure becomes part of the report."""
-        print(f"\n## {title}\n", flush=True)
-        try:
-            rows, text = make()
-        except Exception:  # any: the other sections are wanted too
-            failed = traceback.format_exc()
-            print(failed, flush=True)
-            return cls(title, failure=failed)
-        print(text, flush=True)
-        told = [
-            f"{row.kernel}, {row.tokens} tokens: {row.obstacle}" for row in rows if _failed(row)
-        ]
-        shown = [asdict(row) if is_dataclass(row) else row for row in rows]  # type: ignore[arg-type]
-        return cls(title, text, shown, "\n".join(told) or None)
-
-
-def _failed(row: Any) -> bool:
-    """Whether a figure is missing that should be there; what a kernel cannot do is none."""
-    return getattr(row, "failed", False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -210,52 +174,6 @@ def outcomes(results: Path) -> list[dict[str, Any]]:
         else:
             row["passed"] += 1
     return list(found.values())
-
-
-def facts_of(device_type: str) -> dict[str, str]:
-    """What figures depend on."""
-    facts = {
-        "date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"),
-        "device": "CPU, a rehearsal: these figures say nothing of a GPU",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": _version("triton"),
-    }
-    if device_type == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        facts["device"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-        facts["driver"] = _driver()
-        facts["CUDA"] = str(torch.version.cuda)
-        facts["flash-attn"] = _version("flash-attn")
-    return facts
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _driver() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        told = subprocess.run(query, capture_output=True, text=True, check=True)  # noqa: S603
-        return told.stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return "unknown: nvidia-smi does not tell"
-
-
-def write_report(folder: Path, facts: dict[str, str], sections: Sequence[Section]) -> None:
-    """``report.md`` to read, and ``report.json`` to compute with."""
-    lines = ["# GPU check", "", *(f"- {name}: {value}" for name, value in facts.items())]
-    for section in sections:
-        lines += ["", f"## {section.title}", "", section.table]
-        if section.failure is not None:
-            lines += ["FAILED", "", "```", section.failure.strip(), "```"]
-    (folder / "report.md").write_text("\n".join(lines) + "\n")
-    content = {"facts": facts, "sections": [asdict(section) for section in sections]}
-    (folder / "report.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 _NO_GPU = (

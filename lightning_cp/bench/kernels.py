@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_cp.bench.case import BACKWARD_FLOPS, Case
-from lightning_cp.bench.clock import wall_of_slowest
+from lightning_cp.bench.clock import Samples, wall_of_slowest
 from lightning_cp.bench.settings import Settings
 from lightning_cp.bench.together import together
 from lightning_cp.bench.ways import Step
@@ -55,6 +55,8 @@ class KernelRow:
     """Forward and backward one after the other."""
     spread: float | None = None
     """(most - least) / least of the repeats; of forward or backward, whichever is larger."""
+    failed: bool = False
+    """There is an obstacle where there should be a figure."""
 
 
 class Passes(NamedTuple):
@@ -166,10 +168,10 @@ def _of_lengths(
         if why is None and expected > settings.seconds_per_run:
             limit = f"seconds_per_run={settings.seconds_per_run:g}"
             why = f"is left out: a run would take about {expected:.0f} s ({limit})"
-        row = _row(kernel, mask, case, why)
+        row = row_of(kernel, mask, case, why)
         if why is None:
             tell(f"{kernel.name}, {mask}, {case.tokens:,} tokens")
-            row = _measured(row, kernel, case, settings)
+            row = timed(row, kernel, case, lambda step: together(step, settings))
             assert row.forward_seconds is not None
             assert row.backward_seconds is not None
             took = row.forward_seconds + row.backward_seconds
@@ -177,14 +179,25 @@ def _of_lengths(
         yield row
 
 
-def _row(kernel: Kernel, mask: str, case: Case, why: str | None) -> KernelRow:
+def row_of(kernel: Kernel, mask: str, case: Case, why: str | None) -> KernelRow:
+    """A row without figures, which has none if there is an obstacle."""
     dtype = str(case.dtype).removeprefix("torch.")
     heads = (case.heads, case.kv_heads)
     return KernelRow(kernel.name, dtype, case.head_dim, *heads, mask, case.tokens, why)
 
 
-def _measured(row: KernelRow, kernel: Kernel, case: Case, settings: Settings) -> KernelRow:
-    forward, backward = (wall_of_slowest(together(step, settings)) for step in passes(kernel, case))
+def timed(
+    row: KernelRow, kernel: Kernel, case: Case, run: Callable[[Step], list[Samples]]
+) -> KernelRow:
+    """The row with figures.
+
+    Args:
+        row: of the kernel and the case.
+        kernel: forward and backward are timed apart.
+        case: one whole sequence.
+        run: repeats a step; the samples of every rank.
+    """
+    forward, backward = (wall_of_slowest(run(step)) for step in passes(kernel, case))
     operations = case.flops / 1e12
     return replace(
         row,

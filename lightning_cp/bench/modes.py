@@ -17,8 +17,8 @@ from lightning_cp.bench.case import BACKWARD_FLOPS, Case
 from lightning_cp.bench.clock import Figure, Samples, cpu_together, wall_of_slowest
 from lightning_cp.bench.kernels import Passes, passes, request_of
 from lightning_cp.bench.settings import Settings
-from lightning_cp.bench.together import from_all, together
-from lightning_cp.bench.ways import Ours, Way
+from lightning_cp.bench.together import failure_of_any, from_all, together
+from lightning_cp.bench.ways import Ours, Step, Way
 from lightning_cp.bench.which import chosen_ways
 from lightning_cp.kernels.api import Kernel, select_kernel
 from lightning_cp.mesh import ContextParallelMesh
@@ -171,14 +171,13 @@ def _runs(way: Way, case: Case, backward: bool, settings: Settings, meshes: Mesh
 
 def _foreign_runs(way: Way, case: Case, backward: bool, settings: Settings) -> Runs | str:
     """Of another library's call, or how it fails: that is no reason to measure nothing else."""
-    step, failure = _nothing, None
-    try:
-        step = way.step(case, backward=backward)
-        step()
-    except Exception as error:
-        failure = f"fails: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    failures = [each for each in from_all(failure) if each is not None]
-    return failures[0] if failures else Runs(together(step, settings))
+    steps: list[Step] = []
+
+    def attempt() -> None:
+        steps.append(way.step(case, backward=backward))
+        steps[0]()
+
+    return failure_of_any(attempt) or Runs(together(steps[0], settings))
 
 
 def _with_figures(row: ModeRow, case: Case, runs: Runs, one: Alone | None) -> ModeRow:

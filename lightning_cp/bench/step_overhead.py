@@ -26,7 +26,8 @@ from lightning_cp.bench import table
 from lightning_cp.bench.clock import Figure
 from lightning_cp.bench.processes import on_ranks
 from lightning_cp.bench.strategy_time import NAMES
-from lightning_cp.bench.training_step import Job, Steps, by_hand, by_trainer
+from lightning_cp.bench.training_job import Job
+from lightning_cp.bench.training_step import Steps, by_hand, by_trainer
 
 HEAD = (
     *("ranks", "mode", "documents", "step, s", "own, ms", "own / step", "spread"),

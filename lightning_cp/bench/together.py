@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from itertools import count
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -11,6 +14,9 @@ from lightning_cp.bench.settings import Settings
 from lightning_cp.bench.ways import Step
 
 T = TypeVar("T")
+PATIENCE = 60.0
+"""Seconds that a rank on which something fails gives the others to come back from it."""
+_attempts = count()
 
 
 def together(step: Step, settings: Settings) -> list[Samples]:
@@ -30,3 +36,40 @@ def from_all(value: T) -> list[T]:
     every: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(every, value)
     return every
+
+
+def failure_of_any(attempt: Callable[[], object]) -> str | None:
+    """Try something on all ranks together; how it fails on the first rank where it does, or ``None``.
+
+    Raises:
+        Exception: what this rank's attempt has raised, if others have not come back from theirs: they wait
+            for messages of this rank, and to wait for them would be to wait forever.
+    """
+    name = f"lightning_cp.bench attempt {next(_attempts)}"
+    failure: str | None = None
+    try:
+        attempt()
+        arrived(name, patience=0.0)
+    except Exception as error:
+        if not arrived(name, PATIENCE):
+            raise
+        failure = f"fails: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return next((each for each in from_all(failure) if each is not None), None)
+
+
+def arrived(name: str, patience: float) -> bool:
+    """Say that this rank is there, without a message that others would have to wait for.
+
+    Args:
+        name: of the place, where a rank comes once.
+        patience: seconds to wait for the others.
+
+    Returns:
+        Whether all ranks are there.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    there, deadline = store.add(name, 1), time.monotonic() + patience
+    while there < dist.get_world_size() and time.monotonic() < deadline:
+        time.sleep(0.01)
+        there = store.add(name, 0)
+    return there == dist.get_world_size()

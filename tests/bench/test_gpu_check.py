@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightning_cp.bench import gpu_check, kernel_rates
-from lightning_cp.bench.kernel_rates import KernelRow
+from lightning_cp.bench.kernels import KernelRow
 
 XML = """<testsuites><testsuite name="pytest" tests="4">
 <testcase classname="tests.kernels.test_x" name="test_cells[a]"/>
@@ -34,7 +35,7 @@ def test_a_rehearsal_measures_and_writes_everything(tmp_path: Path) -> None:
     assert [row["kernel"] for row in kernels] == ["reference", "aten_cpu_flash"]
     assert [row["calls"] for row in dense] == ["ours", "ring-flash-attention"]
     assert packed[0]["documents"] == 4
-    assert all(row["forward"] > 0 and row["backward"] > 0 for row in kernels)
+    assert all(row["forward_tflops"] > 0 and row["backward_tflops"] > 0 for row in kernels)
     assert {"date", "device", "torch", "triton"} <= report["facts"].keys()
     text = (tmp_path / "report.md").read_text()
     assert "say nothing of a GPU" in text
@@ -61,7 +62,7 @@ def test_a_kernel_that_fails_is_no_kernel_that_refuses(
     def broken(*_: object) -> None:
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(kernel_rates, "replay", broken)
+    monkeypatch.setattr(kernel_rates, "timed", broken)
     assert gpu_check.main(["--device", "cpu", "--folder", str(tmp_path)]) == 1
     text = (tmp_path / "report.md").read_text()
     assert text.index("FAILED") < text.index("aten_cpu_flash, 64 tokens: RuntimeError: an illegal")
@@ -96,10 +97,11 @@ def test_every_listed_test_file_is_there() -> None:
 
 
 def test_ratios_are_to_the_flash_kernel_of_the_same_length() -> None:
+    row = KernelRow("flash", "bfloat16", 128, 8, 8, "causal", 64, spread=0.1)
     rows = [
-        KernelRow("flash", 64, 2.0, 4.0, 0.1),
-        KernelRow("ours", 64, 1.0, 3.0, 0.2),
-        KernelRow("other", 64, obstacle="has none"),
+        replace(row, forward_tflops=2.0, backward_tflops=4.0),
+        replace(row, kernel="ours", forward_tflops=1.0, backward_tflops=3.0),
+        replace(row, kernel="other", obstacle="has none"),
     ]
     flash, ours, other = kernel_rates.cells(rows, "flash")
     assert flash[-2:] == ["1.000", "1.000"]

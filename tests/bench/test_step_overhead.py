@@ -12,7 +12,8 @@ from lightning_cp.bench.own_time import OwnTime
 from lightning_cp.bench.processes import on_ranks
 from lightning_cp.bench.step_overhead import HEAD, Share, cells, modes
 from lightning_cp.bench.strategy_time import NAMES
-from lightning_cp.bench.training_step import Job, Steps, by_hand, by_trainer
+from lightning_cp.bench.training_job import Job
+from lightning_cp.bench.training_step import Steps, by_hand, by_trainer
 
 TINY = Job(64, hidden=32, layers=1, heads=4)
 
