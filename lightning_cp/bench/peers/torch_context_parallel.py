@@ -7,6 +7,7 @@ measured on its own, with either of its two rotations.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -170,12 +171,12 @@ def _shared_attention(case: Case) -> Callable[..., torch.Tensor]:
     once and stays open, so that no call pays for entering it; only the function that it replaces is put back
     at once, as other ways call that. The context shards its buffers, of which it wants one.
     """
-    return _entered(case.device_type, case.ranks)[0]
+    return _entered(case.device_type, case.ranks)
 
 
 @lru_cache
-def _entered(device_type: str, ranks: int) -> tuple[Callable[..., torch.Tensor], object]:
-    """The function; and the context, which closes when nobody knows it any more."""
+def _entered(device_type: str, ranks: int) -> Callable[..., torch.Tensor]:
+    """The function; the context closes at the end of the process."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
@@ -185,7 +186,8 @@ def _entered(device_type: str, ranks: int) -> tuple[Callable[..., torch.Tensor],
     own = F.scaled_dot_product_attention
     try:
         context.__enter__()
-        return F.scaled_dot_product_attention, context
+        atexit.register(context.__exit__, None, None, None)
+        return F.scaled_dot_product_attention
     finally:
         F.scaled_dot_product_attention = own
 
