@@ -15,10 +15,9 @@ from types import TracebackType
 
 import torch
 
-from lightning_cp.attention.keys import KeyGradients, kernel_keys, take
+from lightning_cp.attention.keys import KeyGradients, Keys, kernel_keys, take, unpair
 from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.sinks import Attended, finish
-from lightning_cp.attention.ulysses import unpair
 from lightning_cp.comm.all_gather import PendingShards, start_all_gather, start_reduce_scatter
 from lightning_cp.kernels.api import QKV, Merged, accumulate_dtype
 from lightning_cp.kernels.merge import Accumulator
@@ -29,13 +28,13 @@ from lightning_cp.mesh import Axis
 from lightning_cp.named_ranges import named
 
 
-def gather_forward(q_TBHD: torch.Tensor, kv_TBKD: torch.Tensor, plan: AttentionPlan) -> Attended:
+def gather_forward(q_TBHD: torch.Tensor, keys: Keys, plan: AttentionPlan) -> Attended:
     """Attention of this rank's queries [T, B, h, D] over the whole sequence; ``out`` like them."""
     tokens, batch, heads, _ = q_TBHD.shape
     out = torch.empty_like(q_TBHD)
     lse = q_TBHD.new_empty(batch, heads, tokens, dtype=accumulate_dtype(q_TBHD.dtype))
     peak = torch.empty_like(lse, dtype=torch.float32) if plan.scores.max_logits else None
-    for block, kv in _gathered(kv_TBKD, plan):
+    for block, kv in _gathered(keys, plan):
         queries = slice(*block.q)
         found = _attend(q_TBHD[:, :, queries].transpose(0, 1), kv, block, plan)
         del kv  # before the next heads are put into order
@@ -43,6 +42,7 @@ def gather_forward(q_TBHD: torch.Tensor, kv_TBKD: torch.Tensor, plan: AttentionP
         lse[:, queries] = found.lse
         if peak is not None and found.max_logits is not None:
             peak[:, queries] = found.max_logits
+        del found  # before there is another one
     return Attended(out, lse, peak)
 
 
@@ -53,7 +53,7 @@ def _attend(
     scores = plan.scores.of_heads(*block.q)
     state = Accumulator(q_BLHD, accumulate_dtype(q_BLHD.dtype))
     for index, call in enumerate(plan.gathered.calls(plan.exchange.forward)):
-        k, v = kernel_keys(take(kv_SBKD, call.slices), block.kv_of_q)
+        k, v = kernel_keys(Keys((take(kv_SBKD, call.slices),)), block.kv_of_q)
         state.widen()
         with named("chunk {} compute", index):
             plan.kernel.forward(QKV(q_BLHD, k, v), call.tiles, scores, state)
@@ -64,7 +64,7 @@ def _attend(
 def gather_backward(
     dout_TBHD: torch.Tensor,
     q_TBHD: torch.Tensor,
-    kv_TBKD: torch.Tensor,
+    keys: Keys,
     out_TBHD: torch.Tensor,
     lse_BHT: torch.Tensor,
     plan: AttentionPlan,
@@ -72,55 +72,61 @@ def gather_backward(
     """Gradients of this rank's queries and of its own keys and values.
 
     Returns:
-        ``dq`` [T, B, h, D], ``dk`` and ``dv`` [T, B, k, D], in the accumulation dtype.
+        ``dq`` [T, B, h, D], ``dk`` and ``dv`` [T, B, k, D], in the dtype of the inputs: the sum of a head is
+        complete once it is home, and rounded there. Only that of K/V heads which Ulysses ranks share is not,
+        and stays in the accumulation dtype.
     """
-    dtype = accumulate_dtype(q_TBHD.dtype)
-    dq = q_TBHD.new_empty(q_TBHD.shape, dtype=dtype)
-    home = _GradientsHome(torch.empty_like(kv_TBKD, dtype=dtype), plan)
-    for block, kv in _gathered(kv_TBKD, plan):
+    dtype = q_TBHD.dtype
+    home = _GradientsHome(accumulate_dtype(dtype) if plan.heads.shares_kv else dtype, plan)
+    dq: list[torch.Tensor] = []
+    for block, kv in _gathered(keys, plan):
         queries = slice(*block.q)
-        dout, q, out, into = (
-            x[:, :, queries].transpose(0, 1) for x in (dout_TBHD, q_TBHD, out_TBHD, dq)
-        )
+        dout, q, out = (x[:, :, queries].transpose(0, 1) for x in (dout_TBHD, q_TBHD, out_TBHD))
         merged = Merged(dout, out, lse_BHT[:, queries])
-        dkv = _differentiate(merged, q, kv, GradientSum(into, dtype, into=into), block, plan)
+        own, dkv = _differentiate(merged, q, kv, block, plan)
         del kv  # before the gradients are put into order
-        home.leave(block, dkv)
-        del dkv
-    return dq, *unpair(home.finish())
+        dq.append(own.to(dtype).transpose(0, 1))
+        del own
+        home.leave(dkv)
+        del dkv  # before the next ones are made
+    return _all_heads(dq), *unpair(home.finish())
+
+
+def _all_heads(blocks_TBHD: list[torch.Tensor]) -> torch.Tensor:
+    """All blocks of heads side by side; only those that are done took memory until now. Empties the list."""
+    whole = blocks_TBHD[0] if len(blocks_TBHD) == 1 else torch.cat(blocks_TBHD, dim=2)
+    blocks_TBHD.clear()
+    return whole
 
 
 def _differentiate(
     merged: Merged,
     q_BLHD: torch.Tensor,
     kv_SBKD: torch.Tensor,
-    dq: GradientSum,
     block: HeadBlock,
     plan: AttentionPlan,
-) -> torch.Tensor:
-    """Write ``dq``; the gradients [S, B, 2k, D] of all keys in sequence order."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``dq`` like q, and the gradients [S, B, 2k, D] of all keys in sequence order."""
+    dq = GradientSum(q_BLHD, accumulate_dtype(q_BLHD.dtype))
     dkv = torch.zeros_like(kv_SBKD, dtype=dq.dtype)
     scores = plan.scores.of_heads(*block.q)
     for index, call in enumerate(plan.gathered.calls(plan.exchange.backward)):
         with (
             _SliceGradients(dkv, call.slices) as into,
             KeyGradients(
-                take(kv_SBKD, call.slices), block.kv_of_q, dq.dtype, into=into, empty=False
+                Keys((take(kv_SBKD, call.slices),)), block.kv_of_q, dq.dtype, into=into
             ) as (k, v, dk, dv),
             named("chunk {} compute", index),
         ):
             inputs, gradients = QKV(q_BLHD, k, v), GradientSums(dq, dk, dv)
             plan.kernel.backward(merged, inputs, call.tiles, scores, gradients)
-    dq.settle()
-    return dkv
+    return dq.result, dkv
 
 
-def _gathered(
-    kv_TBKD: torch.Tensor, plan: AttentionPlan
-) -> Iterator[tuple[HeadBlock, torch.Tensor]]:
+def _gathered(keys: Keys, plan: AttentionPlan) -> Iterator[tuple[HeadBlock, torch.Tensor]]:
     """All keys in sequence order, a block of heads at a time; the next block is posted first."""
     blocks, group = plan.blocks(plan.exchange.kv_heads_per_gather), plan.mesh.group(Axis.RING)
-    shards = [kv_TBKD[:, :, 2 * block.kv[0] : 2 * block.kv[1]] for block in blocks]
+    shards = [keys.of_heads(*block.kv) for block in blocks]
     pending = start_all_gather(shards[0], group)
     for index, block in enumerate(blocks):
         arriving = pending
@@ -158,31 +164,24 @@ class _SliceGradients:
 class _GradientsHome:
     """Gradients of all keys on their way to the ranks that hold the keys."""
 
-    def __init__(self, dkv_TBKD: torch.Tensor, plan: AttentionPlan) -> None:
-        self._dkv = dkv_TBKD
+    def __init__(self, dtype: torch.dtype, plan: AttentionPlan) -> None:
+        self._dtype = dtype
+        self._blocks: list[torch.Tensor] = []
         self._group = plan.mesh.group(Axis.RING)
         self._order = plan.gathered.rank_order
-        self._pending: tuple[PendingShards, HeadBlock] | None = None
+        self._pending: PendingShards | None = None
 
-    def leave(self, block: HeadBlock, gradients_SBKD: torch.Tensor) -> None:
+    def leave(self, gradients_SBKD: torch.Tensor) -> None:
         """Send the gradients of a block of heads; take in those of the block before."""
-        self.finish()
-        self._pending = (start_reduce_scatter(self._by_rank(gradients_SBKD), self._group), block)
+        self._take_in()
+        self._pending = start_reduce_scatter(gradients_SBKD, self._group, order=self._order)
 
     def finish(self) -> torch.Tensor:
         """The gradients of this rank's own keys."""
-        if self._pending is not None:
-            pending, block = self._pending
-            self._dkv[:, :, 2 * block.kv[0] : 2 * block.kv[1]] = pending.wait()
-            self._pending = None
-        return self._dkv
+        self._take_in()
+        return _all_heads(self._blocks)
 
-    def _by_rank(self, x_SBKD: torch.Tensor) -> torch.Tensor:
-        """From sequence order to rank order."""
-        if len(self._order) == 1:
-            return x_SBKD
-        out = torch.empty_like(x_SBKD)
-        sizes = [end - start for start, end in self._order]
-        for (start, end), part in zip(self._order, x_SBKD.split(sizes), strict=True):
-            out[start:end] = part
-        return out
+    def _take_in(self) -> None:
+        if self._pending is not None:
+            self._blocks.append(self._pending.wait().to(self._dtype))
+            self._pending = None

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_cp.attention.all_gather import gather_backward, gather_forward
 from lightning_cp.attention.keep import Stash
+from lightning_cp.attention.keys import Keys
 from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.ring import ring_backward, ring_forward
 from lightning_cp.attention.ring_flash_attn import ring_flash_attn_backward, ring_flash_attn_forward
@@ -84,15 +85,15 @@ class ContextParallelAttention(torch.autograd.Function):
         if stash is not None and stash.replaying:
             out_BLHD, lse = stash.replay()
         else:
-            q, kv = to_heads(q_BLHD, k_BLKD, v_BLKD, plan)
-            out, lse, peak = FORWARD[plan.exchange.name](q, kv, plan)
+            q, keys = to_heads(q_BLHD, k_BLKD, v_BLKD, plan)
+            out, lse, peak = FORWARD[plan.exchange.name](q, keys, plan)
             out_BLHD = q_to_tokens(out, plan)
             if stash is None:
-                ctx.save_for_backward(q, kv, out, lse, sinks_H)
+                ctx.save_for_backward(q, out, lse, sinks_H, *keys.tensors)
             else:
                 stash.record(out_BLHD, lse)
         if stash is not None:  # a recomputation must save what the forward saved
-            ctx.save_for_backward(q_BLHD, k_BLKD, v_BLKD, out_BLHD, lse, sinks_H)
+            ctx.save_for_backward(q_BLHD, out_BLHD, lse, sinks_H, k_BLKD, v_BLKD)
         ctx.mark_non_differentiable(*(x for x in (lse, peak) if x is not None))
         return out_BLHD, lse, peak
 
@@ -100,19 +101,22 @@ class ContextParallelAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout_BLHD: torch.Tensor, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
         plan: AttentionPlan = ctx.plan
-        if ctx.exchanged:
-            q, kv, out, lse, sinks = ctx.saved_tensors
-        else:
-            q_BLHD, k_BLKD, v_BLKD, out_BLHD, lse, sinks = ctx.saved_tensors
-            q, kv = to_heads(q_BLHD, k_BLKD, v_BLKD, plan)
-            out = q_to_heads(out_BLHD, plan)
+        q, out, lse, sinks, *kv = ctx.saved_tensors
+        keys = Keys(tuple(kv))
+        if not ctx.exchanged:
+            q, keys = to_heads(q, kv[0], kv[1], plan)
+            out = q_to_heads(out, plan)
+        # From here on nothing but these names holds them, unless the graph is kept.
+        ctx.maybe_clear_saved_tensors()
         dtype = q.dtype
         dout = q_to_heads(dout_BLHD, plan)
-        differentiate = BACKWARD[plan.exchange.name]
-        # Nothing else holds the three, so that they are gone while their message travels.
-        pending = GradientsToTokens([*differentiate(dout, q, kv, out, lse, plan)], plan, dtype)
+        gradients = [*BACKWARD[plan.exchange.name](dout, q, keys, out, lse, plan)]
+        for_sinks = (dout, out, lse, sinks) if ctx.needs_input_grad[3] else None
+        # All that is not needed is gone while the gradients travel; they are themselves once they are packed.
+        del dout, q, keys, kv, out, lse, sinks
+        pending = GradientsToTokens(gradients, plan, dtype)
         dsinks: torch.Tensor | None = None
-        if ctx.needs_input_grad[3]:
-            dsinks = sink_gradients(dout, out, lse, sinks, plan.heads, plan.ulysses_rank)
-        del dout
+        if for_sinks is not None:
+            dsinks = sink_gradients(*for_sinks, plan.heads, plan.ulysses_rank)
+            del for_sinks
         return *pending.wait(), dsinks, None, None

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import torch
 
-from lightning_cp.attention.keys import KeyGradients, KeySums, kernel_keys, take
+from lightning_cp.attention.keys import KeyGradients, Keys, KeySums, kernel_keys, unpair
 from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.sinks import Attended, finish
-from lightning_cp.attention.ulysses import unpair
 from lightning_cp.comm.ring import Transfer, start_transfer
 from lightning_cp.kernels.api import QKV, Merged, accumulate_dtype
 from lightning_cp.kernels.merge import Accumulator
@@ -25,12 +24,14 @@ from lightning_cp.mesh import Axis
 from lightning_cp.named_ranges import named
 
 
-def ring_forward(q_TBHD: torch.Tensor, kv_TBKD: torch.Tensor, plan: AttentionPlan) -> Attended:
+def ring_forward(q_TBHD: torch.Tensor, keys: Keys, plan: AttentionPlan) -> Attended:
     """Attention of this rank's queries [T, B, h, D] over the whole sequence."""
     q_BLHD = q_TBHD.transpose(0, 1)
     state = Accumulator(q_BLHD, accumulate_dtype(q_TBHD.dtype))
-    travel = _KeyTravel(kv_TBKD, plan)
+    travel = _KeyTravel(keys, plan)
     for hop in plan.hops:
+        if hop.tiles:
+            state.widen()  # before memory is taken for the next keys
         _attend(q_BLHD, *travel.arrive(hop), hop, state, plan)
     attended = finish(state, q_TBHD.dtype, plan.own_sinks, max_logits=plan.scores.max_logits)
     return attended._replace(out=attended.out.transpose(0, 1))
@@ -38,7 +39,7 @@ def ring_forward(q_TBHD: torch.Tensor, kv_TBKD: torch.Tensor, plan: AttentionPla
 
 def _attend(
     q_BLHD: torch.Tensor,
-    kv_TBKD: torch.Tensor,
+    keys: Keys,
     tiles: tuple[Tile, ...],
     hop: Hop,
     state: Accumulator,
@@ -47,8 +48,7 @@ def _attend(
     """Merge one hop's share. The hop's keys are not referred to longer than this takes."""
     if tiles:
         (heads,) = plan.blocks()
-        k, v = kernel_keys(kv_TBKD, heads.kv_of_q)
-        state.widen()
+        k, v = kernel_keys(keys, heads.kv_of_q)
         with named("hop {} compute", hop.index):
             plan.kernel.forward(QKV(q_BLHD, k, v), tiles, plan.scores, state)
 
@@ -56,7 +56,7 @@ def _attend(
 def ring_backward(
     dout_TBHD: torch.Tensor,
     q_TBHD: torch.Tensor,
-    kv_TBKD: torch.Tensor,
+    keys: Keys,
     out_TBHD: torch.Tensor,
     lse_BHT: torch.Tensor,
     plan: AttentionPlan,
@@ -70,52 +70,45 @@ def ring_backward(
     merged = Merged(dout_TBHD.transpose(0, 1), out_TBHD.transpose(0, 1), lse_BHT)
     q_BLHD = q_TBHD.transpose(0, 1)
     dq = GradientSum(q_BLHD, accumulate_dtype(q_TBHD.dtype))
-    travel, (own, *hops) = _KeyTravel(kv_TBKD, plan), plan.hops
+    travel, (own, *hops) = _KeyTravel(keys, plan), plan.hops
     home = _GradientTravel(_differentiate(merged, q_BLHD, travel.arrive(own), own, dq, plan), plan)
     for hop in hops:
-        # One message, so the gradients of k and v have to lie in one tensor.
-        into = kv_TBKD.new_empty(num_keys(hop.recv), *kv_TBKD.shape[1:], dtype=dq.dtype)
-        _differentiate(merged, q_BLHD, travel.arrive(hop), hop, dq, plan, into)
-        home.leave(hop, into)
-        del into
-    dk, dv = home.finish()
+        if hop.tiles:
+            dq.widen()
+        home.leave(hop, _differentiate(merged, q_BLHD, travel.arrive(hop), hop, dq, plan))
+    dk, dv = home.finish().both
     return dq.result.transpose(0, 1), dk.result.transpose(0, 1), dv.result.transpose(0, 1)
 
 
 def _differentiate(
     merged: Merged,
     q_BLHD: torch.Tensor,
-    arrived: tuple[torch.Tensor, tuple[Tile, ...]],
+    arrived: tuple[Keys, tuple[Tile, ...]],
     hop: Hop,
     dq: GradientSum,
     plan: AttentionPlan,
-    into: torch.Tensor | None = None,
 ) -> KeySums:
-    """Add one hop's share to ``dq``; the gradients of its keys, which lie in ``into`` if that is given."""
-    kv_TBKD, tiles = arrived
+    """Add one hop's share to ``dq``; the gradients of its keys."""
+    keys, tiles = arrived
     (heads,) = plan.blocks()
-    keys = KeyGradients(kv_TBKD, heads.kv_of_q, dq.dtype, into=into)
     if not tiles:
-        if into is not None:
-            into.zero_()
-        return keys.sums
-    with keys as (k, v, dk, dv), named("hop {} compute", hop.index):
+        return KeySums(keys, dq.dtype, leave=hop.index > 0)
+    found = KeyGradients(keys, heads.kv_of_q, dq.dtype, leave=hop.index > 0)
+    with found as (k, v, dk, dv), named("hop {} compute", hop.index):
         gradients = GradientSums(dq, dk, dv)
         plan.kernel.backward(merged, QKV(q_BLHD, k, v), tiles, plan.scores, gradients)
-    return keys.sums
+    return found.sums
 
 
 class _KeyTravel:
     """Keys on their way: posts the next hop whenever one arrives."""
 
-    def __init__(self, kv_TBKD: torch.Tensor, plan: AttentionPlan) -> None:
-        hops = plan.hops
-        # Token-first and contiguous: a range of keys is sent as it lies in memory.
-        self._kv = kv_TBKD.contiguous() if len(hops) > 1 else kv_TBKD
+    def __init__(self, keys: Keys, plan: AttentionPlan) -> None:
+        self._own = keys
         self._plan = plan
         self._pending: Transfer | None = None
 
-    def arrive(self, hop: Hop) -> tuple[torch.Tensor, tuple[Tile, ...]]:
+    def arrive(self, hop: Hop) -> tuple[Keys, tuple[Tile, ...]]:
         """Keys of ``hop`` with the tiles that index them; the next hop is posted first."""
         arrived: torch.Tensor | None = None
         if self._pending is not None:
@@ -124,15 +117,15 @@ class _KeyTravel:
         hops = self._plan.hops
         self._pending = self._post(hops[hop.index + 1]) if hop.index + 1 < len(hops) else None
         if hop.index == 0:
-            return self._kv, hop.tiles
-        return (self._kv if arrived is None else arrived), hop.packed_tiles
+            return self._own, hop.tiles
+        return (self._own if arrived is None else Keys((arrived,))), hop.packed_tiles
 
     def _post(self, hop: Hop) -> Transfer:
-        shape = (num_keys(hop.recv), *self._kv.shape[1:]) if hop.recv else None
+        shape = (num_keys(hop.recv), *self._own.pair_shape[1:]) if hop.recv else None
         group = self._plan.mesh.group(Axis.RING)
         with named("hop {} keys post", hop.index):
-            sent = take(self._kv, hop.send) if hop.send else None
-            return start_transfer(sent, hop.dest, shape, hop.source, self._kv, group)
+            sent = self._own.message(hop.send) if hop.send else None
+            return start_transfer(sent, hop.dest, shape, hop.source, self._own.tensors[0], group)
 
 
 class _GradientTravel:
@@ -140,22 +133,18 @@ class _GradientTravel:
 
     def __init__(self, own: KeySums, plan: AttentionPlan) -> None:
         self._own = own
+        self._like = own.nothing()
         self._plan = plan
         self._pending: tuple[Transfer, Hop] | None = None
 
-    def leave(self, hop: Hop, dkv_TBKD: torch.Tensor) -> None:
+    def leave(self, hop: Hop, gradients: KeySums) -> None:
         """Send the gradients of hop's keys to their owner; take in those of the hop before."""
         self.finish()
-        shape = (num_keys(hop.send), *dkv_TBKD.shape[1:]) if hop.send else None
+        shape = (num_keys(hop.send), *gradients.shape_of_key) if hop.send else None
         with named("hop {} gradients post", hop.index):
-            transfer = start_transfer(
-                dkv_TBKD if hop.recv else None,
-                hop.source,
-                shape,
-                hop.dest,
-                dkv_TBKD,
-                self._plan.mesh.group(Axis.RING),
-            )
+            sent = gradients.message() if hop.recv else None
+            to = (shape, hop.dest, self._like, self._plan.mesh.group(Axis.RING))
+            transfer = start_transfer(sent, hop.source, *to)
         self._pending = (transfer, hop)
 
     def finish(self) -> KeySums:
@@ -169,6 +158,6 @@ class _GradientTravel:
         if received is not None:
             sizes = [end - start for start, end in hop.send]
             for (start, _), part in zip(hop.send, received.split(sizes), strict=True):
-                for gradient, x in zip(self._own, unpair(part.transpose(0, 1)), strict=True):
+                for gradient, x in zip(self._own.both, unpair(part.transpose(0, 1)), strict=True):
                     gradient.add(ALL_ROWS, start, x)
         return self._own

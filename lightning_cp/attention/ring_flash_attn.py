@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_cp.attention.keys import KeyGradients, kernel_keys
+from lightning_cp.attention.keys import KeyGradients, Keys, kernel_keys
 from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.sinks import Attended
 from lightning_cp.kernels.api import accumulate_dtype
@@ -17,13 +17,11 @@ from lightning_cp.layout.tiles import ALL_ROWS
 from lightning_cp.mesh import Axis
 
 
-def ring_flash_attn_forward(
-    q_TBHD: torch.Tensor, kv_TBKD: torch.Tensor, plan: AttentionPlan
-) -> Attended:
+def ring_flash_attn_forward(q_TBHD: torch.Tensor, keys: Keys, plan: AttentionPlan) -> Attended:
     """Attention of this rank's queries [T, B, h, D] over the whole sequence."""
     assert plan.delegate is not None
     (heads,) = plan.blocks()
-    k, v = kernel_keys(kv_TBKD, heads.kv_of_q)
+    k, v = kernel_keys(keys, heads.kv_of_q)
     out_BTHD, lse_BHT = plan.delegate.forward(
         plan.mesh.group(Axis.RING),
         q_TBHD.transpose(0, 1),
@@ -38,7 +36,7 @@ def ring_flash_attn_forward(
 def ring_flash_attn_backward(
     dout_TBHD: torch.Tensor,
     q_TBHD: torch.Tensor,
-    kv_TBKD: torch.Tensor,
+    keys: Keys,
     out_TBHD: torch.Tensor,
     lse_BHT: torch.Tensor,
     plan: AttentionPlan,
@@ -50,8 +48,8 @@ def ring_flash_attn_backward(
     """
     assert plan.delegate is not None
     (heads,) = plan.blocks()
-    keys = KeyGradients(kv_TBKD, heads.kv_of_q, accumulate_dtype(q_TBHD.dtype))
-    with keys as (k, v, dk, dv):
+    gradients = KeyGradients(keys, heads.kv_of_q, accumulate_dtype(q_TBHD.dtype))
+    with gradients as (k, v, dk, dv):
         dq_BTHD, own_dk, own_dv = plan.delegate.backward(
             plan.mesh.group(Axis.RING),
             dout_TBHD.transpose(0, 1),
@@ -66,5 +64,5 @@ def ring_flash_attn_backward(
         )
         dk.add(ALL_ROWS, 0, own_dk)
         dv.add(ALL_ROWS, 0, own_dv)
-    own_dk, own_dv = (gradient.result.transpose(0, 1) for gradient in keys.sums)
+    own_dk, own_dv = (gradient.result.transpose(0, 1) for gradient in gradients.sums.both)
     return dq_BTHD.transpose(0, 1), own_dk, own_dv

@@ -2,50 +2,43 @@
 
 Inside, tensors are token-first ([tokens of the ring rank, batch, heads, head dim]): the tokens of
 the Ulysses ranks, in order, are the sorted tokens of their ring rank, and a range of them is
-contiguous memory that the ring sends as it is. K and V travel together, one K/V head after the other
-(K of head 0, V of head 0, K of head 1, ...), so that a range of K/V heads is one slice.
+contiguous memory that the ring sends as it is. K and V travel together (:mod:`lightning_cp.attention.keys`).
 """
 
 from __future__ import annotations
 
 import torch
 
+from lightning_cp.attention.keys import Keys
 from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.comm.all_to_all import Pending, gather_heads, scatter_heads
 from lightning_cp.kernels.api import accumulate_dtype
 from lightning_cp.mesh import Axis
 
 
-def pair(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """K and V ``[..., K/V heads, D]`` as one tensor ``[..., 2 * K/V heads, D]``."""
-    return torch.stack([k, v], dim=3).flatten(2, 3)
-
-
-def unpair(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of K and V in what :func:`pair` made."""
-    return kv[:, :, 0::2], kv[:, :, 1::2]
-
-
 def to_heads(
     q_BLHD: torch.Tensor, k_BLKD: torch.Tensor, v_BLKD: torch.Tensor, plan: AttentionPlan
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, Keys]:
     """All tokens of this ring rank, for this rank's heads.
 
     Returns:
-        ``q`` [T, B, h, D] and the pair ``kv`` [T, B, 2k, D], T being the ring rank's tokens.
+        ``q`` [T, B, h, D], and keys and values of T tokens, T being those of the ring rank: what was given,
+        or what came as a pair [T, B, 2k, D].
     """
     if plan.heads.ulysses_size == 1:
-        return q_BLHD.transpose(0, 1), pair(k_BLKD.transpose(0, 1), v_BLKD.transpose(0, 1))
+        # Heads that were repeated by a stride of 0 are no memory that every operator takes.
+        k, v = (x.contiguous() if 0 in x.stride() else x for x in (k_BLKD, v_BLKD))
+        return q_BLHD.transpose(0, 1), Keys((k.transpose(0, 1), v.transpose(0, 1)))
     group, rank = plan.mesh.group(Axis.ULYSSES), plan.ulysses_rank
     keys = (k_BLKD, v_BLKD)
     if plan.mesh.ring_size == 1:
         message = scatter_heads([(q_BLHD,), keys], plan.message, rank, group)
         q, kv = message.wait()
-        return q, kv
-    # A ring sends kv as it lies in memory, so there it has a message of its own.
+        return q, Keys((kv,))
+    # A ring sends the pair as it lies in memory, so there it has a message of its own.
     queries = scatter_heads([(q_BLHD,)], plan.message[:1], rank, group)
     pairs = scatter_heads([keys], plan.message[1:], rank, group)
-    return queries.wait()[0], pairs.wait()[0]
+    return queries.wait()[0], Keys(pairs.wait())
 
 
 def q_to_heads(x_BLHD: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:

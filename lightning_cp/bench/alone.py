@@ -34,6 +34,9 @@ class Kept:
         """As autograd's context."""
         self.saved_tensors = tensors
 
+    def maybe_clear_saved_tensors(self) -> None:
+        """As autograd's context where the graph is kept: a backward may be repeated."""
+
     def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
         """As autograd's context."""
 

@@ -52,10 +52,8 @@ class CallPerTile(ABC):
         dout, out = unit_strides(merged.dout, merged.out)
         merged = Merged(dout, out, replace_infinities(merged.lse, torch.inf))
         for tile in self.calls(tiles, scores.mask):
-            parts = self.differentiate(_queries(tile, merged), _slices(tile, inputs), tile, scores)
-            starts = (tile.q_start, tile.k_start, tile.k_start)
-            for gradient, start, part in zip(gradients, starts, parts, strict=True):
-                gradient.add(tile.row, start, part)
+            queries, slices = _queries(tile, merged), _slices(tile, inputs)
+            _add(tile, self.differentiate(queries, slices, tile, scores), gradients)
 
     def calls(self, tiles: Sequence[Tile], mask: Mask) -> Iterable[Tile]:
         """The tiles to call the operator with; never an empty one, which crashes some of them."""
@@ -98,6 +96,13 @@ def replace_infinities(lse_BHL: torch.Tensor, value: float) -> torch.Tensor:
 def unit_strides(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Operators take any strides but the last one, which some read as 1 whatever it is."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+def _add(tile: Tile, parts: Gradients, gradients: GradientSums) -> None:
+    """Add the share of one tile, of which no part is referred to once this returns."""
+    starts = (tile.q_start, tile.k_start, tile.k_start)
+    for gradient, start, part in zip(gradients, starts, parts, strict=True):
+        gradient.add(tile.row, start, part)
 
 
 def _slices(tile: Tile, tensors: QKV) -> QKV:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,10 +17,11 @@ class GradientSum:
     comes; or copied, where the sum has to lie in memory that is given. Otherwise the sum begins with zeros.
 
     Args:
-        like: a tensor of the gradient's shape and device.
+        like: a tensor of the gradient's shape and device; not kept once there is a part.
         dtype: to sum in.
         into: where the sum has to lie, of that shape and dtype.
         empty: ``into`` holds nothing yet; otherwise it is added to.
+        later: makes the memory for :meth:`place`, where zeros that are needed before lie too.
     """
 
     def __init__(
@@ -30,16 +31,18 @@ class GradientSum:
         *,
         into: torch.Tensor | None = None,
         empty: bool = True,
+        later: Callable[[], torch.Tensor] | None = None,
     ) -> None:
         self._like = like
         self.dtype = dtype
         self._into = into
+        self._later = later
         self._sum = None if empty else into
 
     @property
     def total(self) -> torch.Tensor:
         """The sum in its dtype, to be added to."""
-        self._sum = self.result.to(self.dtype)
+        self._sum = self._like = self.result.to(self.dtype)
         return self._sum
 
     @property
@@ -49,12 +52,33 @@ class GradientSum:
         assert self._sum is not None
         return self._sum
 
+    def widen(self) -> None:
+        """Make the wide sum now if there is a part: before memory is taken for another one."""
+        if self._sum is not None:
+            self._sum = self._like = self._sum.to(self.dtype)
+
     def settle(self) -> None:
         """Zeros where there was no part at all."""
         if self._sum is None:
-            into = self._into
-            made = torch.empty_like(self._like, dtype=self.dtype) if into is None else into
-            self._sum = made.zero_()
+            self._sum = self._like = self._memory().zero_()
+
+    def place(self) -> None:
+        """Let the sum lie in the memory that is made later: copied there, if it does not yet."""
+        assert self._later is not None
+        memory = self._later()
+        if self._sum is None:
+            memory.zero_()
+        elif self._into is None:
+            memory.copy_(self._sum)
+        self._sum = self._like = self._into = memory
+
+    def _memory(self) -> torch.Tensor:
+        """Where the sum lies that is not kept as it came."""
+        if self._into is None and self._later is not None:
+            self._into = self._later()
+        if self._into is None:
+            return torch.empty_like(self._like, dtype=self.dtype)
+        return self._into
 
     def add(self, row: int, start: int, part: torch.Tensor) -> None:
         """Add ``part`` [rows, l, H, D] to the tokens ``start ..`` of one batch row (or of ``ALL_ROWS``).
@@ -62,7 +86,7 @@ class GradientSum:
         The part must be the caller's to give away: it may become the sum.
         """
         if self._sum is None and part.shape == self._like.shape:
-            self._sum = part if self._into is None else self._into.copy_(part)
+            self._sum = self._like = part if self._into is None else self._into.copy_(part)
             return
         self.total[batch_rows(row), start : start + part.shape[1]] += part
 

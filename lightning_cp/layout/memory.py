@@ -6,14 +6,18 @@ T tokens of a ring rank, with A bytes of their queries and P of their keys and v
 accumulation dtype:
 
 ===========================  ==========================================================================
-ring, forward, at a hop      P + keys arrived + keys arriving + A' (the accumulator) + a call's out
-ring, backward, at a hop     keys arrived + keys arriving + A' (dq) + P' (dkv) + gradients of the keys
-                             being computed, in flight, arriving + the operator's own dq, dk and dv
-all-gather, forward          P + A (out) + for a block of K/V heads: all keys, the next block's, and in
-                             rank order or with the accumulator and a call's out
-all-gather, backward         A' + P' + for a block: all keys, the next block's, gradients of all keys,
-                             those of the block before in flight + the operator's own dq, dk and dv
-Ulysses, in addition         q (forward) or dout (backward) by heads; around it, buffers of its exchanges
+ring, forward, at a hop      keys arrived + keys arriving + own keys being sent + A' (the accumulator) +
+                             a call's out
+ring, backward, at a hop     keys arriving + own keys being sent + A' (dq) + P' (dkv) + either keys
+                             arrived, gradients in flight both ways and the operator's own dq, dk and dv,
+                             or its dk and dv and the message that is made of them
+all-gather, forward          A (out) + for a block of K/V heads: all keys, the next block's, and in rank
+                             order or with the accumulator and a call's out
+all-gather, backward         dq, dk and dv of blocks that are done + for a block: all keys, the next
+                             block's, dq and gradients of all keys in the accumulation dtype, those of the
+                             block before in flight + the operator's own dq, dk and dv
+Ulysses, in addition         q and P (forward) or dout (backward) by heads; around it, buffers of its
+                             exchanges
 ===========================  ==========================================================================
 
 What an operator allocates inside itself, and scratch that does not grow with the tokens, is left out.
@@ -72,11 +76,16 @@ def attention_memory(
     tokens = plan.layout.ring_len
     if exchange == "ring":
         (block,) = heads.blocks(ulysses_rank)
-        inside = _ring(plan.rank(ring_rank).hops, sizes.of_block(block), tokens)
+        hops, paired = plan.rank(ring_rank).hops, heads.ulysses_size > 1
+        inside = _ring(hops, sizes.of_block(block), tokens, paired=paired)
+        wide = plan.layout.ring_size > 1
+        found = sizes.q(tokens, wide=wide) + sizes.kv(tokens, wide=wide)
     elif exchange == "all_gather":
         gathered = gathered_schedule(plan, ring_rank)
         blocks = heads.blocks(ulysses_rank, kv_heads_per_gather)
-        gather = _Gather(gathered, sizes, [*map(sizes.of_block, blocks)], tokens, plan.layout)
+        found = sizes.q(tokens) + sizes.kv(tokens, wide=heads.shares_kv)
+        of_blocks = [*map(sizes.of_block, blocks)]
+        gather = _Gather(gathered, of_blocks, tokens, plan.layout, shares_kv=heads.shares_kv)
         inside = gather.forward(forward_execution), gather.backward(backward_execution)
     else:
         raise ConfigError(
@@ -84,44 +93,49 @@ def attention_memory(
         )
     if heads.ulysses_size == 1:
         return inside
-    return _around(inside, sizes, heads, tokens)
+    return _around(inside, found, sizes, heads, tokens)
 
 
-def _ring(hops: Sequence[Hop], sizes: Sizes, tokens: int) -> tuple[int, int]:
-    """The peaks over all hops, and over what is rounded at the end."""
+def _ring(hops: Sequence[Hop], sizes: Sizes, tokens: int, *, paired: bool) -> tuple[int, int]:
+    """The peaks over all hops, and over what is rounded at the end; keys may be a pair from the beginning."""
     forward: list[int] = []
     backward: list[int] = []
+    accumulator, rounded = sizes.accumulator(tokens), sizes.rounds * sizes.q(tokens)
+    gradients = sizes.q(tokens, wide=True) + sizes.kv(tokens, wide=True)
     for hop, after in pairwise([*hops, None]):
         assert hop is not None
         before = hops[hop.index - 1] if hop.index else None
-        keys = sizes.kv(_arrived(hop)) + _posted(after, sizes)
+        posted = _posted(after, sizes, paired=paired)
         queries, used = _largest(hop.tiles, sizes.batch, tokens)
-        adopted = (
-            before is None and not sizes.rounds
-        )  # the first call's out becomes the accumulator
-        forward.append(keys + sizes.result(0 if adopted else queries) + sizes.for_kernel(used))
-        home = sizes.kv(_arrived(hop) + _in_flight(before), wide=True)
-        own = sizes.q(queries) + sizes.for_kernel(used, backward=True)
-        backward.append(keys + home + own)
-    rounded = sizes.rounds * sizes.q(tokens)
-    forward.append(sizes.kv(_arrived(hops[-1])) + rounded)
-    backward.append(rounded + sizes.rounds * sizes.kv(tokens))
-    gradients = sizes.q(tokens, wide=True) + sizes.kv(tokens, wide=True)
-    return (
-        sizes.kv(tokens) + sizes.accumulator(tokens) + max(forward),
-        gradients + sizes.lse(tokens) + max(backward),
-    )
+        kernel = sizes.for_kernel(used, backward=True)
+        result = sizes.result(queries) + sizes.for_kernel(used)
+        if (
+            before is None and len(hop.tiles) == 1
+        ):  # its results are the sums, until there are others
+            forward += [posted + result, posted + (after is not None) * (accumulator + rounded)]
+            backward.append(posted + sizes.q(queries) + kernel)
+            continue
+        keys = sizes.kv(_arrived(hop)) + posted
+        flying, message = (sizes.kv(n, wide=True) for n in (_in_flight(before), _arrived(hop)))
+        forward.append(accumulator + keys + result)
+        backward.append(gradients + keys + flying + sizes.q(queries) + kernel)
+        backward.append(gradients + posted + message + kernel)
+    if len(hops) > 1:
+        forward.append(accumulator + sizes.kv(_arrived(hops[-1])) + rounded)
+        backward.append(gradients + rounded + sizes.rounds * sizes.kv(tokens))
+    return max(forward), sizes.lse(tokens) + max(backward)
 
 
 def _arrived(hop: Hop) -> int:
     return num_keys(hop.recv) if hop.index else 0
 
 
-def _posted(hop: Hop | None, sizes: Sizes) -> int:
-    """Buffers of the next hop's transfer: what arrives, and what is sent if it lies in several ranges."""
+def _posted(hop: Hop | None, sizes: Sizes, *, paired: bool) -> int:
+    """Buffers of the next hop's transfer: what arrives, and what is sent if it does not lie in one piece."""
     if hop is None:
         return 0
-    return sizes.kv(num_keys(hop.recv) + (num_keys(hop.send) if len(hop.send) > 1 else 0))
+    lies_so = paired and len(hop.send) == 1
+    return sizes.kv(num_keys(hop.recv) + (0 if lies_so else num_keys(hop.send)))
 
 
 def _in_flight(hop: Hop | None) -> int:
@@ -144,14 +158,15 @@ class _Gather:
     def __init__(
         self,
         gathered: GatheredSchedule,
-        sizes: Sizes,
         blocks: Sequence[Sizes],
         tokens: int,
         layout: SequenceLayout,
+        *,
+        shares_kv: bool,
     ) -> None:
         self._gathered = gathered
-        self._sizes = sizes
         self._blocks = blocks
+        self._shares_kv = shares_kv
         self._tokens = tokens
         self._every = layout.ring_len * layout.ring_size
         self._reorders = len(gathered.rank_order) > 1
@@ -168,25 +183,29 @@ class _Gather:
                 peaks.append(block.kv(self._every) + around + called)
             rounded = block.rounds * block.q(self._tokens)
             peaks.append(block.kv(self._every) + around + rounded)
-        kept = self._sizes.kv(self._tokens) + self._sizes.result(self._tokens)
-        return kept + max(peaks)
+        return sum(block.result(self._tokens) for block in self._blocks) + max(peaks)
 
     def backward(self, execution: str) -> int:
-        """With the gradients of all heads of this rank's tokens, which are rounded at the end."""
-        sizes, peaks = self._sizes, [0]
+        """With the gradients of the blocks that are done, which are laid side by side at the end."""
+        tokens, wide = self._tokens, self._shares_kv
+        queries = [block.q(tokens) for block in self._blocks]
+        keys = [block.kv(tokens, wide=wide) for block in self._blocks]
+        peaks: list[int] = []
         for index, block in enumerate(self._blocks):
-            leaving = self._leaving(self._blocks[index - 1]) if index else 0
-            peaks.append(self._ordering(index) + leaving)
-            around = self._posted(index + 1) + block.kv(self._every, wide=True)
+            before = self._leaving(self._blocks[index - 1]) if index else 0
+            done = sum(queries[:index]) + sum(keys[: max(index - 1, 0)])
+            peaks.append(done + before + self._ordering(index))
+            around = done + self._posted(index + 1) + block.kv(self._every, wide=True)
+            own = block.q(tokens, wide=True) + block.kv(self._every)
             for call in self._gathered.calls(execution):
-                keys, queries, used = _of_call(call, block)
-                own = block.q(queries) + block.for_kernel(min(used, keys), backward=True)
+                given, asked, used = _of_call(call, block)
+                results = block.q(asked) + block.for_kernel(min(used, given), backward=True)
                 copied = _copied(call, block) + _copied(call, block, wide=True)
-                peaks.append(block.kv(self._every) + around + leaving + copied + own)
-            peaks.append(around + self._leaving(block))
-        peaks.append(sizes.rounds * (sizes.q(self._tokens) + sizes.kv(self._tokens)))
-        gradients = sizes.q(self._tokens, wide=True) + sizes.kv(self._tokens, wide=True)
-        return gradients + max(peaks)
+                peaks.append(around + before + own + copied + results)
+            peaks.append(around + sum(keys[:index]) + queries[index] + self._leaving(block))
+        if len(self._blocks) > 1:
+            peaks += [2 * sum(queries) + sum(keys), sum(queries) + 2 * sum(keys)]
+        return max(peaks)
 
     def _ordering(self, index: int) -> int:
         """All keys of a block in rank order and in sequence order, while the next block arrives."""
@@ -195,11 +214,8 @@ class _Gather:
         return ordered + self._posted(index) + self._posted(index + 1)
 
     def _posted(self, index: int) -> int:
-        """What arrives of a block, and what is sent where that is not all heads."""
-        if index == len(self._blocks):
-            return 0
-        sent = self._tokens if len(self._blocks) > 1 else 0
-        return self._blocks[index].kv(self._every + sent)
+        """What arrives of a block, which what is sent is a part of."""
+        return 0 if index == len(self._blocks) else self._blocks[index].kv(self._every)
 
     def _leaving(self, block: Sizes) -> int:
         """Gradients of all keys on their way home in rank order, and what comes in of our own."""
@@ -218,19 +234,21 @@ def _copied(call: KeyCall, block: Sizes, *, wide: bool = False) -> int:
 
 
 def _around(
-    inside: tuple[int, int], sizes: Sizes, heads: HeadSplit, tokens: int
+    inside: tuple[int, int], found: int, sizes: Sizes, heads: HeadSplit, tokens: int
 ) -> tuple[int, int]:
-    """With the exchanges of Ulysses before and after what happens over the ring axis."""
+    """With the exchanges of Ulysses before and after what happens over the ring axis.
+
+    ``found`` are the gradients that come out of that. Of each exchange count what is given with what is
+    sent, what is sent with what is received, and that with it put in order.
+    """
     of_head = tokens // heads.ulysses_size * sizes.batch * sizes.head_dim
     pair = 2 * heads.num_kv_heads * of_head
     sent = 2 * sum(heads.num_local_kv(rank) for rank in range(heads.ulysses_size)) * of_head
-    q, kv, dkv = sizes.q(tokens), sizes.kv(tokens), sizes.kv(tokens, wide=True)
-    # Each exchange: what is sent, what is received, and that put in order.
-    before = 2 * q + (pair + sent) * sizes.itemsize + kv
+    q, kv = sizes.q(tokens), sizes.kv(tokens)
+    before = q + sent * sizes.itemsize + q + kv
     after = q + kv + sizes.lse(tokens) + 3 * q
     wire = sizes.wide if heads.shares_kv else sizes.itemsize
-    rounded = 0 if heads.shares_kv else sizes.rounds * kv
-    keys = (
-        q + dkv + rounded + (sent + pair) * wire + (wire != sizes.itemsize) * pair * sizes.itemsize
-    )
-    return max(before, q + inside[0], after), max(2 * q, q + inside[1], 3 * q + dkv, keys)
+    message, back = q + kv // sizes.itemsize * wire, q + sent * wire
+    in_order = q + pair * wire + (wire != sizes.itemsize) * pair * sizes.itemsize
+    home = max(found + message, message + back, back + in_order)
+    return max(before, q + kv + inside[0], after), max(2 * q, q + inside[1], home)

@@ -74,7 +74,7 @@ class Watch:
 
     def _collective(self, load: str, collective: Callable[..., Any]) -> Callable[..., Any]:
         def start(into: Any, of: Any, *splits: Any, group: Any, **options: Any) -> Any:
-            if splits or options.get("output_split_sizes") or not options.get("async_op"):
+            if splits or not options.get("async_op"):
                 return collective(into, of, *splits, group=group, **options)  # Ulysses
             number = sum(event.startswith(f"post {load}") for event in self._events)
             self.note(f"post {load} {number}")

@@ -13,7 +13,7 @@ from lightning_cp.layout import Traffic
 
 ALL_GATHER = "_allgather_base_"
 REDUCE_SCATTER = "reduce_scatter"
-"""On CPU an all-to-all of equal parts, which are added where they arrive."""
+"""On CPU an all-to-all in which a rank sends itself nothing; the parts are added where they arrive."""
 
 
 class Message(NamedTuple):
@@ -50,9 +50,8 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _message(self, op: str, args: tuple[Any, ...]) -> Message:
-        if op == "alltoall_base_" and not args[3]:  # equal parts: gradients that are added up
-            ranks = dist.ProcessGroup.unbox(args[2]).size()
-            received, sent = (_bytes([x]) * (ranks - 1) // ranks for x in args[:2])
+        if op == "alltoall_base_" and not args[4][dist.ProcessGroup.unbox(args[2]).rank()]:
+            received, sent = (_bytes([x]) for x in args[:2])
             return Message(REDUCE_SCATTER, sent, received)
         if op == ALL_GATHER:
             ranks, own = dist.ProcessGroup.unbox(args[2]).size(), _bytes([args[1]])

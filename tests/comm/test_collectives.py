@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_cp.attention.ulysses import unpair
+from lightning_cp.attention.keys import unpair
 from lightning_cp.comm.all_gather import all_gather, start_all_gather, start_reduce_scatter
 from lightning_cp.comm.all_to_all import Section, gather_heads, scatter_heads
 from lightning_cp.comm.reduce import all_sum
@@ -103,6 +103,30 @@ def sum_of_ranks(rank: int, world_size: int) -> None:
 
 def test_gradients_add_up_in_rank_order() -> None:
     run_ranks(4, sum_of_ranks)
+
+
+def gather_several(rank: int, world_size: int) -> None:
+    """Two tensors travel as one, head by head."""
+    pairs = [draw(source, 2, TOKENS, 1, 3, DIM) for source in range(world_size)]
+    whole = start_all_gather(tuple(pairs[rank]), world()).wait()
+    for at in range(2):
+        assert torch.equal(whole[:, :, at::2], torch.cat([pair[at] for pair in pairs]))
+
+
+def scatter_in_another_order(rank: int, world_size: int) -> None:
+    """Early halves of all shards first, then the late ones from the last rank on, as in zigzag."""
+    early = [(2 * at, 2 * at + 1) for at in range(world_size)]
+    order = (*early, *((end, end + 1) for _, end in reversed(early)))
+    x = draw(rank, 2 * world_size, DIM)
+    plain = start_reduce_scatter(x, world()).wait()
+    moved = torch.cat([x[start:end] for start, end in order])
+    assert torch.equal(start_reduce_scatter(moved, world(), order=order).wait(), plain)
+
+
+@pytest.mark.parametrize("check", [gather_several, scatter_in_another_order])
+def test_what_lies_apart_travels_in_rank_order(check: Callable[[int, int], None]) -> None:
+    for world_size in (1, 3):
+        run_ranks(world_size, check)
 
 
 def send_and_return(rank: int, world_size: int, hop: int) -> tuple[float, float]:

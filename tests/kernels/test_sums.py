@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -63,3 +65,43 @@ def test_buffers_that_hold_something_are_added_to() -> None:
         gradient.add(*WHOLE[:2], torch.ones(SHAPE))
     assert [float(x.mean()) for x in sums.totals] == [1.0, 2.0, 3.0]
     assert all(total is buffer for total, buffer in zip(sums.totals, buffers, strict=True))
+
+
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_is_placed_in_memory_that_is_made_when_it_is_needed(
+    parts: list[tuple[int, int, int]], dtype: torch.dtype
+) -> None:
+    """Not for a part that covers all and is alone; never twice."""
+    torch.manual_seed(0)
+    wanted = torch.zeros(SHAPE)
+    made: list[torch.Tensor] = []
+
+    def make() -> torch.Tensor:
+        made[:] = made or [torch.full(SHAPE, torch.nan)]
+        return made[0]
+
+    gradient = GradientSum(torch.empty(SHAPE), torch.float32, later=make)
+    for row, start, length in parts:
+        rows = slice(None) if row == ALL_ROWS else slice(row, row + 1)
+        part = torch.randn(wanted[rows, :length].shape).to(dtype)
+        wanted[rows, start : start + length] += part
+        gradient.add(row, start, part)
+    assert not made or parts[0] != WHOLE
+    gradient.place()
+    assert gradient.total is made[0]
+    assert torch.equal(made[0], wanted)
+
+
+def test_what_a_sum_was_made_like_is_given_up() -> None:
+    """Keys are freed once there are gradients of them."""
+    keys = torch.ones(SHAPE)
+    alive = weakref.ref(keys)
+    gradient = GradientSum(keys, torch.float32)
+    gradient.add(*WHOLE[:2], torch.ones(SHAPE, dtype=torch.bfloat16))
+    del keys
+    assert alive() is None
+    first = weakref.ref(gradient.result)
+    gradient.widen()
+    assert first() is None
+    assert gradient.result.dtype == torch.float32

@@ -8,6 +8,7 @@ from tests.mutants.selections import modes, moved, sends
 RING = "lightning_cp/attention/ring.py"
 GATHER = "lightning_cp/attention/all_gather.py"
 ULYSSES = "lightning_cp/attention/ulysses.py"
+KEYS = "lightning_cp/attention/keys.py"
 COMM_GATHER = "lightning_cp/comm/all_gather.py"
 ALL_TO_ALL = "lightning_cp/comm/all_to_all.py"
 
@@ -18,7 +19,7 @@ GATHER_2 = modes("gather 2 zigzag two_kernel/two_kernel 1")
 EXCHANGE_MUTANTS = (
     Mutant(
         "keys and values swapped",
-        ULYSSES,
+        KEYS,
         "return kv[:, :, 0::2], kv[:, :, 1::2]",
         "return kv[:, :, 1::2], kv[:, :, 0::2]",
         (modes("ulysses 2"),),
@@ -43,8 +44,8 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "gradients overwritten while they are sent",
         RING,
-        "        home.leave(hop, into)",
-        "        home.leave(hop, into)\n        into.mul_(float(hop.index == 0))",
+        "        self._pending = (transfer, hop)",
+        "        self._pending = (transfer, hop)\n        _ = sent is None or sent.mul_(0.0)",
         (moved("ring 3 zigzag-torch.float64"),),
         "A buffer that is used again before its transfer has ended; seldom seen.",
     ),
@@ -84,9 +85,9 @@ EXCHANGE_MUTANTS = (
     ),
     Mutant(
         "gradients travel in the dtype of the inputs",
-        RING,
-        "*kv_TBKD.shape[1:], dtype=dq.dtype)",
-        "*kv_TBKD.shape[1:], dtype=q_TBHD.dtype)",
+        KEYS,
+        'self._how = {"dtype": dtype, ',
+        'self._how = {"dtype": keys.tensors[0].dtype, ',
         (sends("ring 2 zigzag"),),
         "Half the bytes, and an error that grows with the ring.",
     ),
@@ -109,16 +110,16 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "heads of a slice sent as they lie",
         COMM_GATHER,
-        "    x = x.contiguous()\n    if group.size() == 1:",
-        "    if group.size() == 1:",
+        "gather(received, own, group=group, async_op=True)",
+        "gather(received, parts[0], group=group, async_op=True)",
         (f"{SHARDS}[all_gather]",),
         "gloo copies them by itself, NCCL takes dense memory only.",
     ),
     Mutant(
         "send buffer of a reduce-scatter given up",
         COMM_GATHER,
-        "return PendingShards(received, x, work, lambda",
-        "return PendingShards(received, received, work, lambda",
+        "return PendingShards(received, sent, work, finish",
+        "return PendingShards(received, received, work, finish",
         (f"{SHARDS}[reduce_scatter]",),
         "The allocator hands the gradients' memory out while they are being sent.",
     ),
@@ -133,24 +134,24 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "wrong head block gathered",
         GATHER,
-        "kv_TBKD[:, :, 2 * block.kv[0] : 2 * block.kv[1]] for block in blocks",
-        "kv_TBKD[:, :, : 2 * (block.kv[1] - block.kv[0])] for block in blocks",
+        "keys.of_heads(*block.kv) for block in blocks",
+        "keys.of_heads(0, block.kv[1] - block.kv[0]) for block in blocks",
         (GATHER_2,),
         "All heads attend to the first heads' keys; right when gathered at once.",
     ),
     Mutant(
         "gradients go home in sequence order",
         GATHER,
-        "if len(self._order) == 1:",
-        "if len(self._order):",
+        "self._group, order=self._order)",
+        "self._group)",
         (GATHER_2,),
         "The forward is right; keys get gradients of other positions.",
     ),
     Mutant(
         "own gradients only",
         COMM_GATHER,
-        "return x.unflatten(0, (ranks, -1)).sum(0)",
-        "return x.unflatten(0, (ranks, -1))[0]",
+        "        total += shard\n",
+        "        total += 0 * shard\n",
         (GATHER_2,),
         "Keys learn from the queries of one rank.",
     ),
@@ -173,8 +174,8 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "sink gradient dropped",
         "lightning_cp/attention/function.py",
-        "dsinks = sink_gradients(dout, out, lse, sinks, plan.heads, plan.ulysses_rank)",
-        "dsinks = torch.zeros_like(sinks)",
+        "dsinks = sink_gradients(*for_sinks, plan.heads, plan.ulysses_rank)",
+        "dsinks = torch.zeros_like(plan.sinks)",
         (RING_2,),
         "Sinks never learn.",
     ),

@@ -1,0 +1,96 @@
+"""What attention holds in memory: nothing longer than it is needed."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from lightning_cp.attention import function
+from lightning_cp.attention.keys import Keys, unpair
+from lightning_cp.bench.alone import one_rank
+from lightning_cp.bench.case import Case
+from lightning_cp.bench.peak_bytes import PeakBytes
+from lightning_cp.bench.ways import Ours
+
+CASE = Case(512, 2, 8, dtype=torch.float32)
+"""Of one rank among two, over a process group that moves nothing; gloo's thread lets go when it likes."""
+
+
+def alive_when_gradients_leave(keep: bool) -> list[list[str]]:
+    """Of each backward, which of its tensors are there when its last message is made."""
+    held: dict[str, weakref.ref[torch.UntypedStorage]] = {}
+    alive: list[list[str]] = []
+    backward = function.BACKWARD["ring"]
+
+    def watched(dout: Any, q: Any, keys: Keys, out: Any, *rest: Any) -> Any:
+        named = {"dout": dout, "q": q, "kv": keys.tensors[0], "out": out}
+        held.update((name, weakref.ref(x.untyped_storage())) for name, x in named.items())
+        return backward(dout, q, keys, out, *rest)
+
+    class Sent(function.GradientsToTokens):
+        def __init__(self, *args: Any) -> None:
+            alive.append([name for name, storage in held.items() if storage() is not None])
+            super().__init__(*args)
+
+    with (
+        one_rank(Ours(2, 1), CASE, 0) as alone,
+        mock.patch.dict(function.BACKWARD, ring=watched),
+        mock.patch.object(function, "GradientsToTokens", Sent),
+    ):
+        inputs = [x.requires_grad_() for x in alone.inputs]
+        out, *_ = function.ContextParallelAttention.apply(*inputs, None, alone.plan, None)
+        if keep:
+            torch.autograd.grad(out, inputs, alone.dout, retain_graph=True)
+        torch.autograd.grad(out, inputs, alone.dout)
+    return alive
+
+
+def test_what_forward_saved_is_gone_while_gradients_travel() -> None:
+    """Unless the graph is kept: then until a backward does not keep it."""
+    assert alive_when_gradients_leave(keep=False) == [[]]
+    assert alive_when_gradients_leave(keep=True) == [["q", "kv", "out"], []]
+
+
+def test_a_message_has_keys_and_values_head_by_head() -> None:
+    k, v = torch.randn(2, 6, 2, 3, 4)
+    apart, pair = Keys((k, v)), Keys((torch.stack([k, v], dim=3).flatten(2, 3),))
+    for ranges in [((1, 4),), ((0, 2), (5, 6))]:
+        wanted = [torch.cat([x[a:b] for a, b in ranges]) for x in (k, v)]
+        for keys in (apart, pair):
+            message = keys.message(ranges)
+            assert message.is_contiguous()
+            assert all(map(torch.equal, unpair(message), wanted))
+    assert pair.message(((1, 4),)).data_ptr() == pair.tensors[0][1:].data_ptr()  # no copy
+
+
+def peak_in_queries(way: Ours, rank: int) -> float:
+    """Peak of forward and backward above the inputs, results included, over the size of local queries."""
+    with one_rank(way, CASE, rank) as alone:
+        inputs = [x.requires_grad_() for x in alone.inputs]
+        with PeakBytes() as found:
+            out, *_ = function.ContextParallelAttention.apply(*inputs, None, alone.plan, None)
+            torch.autograd.grad(out, inputs, alone.dout)
+        return found.peak / inputs[0].nbytes
+
+
+PEAKS = {
+    # q, kv and out by heads, out, dout by heads; dq, dk and dv.
+    Ours(2, 1): 4 + 1 + 1 + 3,
+    # out, dq and own dkv; keys here, and what the operator returns for them (2 + 2.5 on the rank that needs
+    # most): all other hops of two ranks are over.
+    Ours(1, 2): 1 + 3 + 4.5,
+    # out; dq, dk and dv of six heads that are done; keys, arriving keys and gradients of one head, those of
+    # the one before in flight (0.5 and 0.25), and what the operator returns for it.
+    Ours(1, 2, "all_gather"): 1 + 6 / 8 * 3 + 1 / 8 + 3 * 0.5 + 0.75 + 0.5,
+}
+"""Of equally many K/V heads, in float32, on two ranks."""
+
+
+@pytest.mark.parametrize("way", PEAKS, ids=lambda way: way.name)
+def test_peak_of_a_whole_step(way: Ours) -> None:
+    """Autograd included; lse and its like are some more."""
+    assert max(peak_in_queries(way, rank) for rank in range(2)) <= 1.02 * PEAKS[way]
