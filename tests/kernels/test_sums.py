@@ -7,8 +7,15 @@ import weakref
 import pytest
 import torch
 
+from lightning_cp.kernels.api import QKV, Kernel, Merged, Scores
+from lightning_cp.kernels.aten import AtenCpuFlash
+from lightning_cp.kernels.flash_attn import FlashAttn2
+from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.kernels.reference import ReferenceKernel
 from lightning_cp.kernels.sums import GradientSum, GradientSums
-from lightning_cp.layout.tiles import ALL_ROWS
+from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
+from tests.kernels.dense import SCALE, Problem
+from tests.kernels.flash_attn_standin import installed
 
 SHAPE = (2, 6, 3, 4)
 WHOLE = (ALL_ROWS, 0, 6)
@@ -105,3 +112,26 @@ def test_what_a_sum_was_made_like_is_given_up() -> None:
     gradient.widen()
     assert first() is None
     assert gradient.result.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "kernel", [ReferenceKernel(), AtenCpuFlash(), FlashAttn2()], ids=lambda kernel: kernel.name
+)
+def test_gradients_of_a_whole_tile_are_the_callers_to_change(kernel: Kernel) -> None:
+    """They may become the sums, which others are added to: nothing else may lie in their memory."""
+    q, k, v, dout = Problem(Mask(), dtype=torch.float32).tensors()
+    inputs, tiles = QKV(q, k, v), [Tile(ALL_ROWS, 0, 53, 0, 53, 0, "causal")]
+    scores, state = Scores(SCALE, Mask()), Accumulator(q, torch.float32)
+    with installed("2.8.3"):
+        kernel.forward(inputs, tiles, scores, state)
+        merged = Merged(dout, *state.result(q.dtype))
+        sums = GradientSums.like(inputs, torch.float32)
+        kernel.backward(merged, inputs, tiles, scores, sums)
+    gradients = [gradient.result for gradient in sums]
+    before = [x.clone() for x in (*gradients, *inputs, *merged)]
+    for at, gradient in enumerate(gradients):
+        gradient.fill_(torch.nan)
+        others = [*gradients, *inputs, *merged]
+        changed = [n for n, x in enumerate(others) if not torch.equal(x, before[n])]
+        assert changed == [at]
+        gradient.copy_(before[at])
