@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cp.profile.summary import Report, Summary
-from lightning_cp.profile.timeline import Interval, Span, Timeline, union
+from lightning_cp.profile.timeline import HOST_ONLY, WORK, Interval, Span, Timeline, union
 
 MOST_RANKS = 8
 """That are drawn from near; of more ranks, these are picked at equal distances."""
@@ -15,6 +15,7 @@ MOST_RANKS = 8
 COLORS = {
     "compute": "#3b7dd8",
     "merge": "#1b2a49",
+    "copies": "#5f9ea0",
     "exposed": "#d62839",
     "keys": "#8fc0a9",
     "gradients": "#c8a2c8",
@@ -72,7 +73,7 @@ def _draw_steps(axes: Any, reports: Sequence[Report]) -> None:
     for row, report in enumerate(reports):
         timeline = report.timeline
         axes.broken_barh([(0, timeline.seconds * _MS)], (row - 0.38, 0.76), color="#eeeeee")
-        for kind in ("shard batch", "agreement", "compute", "merge"):
+        for kind in (*HOST_ONLY, *WORK):
             _bars(axes, row, 0.76, _of(timeline.work, kind), COLORS[kind])
         _bars(axes, row, 0.76, _exposed(timeline.flights), COLORS["exposed"])
     axes.set_yticks(range(len(reports)), [f"rank {report.rank}" for report in reports])
@@ -114,13 +115,13 @@ def _call_of(timeline: Timeline, call: int, backward: bool) -> tuple[list[Span],
         [span for span in spans if span.call == call and span.backward == backward]
         for spans in (timeline.work, timeline.flights)
     )
-    return [span for span in work if span.kind in ("compute", "merge")], flights
+    return [span for span in work if span.kind in WORK], flights
 
 
 def _draw_work(
     axes: Any, row: int, work: Sequence[Span], flights: Sequence[Span], begin: float
 ) -> None:
-    for span in sorted(work, key=lambda span: span.kind):  # compute first, what is within it above
+    for span in sorted(work, key=lambda span: -span.seconds):  # what lies within another above it
         start, width = (span.start - begin) * _MS, span.seconds * _MS
         shade = _BLUES[(span.index or 0) % 2] if span.kind == "compute" else COLORS[span.kind]
         axes.broken_barh([(start, width)], (row - 0.4, 0.4), color=shade)
@@ -165,14 +166,11 @@ def _write(axes: Any, span: Span, start: float, width: float, y: float) -> None:
 
 
 def _draw_balance(axes: Any, summary: Summary) -> None:
-    """Seconds of compute, merging and waiting of each rank, and the mean of compute."""
+    """Seconds of work and waiting of each rank, and the mean of compute."""
     names = [str(rank.rank) for rank in summary.ranks]
     bottom = [0.0] * len(names)
-    amounts = {
-        "compute": [rank.work["compute"] * _MS for rank in summary.ranks],
-        "merge": [rank.work["merge"] * _MS for rank in summary.ranks],
-        "exposed": [rank.total.exposed * _MS for rank in summary.ranks],
-    }
+    amounts = {kind: [rank.work[kind] * _MS for rank in summary.ranks] for kind in WORK}
+    amounts["exposed"] = [rank.total.exposed * _MS for rank in summary.ranks]
     for kind, values in amounts.items():
         axes.bar(names, values, bottom=bottom, color=COLORS[kind], width=0.7)
         bottom = [below + value for below, value in zip(bottom, values, strict=True)]

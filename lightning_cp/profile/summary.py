@@ -7,7 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lightning_cp.profile.timeline import HOST_ONLY, TRANSFERS, Interval, Span, Timeline, union
+from lightning_cp.profile.timeline import (
+    HOST_ONLY,
+    TRANSFERS,
+    WORK,
+    Interval,
+    Span,
+    Timeline,
+    union,
+)
 
 Place = tuple[str, int]
 """Direction, and which hop or chunk."""
@@ -49,7 +57,7 @@ class RankFigures:
     rank: int
     step: float
     work: dict[str, float]
-    """``compute``, ``merge``, ``agreement`` and ``shard batch``, each without what is named within it."""
+    """``compute``, ``merge``, ``copies``, ``agreement``, ``shard batch``; each without what is named within."""
     flows: dict[str, Flow]
     """By kind of communication, those that there were."""
     total: Flow
@@ -63,7 +71,7 @@ class RankFigures:
 
     @property
     def rest(self) -> float:
-        """What lies in no range: the model, its optimizer, other communication; copies for messages too."""
+        """What lies in no range: the model, its optimizer, other communication."""
         return max(0.0, self.step - sum(self.work.values()) - self.total.exposed)
 
 
@@ -121,7 +129,7 @@ def summarise(reports: Iterable[Report]) -> Summary:
 def figures(report: Report) -> RankFigures:
     """Of one rank."""
     timeline = report.timeline
-    work: dict[str, float] = dict.fromkeys(("compute", "merge", *HOST_ONLY), 0.0)
+    work: dict[str, float] = dict.fromkeys((*WORK, *HOST_ONLY), 0.0)
     hops: dict[Place, float] = defaultdict(float)
     for span in timeline.work:
         work[span.kind] = work.get(span.kind, 0.0) + span.own

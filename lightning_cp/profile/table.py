@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lightning_cp.profile.summary import RankFigures, Summary
+from lightning_cp.profile.timeline import WORK
 
-_WORK = {"compute": "compute", "merge": "merge"}
 _OTHERS = {"agreement": "agreement", "shard batch": "sharding"}
 
 
@@ -12,7 +12,7 @@ def markdown(summary: Summary, step: int) -> str:
     """The table, in milliseconds, and lines below it."""
     kinds = [kind for kind in _kinds(summary) if kind != "other"]
     columns = [
-        *("rank", "step", *_WORK.values()),
+        *("rank", "step", *WORK),
         *(f"{kind}: exposed / in flight" for kind in kinds),
         *("overlap", *_OTHERS.values(), "rest", "kernel calls", "tiles", "sent, MB"),
     ]
@@ -63,7 +63,7 @@ def _cells(rank: RankFigures, kinds: list[str]) -> list[str]:
     return [
         str(rank.rank),
         _ms(rank.step),
-        *(_ms(rank.work[kind]) for kind in _WORK),
+        *(_ms(rank.work[kind]) for kind in WORK),
         *("" if flow is None else f"{_ms(flow.exposed)} / {_ms(flow.in_flight)}" for flow in moved),
         "" if overlap is None else f"{overlap:.0%}",
         *(_ms(rank.work[kind]) for kind in _OTHERS),

@@ -17,6 +17,8 @@ from lightning_cp.profile.trace import Kernel, Range, Trace
 
 TRANSFERS = ("keys", "gradients", "all-to-all", "all-gather", "reduce-scatter")
 """Kinds of communication, as they are shown."""
+WORK = ("compute", "merge", "copies")
+"""Kinds of attention's work that run where the kernels do."""
 HOST_ONLY = ("agreement", "shard batch")
 Interval = tuple[float, float]
 """Start and end in seconds."""
@@ -117,7 +119,7 @@ def _by_launch(trace: Trace) -> tuple[list[Span], list[Span]]:
         if kernel.communicates:
             kind = r.kind if r is not None and r.kind in TRANSFERS else "other"
             flights.append(_moved(kind, r, kernel, exposed_parts((kernel.start, kernel.end), busy)))
-        elif r is not None and r.kind in ("compute", "merge"):
+        elif r is not None and r.kind in WORK:
             work.append(_moved(r.kind, r, kernel))
     return work, flights
 

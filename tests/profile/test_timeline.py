@@ -30,7 +30,7 @@ def ms(seconds: float) -> float:
 
 
 FORWARD = [
-    event("ContextParallelAttention", 10, 40),
+    event("ContextParallelAttention", 10, 48),
     ours("hop 1 keys post", 10, 11),
     ours("hop 0 compute", 11, 20),
     event("aten::_scaled_dot_product_flash_attention_for_cpu", 12, 14),
@@ -41,6 +41,7 @@ FORWARD = [
     ours("merge", 28, 31),
     ours("hop 2 keys wait", 32, 33),
     ours("hop 2 compute", 33, 37),
+    ours("copies", 44, 46),
 ]
 BACKWARD = [
     event("ContextParallelAttentionBackward", 50, 90, tid=BACKWARD_THREAD),
@@ -60,7 +61,7 @@ def test_seconds_of_the_host() -> None:
     rank = found([*step(100), *SHARDING, *FORWARD, *BACKWARD])
     assert ms(rank.step) == 100
     work = {kind: ms(seconds) for kind, seconds in rank.work.items()}
-    assert work == {"compute": 34, "merge": 3, "agreement": 3, "shard batch": 2}
+    assert work == {"compute": 34, "merge": 3, "copies": 2, "agreement": 3, "shard batch": 2}
     hops = {place: ms(seconds) for place, seconds in rank.hops.items()}
     forward = {("forward", 0): 9, ("forward", 1): 4, ("forward", 2): 4}
     assert hops == {**forward, ("backward", 0): 9, ("backward", 1): 8}
@@ -68,7 +69,7 @@ def test_seconds_of_the_host() -> None:
     assert (keys.count, ms(keys.in_flight), ms(keys.exposed)) == (3, 14 + 9 + 12, 4 + 1 + 2)
     assert (gradients.count, ms(gradients.in_flight), ms(gradients.exposed)) == (1, 10, 9)
     assert rank.total.overlap == pytest.approx(1 - 16 / 45)
-    assert ms(rank.rest) == 100 - 34 - 3 - 3 - 2 - 16
+    assert ms(rank.rest) == 100 - 34 - 3 - 2 - 3 - 2 - 16
     assert rank.kernel_calls == 3
 
 
@@ -85,7 +86,7 @@ def test_transfers_in_flight_together_count_once() -> None:
 def test_a_recomputation_is_a_forward() -> None:
     """It runs within the backward of a checkpoint, and not within the one of attention."""
     recomputed = [{**e, "ts": e["ts"] + 100e3} for e in FORWARD]
-    around = event("CheckpointFunctionBackward", 105, 145)
+    around = event("CheckpointFunctionBackward", 105, 150)
     spans = report([*step(200), *FORWARD, around, *recomputed]).timeline.work
     assert {span.backward for span in spans} == {False}
     assert {span.call for span in spans} == {0, 1}
@@ -107,18 +108,20 @@ def test_seconds_of_a_gpu() -> None:
         ours("hop 1 keys wait", 0.4, 0.5),
         ours("hop 1 compute", 0.6, 0.9),
         ours("merge", 0.7, 0.8),
+        ours("copies", 0.9, 0.94),
     ]
     device = [
         *kernel("ncclDevKernel_SendRecv(x)", 2, 12, 0.05),
         *kernel("flash_fwd_kernel", 3, 7, 0.25),
         *kernel("flash_fwd_kernel", 12, 15, 0.65),
         *kernel("elementwise", 15, 17, 0.75),
+        *kernel("elementwise", 17, 18, 0.91),
         *kernel("gemm", 18, 20, 0.95),
         *kernel("ncclDevKernel_AllReduce", 19, 24, 0.96),
     ]
     rank = found([*step(30), *host, *device])
     work = {kind: ms(seconds) for kind, seconds in rank.work.items()}
-    assert work == {"compute": 7, "merge": 2, "agreement": 0, "shard batch": 0}
+    assert work == {"compute": 7, "merge": 2, "copies": 1, "agreement": 0, "shard batch": 0}
     assert {place: ms(s) for place, s in rank.hops.items()} == {
         ("forward", 0): 4,
         ("forward", 1): 3,
@@ -163,7 +166,7 @@ def test_what_is_worst_over_the_ranks() -> None:
     assert written["imbalance"] == summary.imbalance
     assert [each["rank"] for each in written["ranks"]] == [0, 3]
     lines = markdown(summary, 4).splitlines()
-    assert lines[4].startswith("| 0 | 100.0 | 34.0 | 3.0 | 7.0 / 35.0 | 9.0 / 10.0 | 64% |")
+    assert lines[4].startswith("| 0 | 100.0 | 34.0 | 3.0 | 2.0 | 7.0 / 35.0 | 9.0 / 10.0 | 64% |")
     assert (
         "imbalance 1.19: rank 0 computes for 34.0 ms, the mean is 28.5 ms. By the schedule it would be 1.50."
         in lines[-3]
@@ -174,7 +177,7 @@ def test_what_is_worst_over_the_ranks() -> None:
 def test_a_step_without_attention_says_nothing_of_it() -> None:
     summary = summarise([report(step(10))])
     assert (summary.imbalance, summary.most_exposed, summary.most_uneven) == (None, None, None)
-    assert markdown(summary, 1).splitlines()[4].startswith("| 0 | 10.0 | 0.0 | 0.0 |  |")
+    assert markdown(summary, 1).splitlines()[4].startswith("| 0 | 10.0 | 0.0 | 0.0 | 0.0 |  |")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 20])

@@ -148,6 +148,8 @@ def check_seconds(own: dict[str, Any], found: Found) -> None:
     waits = sum(s for name, s in found.seconds.items() if name.endswith(" wait"))
     assert own["seconds"]["merge"] == pytest.approx(merge, abs=ROUNDED)
     assert own["seconds"]["compute"] == pytest.approx(compute, abs=ROUNDED)
+    copies = found.seconds["copies"]
+    assert own["seconds"]["copies"] == pytest.approx(copies, abs=ROUNDED)
     total = own["communication"]["total"]
     assert total["exposed"] == pytest.approx(waits, abs=ROUNDED)
     assert 0 < total["exposed"] <= total["in_flight"] < own["seconds"]["step"]
