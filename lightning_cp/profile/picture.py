@@ -48,8 +48,9 @@ def draw(reports: Sequence[Report], summary: Summary, step: int, picture: Path) 
     grid = figure.add_gridspec(2, 3, height_ratios=heights, width_ratios=[1, 1, 0.45])
     _draw_steps(figure.add_subplot(grid[0, :2]), reports)
     _draw_balance(figure.add_subplot(grid[:, 2]), summary)
+    call = _middle_call(near)
     for column, backward in enumerate((False, True)):
-        _draw_call(figure.add_subplot(grid[1, column]), near, backward, summary)
+        _draw_call(figure.add_subplot(grid[1, column]), near, call, backward, summary)
     _add_legend(figure, reports)
     figure.suptitle(f"Training step {step}: {_headline(summary)}", fontsize=12)
     figure.savefig(picture, dpi=110)
@@ -81,18 +82,25 @@ def _draw_steps(axes: Any, reports: Sequence[Report]) -> None:
     axes.invert_yaxis()
 
 
-def _draw_call(axes: Any, reports: Sequence[Report], backward: bool, summary: Summary) -> None:
-    """The attention call in the middle of the step: work above, what is in flight below."""
-    way = "backward" if backward else "forward"
-    calls = {span.call for r in reports for span in r.timeline.work if _is_of(span, backward)}
+def _middle_call(reports: Sequence[Report]) -> int | None:
+    """The attention call in the middle of those that have a backward, or of all if none has one."""
+    computed = [s for r in reports for s in r.timeline.work if s.kind == "compute"]
+    calls = {s.call for s in computed if s.backward} or {s.call for s in computed}
     numbers = sorted(call for call in calls if call is not None)
-    if not numbers:
+    return numbers[len(numbers) // 2] if numbers else None
+
+
+def _draw_call(
+    axes: Any, reports: Sequence[Report], call: int | None, backward: bool, summary: Summary
+) -> None:
+    """One pass of an attention call: work above, what is in flight below."""
+    way = "backward" if backward else "forward"
+    rows = [_call_of(report.timeline, call, backward) for report in reports]
+    spans = [span for work, flights in rows for span in (*work, *flights)]
+    if call is None or not spans:
         axes.set_axis_off()
         axes.set_title(f"no attention call {way}", fontsize=10)
         return
-    call = numbers[len(numbers) // 2]
-    rows = [_call_of(report.timeline, call, backward) for report in reports]
-    spans = [span for work, flights in rows for span in (*work, *flights)]
     begin = min(span.start for span in spans)
     axes.set_xlim(0, (max(span.end for span in spans) - begin) * _MS)
     for row, (work, flights) in enumerate(rows):
@@ -101,15 +109,16 @@ def _draw_call(axes: Any, reports: Sequence[Report], backward: bool, summary: Su
         axes.axhline(row + 0.5, color="#dddddd", lw=0.8)
     axes.set_ylim(len(reports) - 0.5, -0.5)
     axes.set_yticks(range(len(reports)), [f"rank {report.rank}" for report in reports])
-    title = f"{way} of attention call {call + 1} of {numbers[-1] + 1}"
+    title = f"{way} of attention call {call + 1} of {_number_of_calls(reports)}"
     axes.set(title=f"{title} (numbers: {summary.unit}s)", xlabel="ms")
 
 
-def _is_of(span: Span, backward: bool) -> bool:
-    return span.kind == "compute" and span.backward == backward
+def _number_of_calls(reports: Sequence[Report]) -> int:
+    calls = {span.call for r in reports for span in r.timeline.work if span.call is not None}
+    return max(calls) + 1
 
 
-def _call_of(timeline: Timeline, call: int, backward: bool) -> tuple[list[Span], list[Span]]:
+def _call_of(timeline: Timeline, call: int | None, backward: bool) -> tuple[list[Span], list[Span]]:
     """Work and flights of one pass of one attention call."""
     work, flights = (
         [span for span in spans if span.call == call and span.backward == backward]

@@ -9,8 +9,10 @@ record is an error on every rank; one that cannot write its trace says so, and t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -144,13 +146,25 @@ class _Recording:
             with named(END):
                 pass
             self.stop()
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path = self._folder / trace_name(rank)
-            path.unlink(missing_ok=True)  # the profiler does not say when it cannot write
-            self._profiler.export_chrome_trace(str(path))
-            return Report(rank, timeline_of(read_trace(path)), self.work.shown())
+            with _place_of(self._folder / trace_name(rank)) as (path, lost):
+                self._profiler.export_chrome_trace(str(path))
+                return Report(rank, timeline_of(read_trace(path)), self.work.shown(), lost=lost)
         except Exception as error:  # a profile is not worth a training run
             return Report(rank, error=f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def _place_of(path: Path) -> Iterator[tuple[Path, str | None]]:
+    """Where a trace can be written: there, or aside for a while; and why it is lost then."""
+    lost = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        path.touch()  # the profiler does not say when it cannot write
+    except OSError as error:
+        lost = f"{type(error).__name__}: {error}"
+    with TemporaryDirectory() as aside:
+        yield (path if lost is None else Path(aside, path.name)), lost
 
 
 _SAME_STEPS = "Every rank records the same steps: give all of them the same profile=."

@@ -32,6 +32,8 @@ class Report:
     """Tiles and bytes, of the schedule."""
     error: str | None = None
     """Why there is nothing to tell."""
+    lost: str | None = None
+    """Why its trace could not be written."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class RankFigures:
     rank: int
     step: float
     work: dict[str, float]
-    """``compute``, ``merge``, ``copies``, ``agreement``, ``shard batch``; each without what is named within."""
+    """``compute``, ``merge``, ``copies``, ``agreement``, ``shard batch``; without what is named within."""
     flows: dict[str, Flow]
     """By kind of communication, those that there were."""
     total: Flow

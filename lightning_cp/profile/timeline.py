@@ -35,6 +35,7 @@ class Span:
     end: float
     """Seconds."""
     call: int | None = None
+    """Which attention call; a backward has the number of its forward."""
     backward: bool = False
     inner: tuple[Interval, ...] = ()
     """Of work: what is named within it, and not part of it. Of data in flight: when it is exposed."""

@@ -48,7 +48,7 @@ class Range:
     """Seconds."""
     thread: int
     call: int | None = None
-    """Which attention call of its direction this belongs to."""
+    """Which attention call this belongs to; a backward has the number of its forward."""
     backward: bool = False
 
     @property
@@ -142,7 +142,7 @@ def trace_of(events: Iterable[Event], source: str = "the trace") -> Trace:
 
 @dataclass(frozen=True)
 class _Call:
-    """One pass of an attention call: the ``number``-th in its direction."""
+    """One pass of the ``number``-th attention call."""
 
     thread: int
     start: float
@@ -152,15 +152,29 @@ class _Call:
 
 
 def _calls(events: Sequence[Event]) -> Nesting[_Call]:
-    """All passes; a recomputation runs within the backward of something else."""
-    found: list[_Call] = []
-    for backward, name in enumerate((ATTENTION, f"{ATTENTION}Backward")):
-        every = sorted((e for e in events if e["name"] == name), key=lambda e: e["ts"])
-        found += [
-            _Call(event["tid"], event["ts"], _end(event), number, bool(backward))
-            for number, event in enumerate(every)
+    """All passes, forward ones in their order; a recomputation is one too.
+
+    A backward and its forward share autograd's sequence number. What runs without gradients has that of the
+    next operation, so that the last forward before counts.
+    """
+    forward, backward = (
+        sorted((e for e in events if e["name"] == name), key=lambda e: e["ts"])
+        for name in (ATTENTION, f"{ATTENTION}Backward")
+    )
+    passes = [(event, number, False) for number, event in enumerate(forward)]
+    for number, event in enumerate(backward):
+        sequence = _sequence(event)
+        own = [
+            at
+            for at, before in enumerate(forward)
+            if sequence is not None and _sequence(before) == sequence and before["ts"] < event["ts"]
         ]
-    return Nesting(found)
+        passes.append((event, own[-1] if own else number, True))
+    return Nesting(_Call(e["tid"], e["ts"], _end(e), number, back) for e, number, back in passes)
+
+
+def _sequence(event: Event) -> int | None:
+    return event.get("args", {}).get("Sequence number")
 
 
 def _range(event: Event, zero: float, calls: Nesting[_Call]) -> Range:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_cp.profile.picture import draw
@@ -26,17 +26,34 @@ def write_summary(reports: Sequence[Report], step: int, folder: Path) -> None:
             _log.warning(
                 "profile of step %d: rank %d has none: %s", step, report.rank, report.error
             )
+        if report.lost is not None:
+            _log.warning(
+                "profile of step %d: the trace of rank %d could not be written: %s",
+                *(step, report.rank, report.lost),
+            )
     told = [report for report in reports if report.error is None]
     if not told:
         return
     summary = summarise(told)
     table = markdown(summary, step)
-    print(f"\n{table}\n\nTraces, profile.json and profile.png are in {folder}", flush=True)
+    print(f"\n{table}\n", flush=True)
+    figures = json.dumps(as_json(summary, step), indent=2) + "\n"
+    traces = [] if all(report.lost for report in told) else ["a trace of each rank"]
+    files: dict[str, Callable[[Path], object]] = {
+        "profile.json": lambda path: path.write_text(figures),
+        "profile.md": lambda path: path.write_text(table + "\n"),
+        "profile.png": lambda path: draw(told, summary, step, path),
+    }
+    written = [name for name, write in files.items() if _wrote(write, folder / name, step)]
+    print(f"In {folder}: {', '.join([*traces, *written]) or 'nothing'}", flush=True)
+
+
+def _wrote(write: Callable[[Path], object], path: Path, step: int) -> bool:
+    """Whether a file could be written; a profile is not worth a training run."""
     try:
-        (folder / "profile.json").write_text(json.dumps(as_json(summary, step), indent=2) + "\n")
-        (folder / "profile.md").write_text(table + "\n")
-        draw(told, summary, step, folder / "profile.png")
-    except Exception as error:  # a profile is not worth a training run
-        _log.warning(
-            "profile of step %d could not be written: %s: %s", step, type(error).__name__, error
-        )
+        write(path)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        _log.warning("profile of step %d: %s could not be written: %s", step, path.name, why)
+        return False
+    return True

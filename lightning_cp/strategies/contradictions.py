@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_cp.errors import ConfigError
@@ -85,11 +87,23 @@ def check_profile(settings: Settings) -> None:
             f"profile_folder={str(folder)!r} says where recorded steps are written, but none is recorded. "
             "Say which, profile=3, or leave the folder out."
         )
+    blocked = None if folder is None else _in_the_way(Path(folder))
+    if blocked is not None:
+        raise ConfigError(
+            f"profile_folder={str(folder)!r} cannot be made: {str(blocked)!r} is no folder that can be "
+            "written to. Name another one, or leave it out."
+        )
     if steps and settings.exchange == "ring_flash_attn":
         raise ConfigError(
             "profile= shows the hops of our exchanges, and exchange='ring_flash_attn' leaves them to a "
             "package that names none. Use exchange='ring', or torch.profiler without profile=."
         )
+
+
+def _in_the_way(folder: Path) -> Path | None:
+    """The part of a path that exists and can hold nothing new, if there is one."""
+    there = next(part for part in (folder.absolute(), *folder.absolute().parents) if part.exists())
+    return None if there.is_dir() and os.access(there, os.W_OK) else there
 
 
 def check_factors(settings: Settings, factors: Factors, cp_size: int, heads: int | None) -> None:

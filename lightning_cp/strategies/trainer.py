@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -208,7 +209,15 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     def _place_profiles(self, trainer: Trainer) -> None:
         """Next to what is logged, unless the user said where; ranks agree on that folder."""
         settings = self._core.settings
-        if settings.profiled_steps and settings.profile_folder is None:
+        if not settings.profiled_steps:
+            return
+        if isinstance(trainer.profiler, PyTorchProfiler):
+            raise ConfigError(
+                f"profile={settings.profile} records steps with torch.profiler, and so does the Trainer's "
+                "PyTorchProfiler, but there can be one at a time. Leave out profile=, or profiler=: it shows "
+                "the same named ranges."
+            )
+        if settings.profile_folder is None:
             self._core.recorder.folder = Path(
                 trainer.log_dir or trainer.default_root_dir, "profile"
             )

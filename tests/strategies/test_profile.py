@@ -201,7 +201,9 @@ def test_a_step_of_fabric() -> None:
 def test_a_rank_that_cannot_write_is_told_and_training_goes_on() -> None:
     told, _ = run_ranks(2, loop, {**RING, "profile": 1}, 1)
     (line,) = [line for line in told if "profile" in line]
-    assert line.startswith("profile of step 1: rank 1 has none: ")
+    assert line.startswith("profile of step 1: the trace of rank 1 could not be written: ")
+    ranks = json.loads(Path("profile/step-1/profile.json").read_text())["ranks"]
+    assert [rank["kernel_calls"] > 0 for rank in ranks] == [True, True]
 
 
 class Kept(KINDS["checkpointed"]):  # type: ignore[misc]
@@ -252,6 +254,19 @@ def fit_alone(rank: int, world_size: int) -> list[str]:
     with Told() as told:
         trainer_of(world_size, {"profile": 1}).fit(KINDS["small"](), loader(2))
     return told
+
+
+def fit_with_lightnings_profiler(rank: int, world_size: int) -> None:
+    trainer = trainer_of(world_size, {**RING, "profile": 2}, profiler="pytorch")
+    trainer.fit(KINDS["small"](), loader(2))
+
+
+def test_the_trainers_pytorch_profiler_is_refused_before_a_step() -> None:
+    """It begins in the middle of a step, where it would raise without a word of profile=."""
+    match = (
+        r"profile=2 records steps with torch\.profiler, and so does the Trainer's PyTorchProfiler"
+    )
+    expect_on_every_rank(2, fit_with_lightnings_profiler, error=ConfigError, match=match)
 
 
 def test_one_rank_has_nothing_to_show() -> None:
