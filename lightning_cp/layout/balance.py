@@ -3,8 +3,9 @@
 The padded sequence is cut into ``ring_size * n`` equal chunks. A chunk weighs what its queries see:
 visible (query, key) pairs, summed over rows. Chunks are dealt by decreasing weight, each to the rank
 with the least that has room for one more (Graham's LPT rule with equal counts), so every rank gets n.
-If that misses the bound, single chunks are exchanged with the busiest rank. Integers only: ranks that
-know the documents deal alike, without talking.
+If that misses the bound, single chunks are exchanged with the busiest rank. Where chunks of a document can
+be kept together (:mod:`lightning_cp.layout.near`) within the bound, and fewer keys travel, they are. Integers
+only: ranks that know the documents deal alike, without talking.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from lightning_cp.layout.documents import Documents, Intervals
 from lightning_cp.layout.mask import Mask
+from lightning_cp.layout.near import Homes, deal_near
 
 Ints = npt.NDArray[np.int64]
 
@@ -31,6 +33,11 @@ CHUNKS = (1, 2, 4, 8, 16, 32, 64)
 SHORTEST_CHUNK = 64
 """Tokens below which a chunk is not made on its own account: half a block of queries of a GPU kernel.
 It also bounds the padding, at most one token per chunk and so 1/64 of the sequence."""
+
+
+MOST_NEAR = 256
+"""Chunks of all ranks beyond which documents are not kept together: it takes a millisecond for so many, and
+in large rings it spares some ranks keys at the cost of the busiest."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +103,29 @@ def deal(
     count = ring_size * per_rank
     cuts = np.arange(count + 1, dtype=np.int64) * (padded_len // count)
     areas = chunk_areas(cuts, documents, mask)
-    owner = _longest_first(areas, ring_size)
-    loads = _loads(areas, owner, ring_size)
-    if not _is_even(loads) and _may_be_even(areas, ring_size):
-        _exchange(areas, owner, ring_size)
+    owner = _evened(areas, _longest_first(areas, ring_size), ring_size)
+    one_row = len(documents.rows) == 1 or documents.shared
+    if one_row and mask == Mask() and count <= MOST_NEAR:
+        owner = _nearest(areas, Homes.of(cuts, documents.rows[0]), owner, ring_size)
     return _named(areas, owner, ring_size)
+
+
+def _evened(areas: Ints, owner: Ints, ring_size: int) -> Ints:
+    """The owners, after exchanges where these may help."""
+    if not _is_even(_loads(areas, owner, ring_size)) and _may_be_even(areas, ring_size):
+        _exchange(areas, owner, ring_size)
+    return owner
+
+
+def _nearest(areas: Ints, homes: Homes, owner: Ints, ring_size: int) -> Ints:
+    """The even deal with which fewer keys travel: the one given, or with documents kept together."""
+    needed = homes.keys_needed(owner)
+    if not needed or not _is_even(_loads(areas, owner, ring_size)):
+        return owner
+    mean = -(-int(areas.sum()) // ring_size)
+    near = _evened(areas, deal_near(areas, homes, ring_size, mean), ring_size)
+    even = _is_even(_loads(areas, near, ring_size))
+    return near if even and homes.keys_needed(near) < needed else owner
 
 
 def chunk_areas(cuts: Ints, documents: Documents, mask: Mask) -> Ints:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lightning_cp.errors import ShapeError
 from lightning_cp.layout import Documents, Mask, Schedule, SequenceLayout, balance
 from lightning_cp.layout.balance import CHUNKS, SHORTEST_CHUNK, chunk_areas
+from lightning_cp.layout.near import Homes
 from tests.layout.cases import Case, documents, layouts, masks, ring_positions, visible
 
 BALANCED = layouts(kinds=("balanced",))
@@ -147,6 +148,55 @@ def test_exchanges_reach_the_bound_with_fewer_chunks(monkeypatch: pytest.MonkeyP
     assert balance.deal.__wrapped__(*arguments).imbalance <= 1.02
     monkeypatch.setattr(balance, "_exchange", lambda *_: None)
     assert balance.deal.__wrapped__(*arguments).imbalance > 1.02
+
+
+def without_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(balance, "_nearest", lambda areas, homes, owner, ring_size: owner)
+
+
+def keys_moved(packed: Documents, ring: int, deal: balance.Deal) -> int:
+    """As the schedule counts them."""
+    layout = SequenceLayout(packed.seq_len, ring, 1, "balanced", packed, Mask(), deal.per_rank)
+    layout.__dict__["_deal"] = deal
+    keys = Schedule(layout, packed, Mask()).keys
+    return int(keys.sum() - np.trace(keys))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("per_rank", [1, 3, 8])
+def test_keys_needed_are_those_of_the_schedule(seed: int, per_rank: int) -> None:
+    """Of any deal: here of random ones, over documents shorter and longer than a chunk."""
+    ring, packed = 4, log_normal(3000, 12, seed)
+    size = -(-3000 // (ring * per_rank))
+    owner = np.random.default_rng(seed).permutation(np.repeat(np.arange(ring), per_rank))
+    chunks = tuple(tuple(np.flatnonzero(owner == rank).tolist()) for rank in range(ring))
+    dealt = balance.Deal(chunks, (0,) * ring)
+    cuts = np.arange(ring * per_rank + 1) * size
+    needed = Homes.of(cuts, packed.rows[0]).keys_needed(owner)
+    assert needed == keys_moved(packed, ring, dealt)
+
+
+def test_documents_are_kept_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer keys travel, with as many chunks, still within the bound."""
+    packed = log_normal(1 << 16, 16, 0)
+    arguments = (1 << 16, 4, 1, packed, Mask(), 8)
+    near = balance.deal.__wrapped__(*arguments)
+    without_neighbours(monkeypatch)
+    scattered = balance.deal.__wrapped__(*arguments)
+    assert near.imbalance <= 1.02
+    assert 3 * keys_moved(packed, 4, near) < 2 * keys_moved(packed, 4, scattered)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_never_more_keys_for_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = log_normal(1 << 14, 40, seed)
+    near = balance.best_deal.__wrapped__(1 << 14, 4, 1, packed, Mask())
+    without_neighbours(monkeypatch)
+    balance.deal.cache_clear()
+    scattered = balance.best_deal.__wrapped__(1 << 14, 4, 1, packed, Mask())
+    balance.deal.cache_clear()
+    assert near.per_rank == scattered.per_rank
+    assert keys_moved(packed, 4, near) <= keys_moved(packed, 4, scattered)
 
 
 def test_lengths_that_do_not_divide_and_ulysses() -> None:

@@ -10,6 +10,7 @@ DOCUMENTS = "lightning_cp/layout/documents.py"
 TILES = "lightning_cp/layout/tiles.py"
 GATHERED = "lightning_cp/layout/gathered.py"
 BALANCE = "lightning_cp/layout/balance.py"
+NEAR = "lightning_cp/layout/near.py"
 
 LAYOUT_MUTANTS = (
     Mutant(
@@ -139,6 +140,22 @@ LAYOUT_MUTANTS = (
         "    for intervals in rows[:1]:",
         (layout("balance.py::test_packed_rows_are_even[32768-4-40-3-causal]"),),
         "Exact, and as slow as without balancing.",
+    ),
+    Mutant(
+        "keys of a document's first chunk counted as sent",
+        NEAR,
+        "return needed - int(self.behind[opening[own]].sum())",
+        "return needed",
+        (layout("balance.py::test_keys_needed_are_those_of_the_schedule[1-0]"),),
+        "Deals are compared by keys that nobody sends.",
+    ),
+    Mutant(
+        "documents kept together at any price",
+        BALANCE,
+        "return near if even and homes.keys_needed(near) < needed else owner",
+        "return near",
+        (layout("balance.py::test_never_more_keys_for_it"),),
+        "More keys travel than without, or a rank has too much work.",
     ),
     Mutant(
         "padding counted as work",
