@@ -146,7 +146,7 @@ LAYOUT_MUTANTS = (
         NEAR,
         "return needed - int(self.behind[opening[own]].sum())",
         "return needed",
-        (layout("balance.py::test_keys_needed_are_those_of_the_schedule[1-0]"),),
+        (layout("balance.py::test_keys_needed_are_those_of_the_schedule[8-0]"),),
         "Deals are compared by keys that nobody sends.",
     ),
     Mutant(
