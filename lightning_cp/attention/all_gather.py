@@ -133,7 +133,13 @@ def _gathered(keys: Keys, plan: AttentionPlan) -> Iterator[tuple[HeadBlock, torc
         if index + 1 < len(blocks):
             pending = start_all_gather(shards[index + 1], group)
         # Not kept in a variable here: who takes it decides how long it lives.
-        yield block, take(arriving.wait(), plan.gathered.rank_order)
+        yield block, _in_sequence_order(arriving, plan)
+
+
+def _in_sequence_order(arriving: PendingShards, plan: AttentionPlan) -> torch.Tensor:
+    gathered = arriving.wait()
+    with named("copies"):
+        return take(gathered, plan.gathered.rank_order)
 
 
 class _SliceGradients:

@@ -123,8 +123,9 @@ class _KeyTravel:
     def _post(self, hop: Hop) -> Transfer:
         shape = (num_keys(hop.recv), *self._own.pair_shape[1:]) if hop.recv else None
         group = self._plan.mesh.group(Axis.RING)
-        with named("hop {} keys post", hop.index):
+        with named("copies"):
             sent = self._own.message(hop.send) if hop.send else None
+        with named("hop {} keys post", hop.index):
             return start_transfer(sent, hop.dest, shape, hop.source, self._own.tensors[0], group)
 
 
@@ -141,9 +142,10 @@ class _GradientTravel:
         """Send the gradients of hop's keys to their owner; take in those of the hop before."""
         self.finish()
         shape = (num_keys(hop.send), *gradients.shape_of_key) if hop.send else None
-        with named("hop {} gradients post", hop.index):
+        with named("copies"):
             sent = gradients.message() if hop.recv else None
-            to = (shape, hop.dest, self._like, self._plan.mesh.group(Axis.RING))
+        to = (shape, hop.dest, self._like, self._plan.mesh.group(Axis.RING))
+        with named("hop {} gradients post", hop.index):
             transfer = start_transfer(sent, hop.source, *to)
         self._pending = (transfer, hop)
 
@@ -156,8 +158,12 @@ class _GradientTravel:
         with named("hop {} gradients wait", hop.index):
             received = transfer.wait()
         if received is not None:
-            sizes = [end - start for start, end in hop.send]
-            for (start, _), part in zip(hop.send, received.split(sizes), strict=True):
-                for gradient, x in zip(self._own.both, unpair(part.transpose(0, 1)), strict=True):
-                    gradient.add(ALL_ROWS, start, x)
+            with named("copies"):
+                self._take_in(received, hop)
         return self._own
+
+    def _take_in(self, received: torch.Tensor, hop: Hop) -> None:
+        sizes = [end - start for start, end in hop.send]
+        for (start, _), part in zip(hop.send, received.split(sizes), strict=True):
+            for gradient, x in zip(self._own.both, unpair(part.transpose(0, 1)), strict=True):
+                gradient.add(ALL_ROWS, start, x)

@@ -75,7 +75,8 @@ class PendingShards:
         received, self._received = self._received, None
         self._work = self._sent = None
         assert received is not None
-        return received if self._finish is None else self._finish(received)
+        with named("copies"):
+            return received if self._finish is None else self._finish(received)
 
 
 def start_all_gather(
@@ -93,8 +94,9 @@ def start_all_gather(
         shape[2] *= len(parts)
     received = x.new_empty(shape)
     own = received.narrow(0, group.rank() * len(x), len(x))
-    for at, part in enumerate(parts):
-        (own if len(parts) == 1 else own[:, :, at :: len(parts)]).copy_(part)
+    with named("copies"):
+        for at, part in enumerate(parts):
+            (own if len(parts) == 1 else own[:, :, at :: len(parts)]).copy_(part)
     if ranks == 1:
         return PendingShards(received, own, None)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -140,14 +142,14 @@ def _put_in_order(
     x: torch.Tensor, order: Ranges | None, places: Sequence[tuple[int, int, torch.Tensor]]
 ) -> None:
     """Copy what lies in some ranges of the rank order: (from, to, where)."""
-    order = ((0, len(x)),) if order is None else order
     at = 0
-    for start, end in order:
-        for first, last, place in places:
-            low, high = max(start, first), min(end, last)
-            if low < high:
-                place[low - first : high - first] = x[at + low - start : at + high - start]
-        at += end - start
+    with named("copies"):
+        for start, end in ((0, len(x)),) if order is None else order:
+            for first, last, place in places:
+                low, high = max(start, first), min(end, last)
+                if low < high:
+                    place[low - first : high - first] = x[at + low - start : at + high - start]
+            at += end - start
 
 
 def _exchange(sent: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup) -> PendingShards:

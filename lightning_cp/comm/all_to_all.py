@@ -68,7 +68,8 @@ class Pending:
             with named("all-to-all wait"):
                 self._work.wait()
         received, self._received, self._sent, self._work = self._received, None, None, None
-        return self._finish(received)
+        with named("copies"):
+            return self._finish(received)
 
 
 def scatter_heads(
@@ -92,12 +93,12 @@ def scatter_heads(
     batch, tokens, _, dim = first.shape
     sizes = _sizes(sections, tokens * batch * dim)
     send = first.new_empty(sum(sizes))
-    for span, message in _messages(send, sections, sizes, (tokens, batch, dim)):
-        for section, part, xs in zip(
-            sections, _parts(message, sections, span), tensors, strict=True
-        ):
-            for index, x_BLHD in enumerate(xs):
-                part[..., index :: section.tensors, :] = _by_rank(x_BLHD, section, span)
+    with named("copies"):
+        for span, message in _messages(send, sections, sizes, (tokens, batch, dim)):
+            parts = _parts(message, sections, span)
+            for section, part, xs in zip(sections, parts, tensors, strict=True):
+                for index, x_BLHD in enumerate(xs):
+                    part[..., index :: section.tensors, :] = _by_rank(x_BLHD, section, span)
     widths = [section.width(rank) for section in sections]
     received = first.new_empty(len(sizes) * tokens, batch, sum(widths), dim)
     work = _start(received, send, [sizes[rank]] * len(sizes), sizes, group)
@@ -125,7 +126,8 @@ def gather_heads(
         A transfer of every tensor of every section, ``[B, L, heads, D]``. Contributions to a head that
         several ranks hold are summed.
     """
-    send = _as_one(tensors, dtype or tensors[0][0].dtype)
+    with named("copies"):
+        send = _as_one(tensors, dtype or tensors[0][0].dtype)
     total, batch, _, dim = send.shape
     tokens = total // len(sections[0].ranges)
     sizes = _sizes(sections, tokens * batch * dim)
