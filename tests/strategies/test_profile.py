@@ -157,13 +157,15 @@ def check_seconds(own: dict[str, Any], found: Found) -> None:
     assert own["kernel_calls"] >= own["tiles"] > 0
 
 
-def loop(rank: int, world_size: int, settings: Settings, broken: int | None) -> list[str]:
-    """A loop of Fabric; the folder has something in the way of one rank's trace, if told so."""
+def loop(
+    rank: int, world_size: int, settings: Settings, broken: int
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """What is told of a loop of Fabric, and found, with something in the way of one rank's trace."""
     if broken == rank:
         Path(f"profile/step-1/rank-{rank}.trace.json/in the way").mkdir(parents=True)
     with Told() as told:
         run_loop(world_size, settings)
-    return told
+    return told, json.loads(Path("profile/step-1/profile.json").read_text())["ranks"]
 
 
 def run_loop(world_size: int, settings: Settings) -> Loop:
@@ -199,10 +201,9 @@ def test_a_step_of_fabric() -> None:
 
 
 def test_a_rank_that_cannot_write_is_told_and_training_goes_on() -> None:
-    told, _ = run_ranks(2, loop, {**RING, "profile": 1}, 1)
+    (told, ranks), _ = run_ranks(2, loop, {**RING, "profile": 1}, 1)
     (line,) = [line for line in told if "profile" in line]
     assert line.startswith("profile of step 1: the trace of rank 1 could not be written: ")
-    ranks = json.loads(Path("profile/step-1/profile.json").read_text())["ranks"]
     assert [rank["kernel_calls"] > 0 for rank in ranks] == [True, True]
 
 
@@ -258,7 +259,10 @@ def fit_alone(rank: int, world_size: int) -> list[str]:
 
 def fit_with_lightnings_profiler(rank: int, world_size: int) -> None:
     trainer = trainer_of(world_size, {**RING, "profile": 2}, profiler="pytorch")
-    trainer.fit(KINDS["small"](), loader(2))
+    try:
+        trainer.fit(KINDS["small"](), loader(2))
+    finally:
+        trainer.profiler.profiler = None  # type: ignore[attr-defined]  # it cannot be deleted unused
 
 
 def test_the_trainers_pytorch_profiler_is_refused_before_a_step() -> None:
