@@ -6,16 +6,17 @@ become shards; the hooks below are called by the strategy at the right moment.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.logs.found import Ranks
 from lightning_cp.logs.module import ModuleLog
 from lightning_cp.logs.replicated import ReplicatedMetrics
-from lightning_cp.logs.settle import Ranks
 from lightning_cp.mixin import options_of
 
 
@@ -90,6 +91,11 @@ class ContextParallelCallback(Callback):
         if self._log is None or not self.core.in_step:
             return nullcontext()
         return self._log.during_step()
+
+    def note_loss(self, loss: torch.Tensor, show: Callable[[torch.Tensor], None]) -> None:
+        """What a step returned, within ``logging_together``; ``show`` is told one process's value."""
+        if self._log is not None:
+            self._log.note_loss(loss, show)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the module as it was."""

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_cp.bench.own_time import OwnTime
 from lightning_cp.callback import ContextParallelCallback
 from lightning_cp.comm import agreement
+from lightning_cp.logs import ranks
 from lightning_cp.logs.module import ModuleLog
 from lightning_cp.logs.settle import StepLog
 from lightning_cp.models import handle, hf
@@ -33,6 +34,7 @@ _WATCHED: tuple[tuple[Any, str, str | None], ...] = (
     (Pass, "_fetch", None),  # the user's loader
     (ContextParallelCallback, "shard_batch", SHARDING),
     (agreement, "exchange", MESSAGES),
+    (ranks, "exchange", MESSAGES),
     (dist, "all_reduce", MESSAGES),
     (CallCheck, "_complete", CALLS),
     (LossWatch, "_leave", CALLS),

@@ -2,18 +2,23 @@
 
 Collectives with shapes or dtypes that differ between ranks do not fail, they corrupt (gloo's
 all-to-all returns unwritten memory), and a rank that raises alone leaves the others waiting. So
-ranks first exchange a short vector of integers: an error flag, and named facts that must be equal.
+ranks first tell each other of errors, and compare named facts that must be equal.
+
+Every agreement begins with a vote (see :mod:`lightning_cp.comm.vote`), so that ranks that are at different
+agreements find that out. Only if it is not unanimous do ranks exchange what they have to say.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from lightning_cp.comm.vote import vote
 from lightning_cp.errors import BatchMismatchError, RankFailure
 from lightning_cp.named_ranges import named
 
@@ -66,20 +71,50 @@ def agree(
     """
     names = list(facts)
     assert len(names) <= WIDTH, names
-    numbers = [int(error is not None), fingerprint(names), *(facts[name] for name in names)]
+    if vote((what, *facts.items()), group, dissents=error is not None):
+        return [dict(facts) for _ in range(group.size())]
+    table = tell(facts, group, error=error, what=what, within=within)
+    for ranks in [range(len(table))] if within is None else within:
+        require_equal(table, ranks, group, what=what, texts=texts, remedy=remedy)
+    return table
+
+
+def tell(
+    facts: Mapping[str, int],
+    group: dist.ProcessGroup,
+    *,
+    what: str,
+    error: Exception | None = None,
+    within: Sequence[Sequence[int]] | None = None,
+) -> list[dict[str, int]]:
+    """Every rank's facts, once a vote was not unanimous.
+
+    Args:
+        facts: named integers of this rank; at most ``WIDTH``.
+        group: the group that has voted.
+        what: what the facts describe, for the error message.
+        error: what went wrong on this rank, if anything did: then every rank raises.
+        within: lists of ranks that must be at the same call; all by default.
+
+    Raises:
+        BatchMismatchError: ranks are at different calls.
+        RankFailure: another rank reported an error; carries its text. The rank itself raises its own.
+    """
+    names = list(facts)
+    assert len(names) <= WIDTH, names
+    call = fingerprint((what, *names))
+    numbers = [int(error is not None), call, *(facts[name] for name in names)]
     numbers += [0] * (WIDTH + 2 - len(numbers))
     gathered = [x.tolist() for x in exchange(torch.tensor(numbers, dtype=torch.int64), group)]
     if any(other[0] for other in gathered):
         raise_reported(error, group)
-    table = [dict(zip(names, other[2 : 2 + len(names)], strict=True)) for other in gathered]
-    for ranks in [range(len(table))] if within is None else within:
+    for ranks in [range(len(gathered))] if within is None else within:
         if len({gathered[rank][1] for rank in ranks}) > 1:
             raise BatchMismatchError(
                 f"{what}: ranks that share one sample are not at the same call, or were given different "
                 f"fields. This rank has: {', '.join(names)}."
             )
-        _check_equal(table, list(ranks), group, what, texts or {}, remedy or _SAME_BATCH)
-    return table
+    return [dict(zip(names, other[2 : 2 + len(names)], strict=True)) for other in gathered]
 
 
 def exchange(vector: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -90,16 +125,26 @@ def exchange(vector: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tenso
     return gathered
 
 
-def lists_of_ranks(items: Sequence[T], group: dist.ProcessGroup) -> list[list[T]]:
-    """Every rank's list, in rank order; one small exchange where all have the same.
+def lists_of_ranks(items: Sequence[T], group: dist.ProcessGroup, *, what: str) -> list[list[T]]:
+    """Every rank's list, in rank order; a vote where all have the same.
 
     Args:
         items: whatever is equal and looks the same (``repr``) on ranks that mean the same.
         group: a group whose backend moves CPU tensors.
+        what: what they are, for the error message.
+
+    Raises:
+        BatchMismatchError: ranks are at different calls.
+        RankFailure: another rank reported an error instead.
     """
-    own = torch.tensor([fingerprint(list(items))], dtype=torch.int64)
-    if all(torch.equal(own, other) for other in exchange(own, group)):
+    if vote((what, list(items)), group):
         return [list(items)] * group.size()
+    tell({}, group, what=what)
+    return gathered_lists(items, group)
+
+
+def gathered_lists(items: Sequence[T], group: dist.ProcessGroup) -> list[list[T]]:
+    """Every rank's list, of any length, in rank order."""
     lists: list[list[T]] = [[] for _ in range(group.size())]
     dist.all_gather_object(lists, list(items), group=group)
     return lists
@@ -125,9 +170,19 @@ def checksum(x: torch.Tensor) -> int:
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
     bits = flat.view(integers[flat.element_size()]).to(torch.int64)
-    place = torch.arange(1, bits.numel() + 1, device=bits.device, dtype=torch.int64)
-    factors = _fold(_fold(place * 0x1E3779B97F4A7C15) * 0x3F58476D1CE4E5B9) | 1
+    small = bits.numel() <= _KEPT  # batches mostly are, and of one length
+    factors = (_kept_factors if small else _factors)(bits.numel(), bits.device)
     return int((_fold(bits) * factors).sum())
+
+
+def _factors(count: int, device: torch.device) -> torch.Tensor:
+    place = torch.arange(1, count + 1, device=device, dtype=torch.int64)
+    return _fold(_fold(place * 0x1E3779B97F4A7C15) * 0x3F58476D1CE4E5B9) | 1
+
+
+_KEPT = 2**20
+"""Places whose factors are kept: 8 MB."""
+_kept_factors = lru_cache(maxsize=4)(_factors)
 
 
 def _fold(x: torch.Tensor) -> torch.Tensor:
@@ -135,24 +190,32 @@ def _fold(x: torch.Tensor) -> torch.Tensor:
     return x ^ ((x >> 32) & 0xFFFFFFFF)
 
 
-def _check_equal(
+def require_equal(
     table: list[dict[str, int]],
-    ranks: list[int],
+    ranks: Iterable[int],
     group: dist.ProcessGroup,
+    *,
     what: str,
-    texts: Mapping[str, str],
-    remedy: str,
+    texts: Mapping[str, str] | None = None,
+    remedy: str | None = None,
 ) -> None:
+    """Refuse facts that differ between ``ranks``; every rank of the group has this table, and comes here.
+
+    Raises:
+        BatchMismatchError: naming the first fact that differs, and each rank's value.
+    """
+    ranks = list(ranks)
     for name in table[0]:
         if len({table[rank][name] for rank in ranks}) > 1:
             own = table[dist.get_group_rank(group, dist.get_rank())][name]
-            shown: list[str] = [""] * group.size()  # all ranks have this table, and come here
-            dist.all_gather_object(shown, texts.get(name, str(own)), group=group)
+            shown: list[str] = [""] * group.size()
+            dist.all_gather_object(shown, (texts or {}).get(name, str(own)), group=group)
             listed = ", ".join(
                 f"rank {dist.get_global_rank(group, rank)}: {shown[rank]}" for rank in ranks
             )
             raise BatchMismatchError(
-                f"{what}: ranks that share one sample disagree on {name} ({listed}). {remedy}"
+                f"{what}: ranks that share one sample disagree on {name} ({listed}). "
+                f"{remedy or _SAME_BATCH}"
             )
 
 

@@ -19,8 +19,9 @@ from torchmetrics import Metric
 
 from lightning_cp.comm.agreement import lists_of_ranks
 from lightning_cp.comm.reduce import all_sum
+from lightning_cp.logs.found import Ranks
 from lightning_cp.logs.hooks import BATCH_ENDS, EPOCH_ENDS, Patches, hooks_may_log
-from lightning_cp.logs.settle import Call, Kind, Ranks, StepLog
+from lightning_cp.logs.settle import Call, Kind, StepLog
 from lightning_cp.logs.token_mean import RATIO_HOOK, Options, means_of, show_ratio
 from lightning_cp.logs.values import ARGUMENTS, as_given, kind_of, show_metric
 from lightning_cp.mesh import Flat
@@ -68,6 +69,21 @@ class ModuleLog:
         else:
             self._show_ratio(name, total, count, (total, count), options)
 
+    def note_loss(self, loss: torch.Tensor, show: Callable[[torch.Tensor], None]) -> None:
+        """What a step returned, to be made one value along with what it logged.
+
+        Args:
+            loss: this rank's.
+            show: told one process's value; not called if other ranks have no such loss.
+        """
+
+        def emit(value: torch.Tensor | None = None) -> None:
+            if value is not None:
+                show(value.to(loss))
+
+        name = f"of shape {tuple(loss.shape)}"
+        self._calls.add(Call(name, Kind.MEAN, [loss], emit, "the step's loss"))
+
     # -- from the strategy and the callback --------------------------------------------------------
 
     @contextmanager
@@ -76,7 +92,8 @@ class ModuleLog:
         training = bool(self._trainer.training)
         self._calls.open()
         try:
-            yield
+            with self._core.gathering():
+                yield
             self._calls.settle(self._core, of_a_batch=True, together=training)
         except BaseException:
             self._calls.drop()
@@ -188,7 +205,8 @@ class ModuleLog:
     def _settle_means(self) -> None:
         """Sums and counts over all ranks; one that never logged a name waits for nobody, and adds nothing."""
         mesh, own = self._core.mesh, {str(k): x for k, x in means_of(self._trainer).items()}
-        names = sorted(set().union(*lists_of_ranks(sorted(own), mesh.control_group(Flat.LOSS))))
+        group = mesh.control_group(Flat.LOSS)
+        names = sorted(set().union(*lists_of_ranks(sorted(own), group, what="means")))
         if not names:
             return
         sums = torch.zeros(len(names), 2, dtype=torch.float64, device=mesh.device_type)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_cp.comm.reduce import all_sum
+from lightning_cp.comm.agreement import exchange
 from lightning_cp.mesh import ContextParallelMesh, Flat
 
 
@@ -21,11 +21,8 @@ def side_by_side(
     if not values:
         return []
     flatly = [value.detach().to(mesh.device_type, torch.float64).reshape(-1) for value in values]
-    own = torch.cat(flatly)
-    ranks = mesh.axis_mesh(flat)
-    table = own.new_zeros(ranks.size(), own.numel())
-    table[ranks.get_local_rank()] = own  # what others add to this row is 0
-    parts = all_sum(table, mesh.group(flat)).split([part.numel() for part in flatly], dim=1)
+    table = torch.stack(exchange(torch.cat(flatly), mesh.group(flat)))
+    parts = table.split([part.numel() for part in flatly], dim=1)
     return [part.reshape(-1, *value.shape) for part, value in zip(parts, values, strict=True)]
 
 

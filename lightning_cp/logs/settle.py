@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from lightning_cp.comm.agreement import lists_of_ranks
 from lightning_cp.comm.reduce import all_sum
+from lightning_cp.logs.found import Ranks, agree_on_calls
 from lightning_cp.logs.ranks import equal, side_by_side, weighted_mean
 from lightning_cp.logs.token_mean import Options
 from lightning_cp.mesh import ContextParallelMesh, Flat
@@ -57,15 +57,6 @@ class Call:
     """Of a ratio: what a rank that did not call it needs to show it."""
     key: str = ""
     """What it has in common with the same call on other ranks."""
-
-
-class Ranks(Protocol):
-    """What is needed of the strategy's core."""
-
-    @property
-    def mesh(self) -> ContextParallelMesh: ...
-    @property
-    def shares(self) -> list[float]: ...
 
 
 class StepLog:
@@ -118,7 +109,7 @@ class StepLog:
         own = sorted(
             (call.key, call.kind.value, call.where, call.name, call.options) for call in calls
         )
-        lists = lists_of_ranks(own, mesh.control_group(flat))
+        lists = agree_on_calls(own, ranks, flat)
         calls += self._joined(own, lists)
         _settle_ratios(sorted(filter(_is_ratio, calls), key=_key), mesh, flat)
         first = 0 if flat is Flat.CP else mesh.data_rank * mesh.cp_size

@@ -8,8 +8,7 @@ thread-local: recomputation runs inside backward, on CUDA in autograd's own thre
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import nn
@@ -18,14 +17,13 @@ from lightning_cp.attention.api import attend
 from lightning_cp.attention.exchange import Exchange
 from lightning_cp.attention.plan import AttentionPlan, make_plan, request_of
 from lightning_cp.attention.spec import AttentionSpec
-from lightning_cp.comm.agreement import agree, lists_of_ranks
+from lightning_cp.comm.agreement import lists_of_ranks
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.api import Request
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh, Flat
+from lightning_cp.models.checks import Checks
 from lightning_cp.models.facts import PositionFacts
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -52,6 +50,12 @@ class StepState:
     calls: int = 0
     need_gradients: list[bool] = field(default_factory=list)
     """Of each attention call: whether backward will come through it."""
+    compared: int = -1
+    """So many attention calls there were when ranks compared that; -1: they did not."""
+    plans: dict[tuple[object, ...], tuple[AttentionSpec, AttentionPlan]] = field(
+        default_factory=dict
+    )
+    """How attention calls of this batch are executed: layers make the same call."""
     first_gradient: torch.Tensor | None = None
     """Largest entry of the gradient that backward brought first to an attention call, if there are no
     targets here: it comes from this rank's own loss alone, and should be 0."""
@@ -99,6 +103,7 @@ class SwapHandle:
         self.report: list[str] = []
         self.warned: set[str] = set()
         """Models of which something was said once."""
+        self.checks = Checks(mesh)
         self._enter: list[Callable[[], Callable[[], None]]] = []
         self._leave: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
@@ -117,6 +122,7 @@ class SwapHandle:
     def deactivate(self) -> None:
         """End the step: the model is the plain model again."""
         self.state = None
+        self.checks.drop()
         while self._leave:
             self._leave.pop()()
 
@@ -127,7 +133,8 @@ class SwapHandle:
         state = self.state
         assert state is not None
         q, k, v = _autocast(q_BLHD, k_BLKD, v_BLKD)
-        plan = self._plan(q, k, v, spec, state.layout)
+        self.checks.before_data()
+        plan = self._plan(q, k, v, spec, state)
         out = attend(q, k, v, plan)
         assert isinstance(out, torch.Tensor)
         if self.listener is not None:
@@ -144,49 +151,30 @@ class SwapHandle:
         k_BLKD: torch.Tensor,
         v_BLKD: torch.Tensor,
         spec: AttentionSpec,
-        layout: SequenceLayout,
+        state: StepState,
     ) -> AttentionPlan:
         """How a call is executed; ranks agree on each kind of it once, that all of them can.
 
         What is missing may differ between nodes: packages, the compute capability of a GPU.
         """
+        call = _call(spec, q_BLHD, k_BLKD, v_BLKD)
+        if call in state.plans:
+            return state.plans[call][1]
 
         def plan() -> AttentionPlan:
             return make_plan(
-                *(q_BLHD, k_BLKD, v_BLKD, self.mesh, layout, spec, self.kernel),
+                *(q_BLHD, k_BLKD, v_BLKD, self.mesh, state.layout, spec, self.kernel),
                 exchange=self.exchange,
             )
 
         request = request_of(q_BLHD, spec)
-        if request in self.requests:
-            return plan()
-        made = self.agreed("an attention call", plan)
+        made = plan() if request in self.requests else self.checks.agreed("an attention call", plan)
         self.requests[request] = None
+        state.plans[call] = (
+            spec,
+            made,
+        )  # the spec keeps tensors alive, so that none takes their place
         return made
-
-    def agreed(self, what: str, check: Callable[[], T]) -> T:
-        """Run a check that this rank's own tokens decide; every rank of the cp group must come here.
-
-        Args:
-            what: what is checked, the same on every rank.
-            check: raises if something is wrong.
-
-        Raises:
-            Exception: its own, if the check raised here.
-            RankFailure: it raised on another rank.
-            BatchMismatchError: another rank is at another check.
-        """
-        result: T | None = None
-        error: Exception | None = None
-        try:
-            result = check()
-        except Exception as refused:  # any: a rank that raised alone would leave the others waiting
-            error = refused
-        if self.mesh.cp_size > 1:
-            agree({what: 0}, self.mesh.control_group(Flat.CP), what="step", error=error)
-        if error is not None:
-            raise error
-        return cast(T, result)
 
     def require_intercepted(self, model: nn.Module) -> None:
         """Refuse a step in which no attention call came through here.
@@ -215,8 +203,12 @@ class SwapHandle:
         """
         if self.state is None or self.mesh.cp_size == 1:
             return
+        self.checks.tell()
+        needs = self.state.need_gradients
+        if self.state.compared == len(needs):  # attention calls are made together
+            return
         group = self.mesh.control_group(Flat.CP)
-        every = lists_of_ranks(self.state.need_gradients, group)
+        every = lists_of_ranks(needs, group, what="backward")
         if all(other == every[0] for other in every):
             return
         reached = [[call for call, needs in enumerate(of) if needs] for of in every]
@@ -241,6 +233,15 @@ class SwapHandle:
         self.deactivate()
         while self._undo:
             self._undo.pop()()
+
+
+def _call(spec: AttentionSpec, *inputs: torch.Tensor) -> tuple[object, ...]:
+    """What a plan depends on within one batch; slopes and sinks are told apart as objects."""
+    values = (getattr(spec, item.name) for item in fields(spec))
+    return (
+        *(id(value) if isinstance(value, torch.Tensor) else value for value in values),
+        *((x.shape, x.dtype, x.device) for x in inputs),
+    )
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -33,6 +33,8 @@ class CallCheck:
         self._before = before
         self._own_positions = own_positions(models[0])
         self._counts_alone = counts_alone(models)
+        # The inner models are called next, and their calls are checked.
+        self._outer = {model for model in models if set(models) & set(model.modules()) - {model}}
         with_loss = [model for model in models if "labels" in parameters_of(model)]
         self._watches = {model: LossWatch(handle, model) for model in with_loss}
         # Functions, not methods: a copy of the model would copy what a method belongs to.
@@ -49,7 +51,8 @@ class CallCheck:
             return None
         args, given = _by_name(model, args, kwargs)
         check = partial(self._check_and_fill, model, given, state)
-        self._handle.agreed(f"call of {type(model).__name__}", check)
+        what, follow = f"call of {type(model).__name__}", model in self._outer
+        self._handle.checks.agreed(what, check, more_follow=follow)
         if model in self._watches:  # a copy of a swapped model is not
             self._watches[model].expect(given)
         return args, given

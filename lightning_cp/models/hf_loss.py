@@ -81,7 +81,7 @@ class LossWatch:
             return
         if made is not None:
             check = functools.partial(_refuse_other, type(model).__name__, made, _loss_of(output))
-            self._handle.agreed(f"loss of {type(model).__name__}", check)
+            self._handle.checks.noted(f"loss of {type(model).__name__}", check)
         elif label_alignment(model) == "shift":
             raise ConfigError(
                 f"{type(model).__name__} computes its loss by itself: transformers' loss function was not "

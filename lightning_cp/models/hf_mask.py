@@ -169,7 +169,7 @@ def mask_function(handle: SwapHandle, before: str) -> Any:
         if attention_mask is None and not state.positions.count_anew:
             check()  # nothing of this rank's own is looked at
         else:
-            handle.agreed(f"attention mask of {model}", check)
+            handle.checks.agreed(f"attention mask of {model}", check)
         if state.positions.restart and not visible.causal:
             warn_isolated(handle.warned, model)
         return make_note(visible, (batch_size, 1, q_length, kv_length), device)

@@ -134,7 +134,7 @@ class _Recording:
     def end(self) -> None:
         """Write this rank's trace; the first rank writes what all of them found."""
         report = self._report()
-        reports = [found for (found,) in lists_of_ranks([report], self._group)]
+        reports = [found for (found,) in lists_of_ranks([report], self._group, what="profile")]
         if report.rank == reports[0].rank:
             write_summary(reports, self._step, self._folder)
 

@@ -240,9 +240,9 @@ class ContextParallelCore(StepValues):
         if self._windows is not None:
             self._windows.end(optimizer, batches)
 
-    def shown_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """What a step returns, for callbacks to read: one process's value, with this rank's gradient."""
-        return loss if self._loss is None else self._loss.shown(loss, self.average(loss.detach()))
+    def shown_loss(self, loss: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """What a step returns, for callbacks to read: one process's ``value``, with this rank's gradient."""
+        return loss if self._loss is None else self._loss.shown(loss, value)
 
     def require_loss(self, loss: torch.Tensor | None) -> None:
         """Refuse a rank without targets whose backward would leave the others waiting."""

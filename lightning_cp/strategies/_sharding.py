@@ -16,7 +16,8 @@ from lightning_cp.batch import (
     shard_batch,
     valid_counts,
 )
-from lightning_cp.comm.agreement import agree, checksum, fingerprint
+from lightning_cp.comm.agreement import checksum, fingerprint, require_equal, tell
+from lightning_cp.comm.vote import tally
 from lightning_cp.containers import tensors_of
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import LayoutChoice, SequenceLayout
@@ -84,17 +85,15 @@ def shard_agreed(
     except Exception as refused:  # any: a rank that raised alone would leave the others waiting
         error = refused
     texts = _texts(whole) if whole is not None else {}
-    table = _agree_on_batch(facts, texts, error, mesh, training=training)
+    targets, empty = _agree_on_batch(facts, texts, error, mesh, training=training)
     assert whole is not None
     assert choice is not None
     layout = choice.layout
     if not facts["targets"]:
         warnings.warn("a batch has no valid label at all: it adds nothing.", stacklevel=2)
     part = shard_batch(whole, layout, mesh.cp_rank, rules, valid)
-    some_rank_empty = any(row["ranks without targets"] for row in table)
-    targets = sum(row["targets"] for row in table) // mesh.cp_size
     told = choice if rule.kind == "auto" else None
-    return Sharding(part, _position_facts(whole, layout), some_rank_empty, targets, told)
+    return Sharding(part, _position_facts(whole, layout), empty > 0, targets, told)
 
 
 def shared_with(batch: Any, before: ShardedBatch | None) -> list[str]:
@@ -155,15 +154,29 @@ def _agree_on_batch(
     mesh: ContextParallelMesh,
     *,
     training: bool,
-) -> list[dict[str, int]]:
-    """In training all ranks agree: their gradients are averaged, so all must know of ranks without
-    targets. Elsewhere only a cp group does: data ranks may have different numbers of batches."""
-    size, cp = mesh.data_size, mesh.cp_size
-    if not training:
-        return agree(facts, mesh.control_group(Flat.CP), what="batch", error=error, texts=texts)
-    groups = [range(index * cp, (index + 1) * cp) for index in range(size)]
-    group = mesh.control_group(Flat.LOSS)
-    return agree(facts, group, what="batch", within=groups, error=error, texts=texts)
+) -> tuple[int, int]:
+    """Targets of all ranks that take part, and how many ranks have none.
+
+    In training all ranks agree: their gradients are averaged, so all must know of ranks without targets.
+    Elsewhere only a cp group does: data ranks may have different numbers of batches.
+    """
+    size, cp = mesh.data_size if training else 1, mesh.cp_size
+    group = mesh.control_group(Flat.LOSS if training else Flat.CP)
+    part = mesh.data_rank if training else 0
+    own, dissents = tuple(facts.items()), error is not None
+    number = 0 if error else _EMPTY * facts["targets"] + facts["ranks without targets"]
+    total = tally("batch", group, dissents=dissents, number=number, of=(part, cp), own=own)
+    if total is None:
+        groups = [range(at * cp, (at + 1) * cp) for at in range(size)]
+        table = tell(facts, group, what="batch", error=error, within=groups)
+        for ranks in groups:
+            require_equal(table, ranks, group, what="batch", texts=texts)
+        total = sum(_EMPTY * row["targets"] + row["ranks without targets"] for row in table)
+    return total // _EMPTY // cp, total % _EMPTY
+
+
+_EMPTY = 2**24
+"""Ranks without targets and targets travel as one number: more than all ranks x those of a cp group."""
 
 
 def _facts(whole: WholeBatch, layout: SequenceLayout, valid: tuple[int, ...]) -> dict[str, int]:

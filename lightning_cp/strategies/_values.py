@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from lightning_cp.batch import ShardedBatch, unshard_output
 from lightning_cp.comm.reduce import all_sum
+from lightning_cp.logs.found import Found
 from lightning_cp.logs.ranks import side_by_side, weighted_mean
 from lightning_cp.logs.token_mean import as_logged, where_counted
 from lightning_cp.mesh import Flat
@@ -44,6 +46,22 @@ class StepValues(RunMesh):
     def shares(self) -> list[float]:
         """Each cp rank's share of the current batch's targets."""
         return self._loss.shares if self._loss else [1 / self.mesh.cp_size] * self.mesh.cp_size
+
+    def gathering(self) -> AbstractContextManager[None]:
+        """A block at whose end ranks agree, also on what ``take_found`` gives."""
+        return nullcontext() if self._handle is None else self._handle.checks.gathering()
+
+    def take_found(self) -> Found:
+        """What ranks were not told yet."""
+        state = self._handle.state if self._handle is not None else None
+        if self._handle is None or state is None:
+            return Found()
+        waiting, needs = self._handle.checks.take(), list(state.need_gradients)
+
+        def compared() -> None:
+            state.compared = len(needs)
+
+        return Found(waiting.names, waiting.error, needs, compared)
 
     def average(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over the cp group, weighted by targets: what one process would have computed."""

@@ -109,17 +109,19 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         """The user's step on this rank's tokens; callbacks read one process's loss."""
         self._follow_what_is_trained()
         self._core.begin_step()  # ends in on_train_batch_end: backward may recompute
+        shown: list[torch.Tensor] = []
         with self._logging_together():
             output = super().training_step(*args, **kwargs)
-        assert self.lightning_module is not None
-        if self.lightning_module.automatic_optimization and self._core.enabled:
-            loss = output.get("loss") if isinstance(output, Mapping) else output
+            loss = self._loss_of(output)
+            if loss is not None and self._callback is not None:
+                self._callback.note_loss(loss, shown.append)
+        if self._shows_losses:
             self._core.require_loss(loss)
-            if output is None:
+            if output is None or (loss is not None and not shown):
                 raise ConfigError(_SKIPPED)
-            if isinstance(loss, torch.Tensor):
-                shown = self._core.shown_loss(loss)
-                output = {**output, "loss": shown} if isinstance(output, Mapping) else shown
+            if loss is not None:
+                seen = self._core.shown_loss(loss, shown[0])
+                output = {**output, "loss": seen} if isinstance(output, Mapping) else seen
         self._core.check_step()
         return output
 
@@ -229,6 +231,17 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         divided = module.trainer.accumulate_grad_batches if module.automatic_optimization else None
         self._core.end_window(optimizer, divided)
 
+    @property
+    def _shows_losses(self) -> bool:
+        """Callbacks read the losses that steps return."""
+        assert self.lightning_module is not None
+        return self.lightning_module.automatic_optimization and self._core.enabled
+
+    def _loss_of(self, output: Any) -> torch.Tensor | None:
+        """The loss among what a step has returned, if callbacks are going to read it."""
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        return loss if self._shows_losses and isinstance(loss, torch.Tensor) else None
+
     def _logging_together(self) -> AbstractContextManager[None]:
         assert self._callback is not None
         return self._callback.logging_together()
@@ -289,9 +302,9 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
 
 
 _SKIPPED = (
-    "training_step returned None, which skips a batch in one process only: ranks that share a sample have to "
-    "go through backward together. Leave such batches out in the dataset, or return a loss of which all "
-    "labels are -100: it adds nothing."
+    "training_step returned no loss (None) on this rank, or none of one shape on all that share a sample. "
+    "None skips a batch in one process only: ranks have to go through backward together. Leave such "
+    "batches out in the dataset, or return a loss of which all labels are -100: it adds nothing."
 )
 
 

@@ -110,8 +110,8 @@ def test_nothing_but_exchanges_and_one_agreement(grid: Grid) -> None:
     for found in run_ranks(grid.world_size, record, [problem], grid):
         forward, backward = found[0]
         assert set(backward.counts) == kinds | home
-        assert set(forward.counts) == kinds | {"allgather_"}
-        assert forward.counts["allgather_"] == 1
+        assert set(forward.counts) == kinds | {"allreduce_"}
+        assert forward.counts["allreduce_"] == 1
 
 
 @pytest.mark.parametrize("sequences", SEQUENCES)

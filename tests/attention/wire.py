@@ -20,7 +20,7 @@ class Message(NamedTuple):
     """One operation of torch.distributed.
 
     Args:
-        op: its name: ``alltoall_base_``, ``send``, ``recv_``, ``allgather_``, ...
+        op: its name: ``alltoall_base_``, ``send``, ``recv_``, ``allreduce_``, ...
         sent: bytes that leave this rank; the share that it keeps of an all-to-all is not sent.
         received: bytes that come from other ranks.
     """

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_cp.comm.agreement import agree, checksum, fingerprint
+from lightning_cp.comm.agreement import checksum, fingerprint, tell
 from lightning_cp.comm.parcel import Parcel, broadcast_parcel, pack
+from lightning_cp.comm.vote import vote
 from lightning_cp.containers import tensors_of
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.strategies.loaders.draws import drawn_since, follow, random_state
@@ -87,8 +88,9 @@ class Pass(Iterator[Any]):
 
     def _agree_on_loader(self) -> None:
         group = self._mesh.control_group(Flat.CP)
-        table = agree({"loader": self._name}, group, what="loader", within=[])
-        refuse_other_calls([row["loader"] for row in table], self._name, group)
+        if not vote(("a pass begins", self._name), group):
+            table = tell({"loader": self._name}, group, what="loader", within=[])
+            refuse_other_calls([row["loader"] for row in table], self._name, group)
 
     def _fetch(self) -> _Fetched:
         if not self._reads:
@@ -117,12 +119,14 @@ class Pass(Iterator[Any]):
         """
         group = self._mesh.control_group(Flat.LOSS if training else Flat.CP)
         watches = training and self._is_stream and self._mesh.data_size > 1 and not self._read
+        if vote(self._name, group, dissents=watches or fetched.status == _ENDED):
+            return
         facts = {
             "loader": self._name,
             "status": fetched.status,
             "first": _mark(fetched.batch) if watches else 0,
         }
-        table = agree(facts, group, what="loader", within=[], error=fetched.error)
+        table = tell(facts, group, what="loader", within=[], error=fetched.error)
         refuse_other_calls([row["loader"] for row in table], self._name, group)
         places = {
             status: [at for at, row in enumerate(table) if row["status"] == status]
