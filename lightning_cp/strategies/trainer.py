@@ -213,7 +213,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         settings = self._core.settings
         if not settings.profiled_steps:
             return
-        if isinstance(trainer.profiler, PyTorchProfiler):
+        if isinstance(getattr(trainer, "profiler", None), PyTorchProfiler):
             raise ConfigError(
                 f"profile={settings.profile} records steps with torch.profiler, and so does the Trainer's "
                 "PyTorchProfiler, but there can be one at a time. Leave out profile=, or profiler=: it shows "
