@@ -5,18 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
-from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -26,6 +22,13 @@ from lightning_cp.callback import ContextParallelCallback, callback_among
 from lightning_cp.errors import ConfigError
 from lightning_cp.mixin import options_of
 from lightning_cp.strategies._front import ContextParallelFront, in_floating_point
+from lightning_cp.strategies._lightning import (
+    before_autograd,
+    before_clipping,
+    leave_samplers_alone,
+    place_of_profiles,
+    refuse_dataloader_iter,
+)
 from lightning_cp.strategies.loaders.draws import going_on
 from lightning_cp.strategies.loaders.shared import unshared
 
@@ -54,7 +57,8 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         self._check_world()
         self._build_mesh()
         if self.data_parallel_size == 1:
-            self._leave_samplers_alone()
+            assert self.lightning_module is not None
+            leave_samplers_alone(self.lightning_module.trainer)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -63,8 +67,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         assert module is not None
         options = options_of(module)
         self._build_mesh(module, options.get("num_heads"))
-        for step in ("training_step", "validation_step", "test_step", "predict_step"):
-            _refuse_dataloader_iter(module, step)
+        refuse_dataloader_iter(module)
         needs_labels = trainer.state.fn != TrainerFn.PREDICTING
         swapped = self._core.attach(module, options, needs_labels=needs_labels)
         self._place_profiles(trainer)
@@ -209,20 +212,13 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         return True
 
     def _place_profiles(self, trainer: Trainer) -> None:
-        """Next to what is logged, unless the user said where; ranks agree on that folder."""
+        """Where the Trainer logs, unless the user said where."""
         settings = self._core.settings
         if not settings.profiled_steps:
             return
-        if isinstance(getattr(trainer, "profiler", None), PyTorchProfiler):
-            raise ConfigError(
-                f"profile={settings.profile} records steps with torch.profiler, and so does the Trainer's "
-                "PyTorchProfiler, but there can be one at a time. Leave out profile=, or profiler=: it shows "
-                "the same named ranges."
-            )
+        folder = place_of_profiles(trainer, settings.profile)
         if settings.profile_folder is None:
-            self._core.recorder.folder = Path(
-                trainer.log_dir or trainer.default_root_dir, "profile"
-            )
+            self._core.recorder.folder = folder
 
     def _end_window(self, optimizer: Optimizer) -> None:
         """Lightning divides each loss by the same number, also where an epoch ends within a window."""
@@ -258,34 +254,15 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
     def _watch_precision(self) -> None:
         """Come between hooks and autograd; and before gradients are clipped by hand, in final size."""
 
-        def after_hooks(own: Callable[..., Any]) -> Callable[..., Any]:
-            def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-                if self._follow_what_is_trained():  # frozen or unfrozen in the step, or by a hook
-                    assert isinstance(self.model, DistributedDataParallel)
-                    prepare_for_backward(self.model, loss)  # as its forward would have done
-                own(loss, *args, **kwargs)
-
-            return backward
-
-        def in_final_size(own: Callable[..., Any]) -> Callable[..., Any]:
-            def clip(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-                wrapped = isinstance(optimizer, LightningOptimizer)
-                self._end_window(optimizer.optimizer if wrapped else optimizer)
-                own(optimizer, *args, **kwargs)
-
-            return clip
+        def follow(loss: torch.Tensor) -> None:
+            if self._follow_what_is_trained():  # frozen or unfrozen in the step, or by a hook
+                assert isinstance(self.model, DistributedDataParallel)
+                prepare_for_backward(self.model, loss)  # as its forward would have done
 
         self._replaced.undo()
-        self._replaced.replace(self.precision_plugin, "backward", after_hooks)
+        before_autograd(self._replaced, self.precision_plugin, follow)
         if self._core.settings.weights_globally:
-            self._replaced.replace(self.precision_plugin, "clip_gradients", in_final_size)
-
-    def _leave_samplers_alone(self) -> None:
-        """All ranks read the same samples, as one process does; Lightning's sampler would shuffle them."""
-        assert self.lightning_module is not None
-        connector: Any = self.lightning_module.trainer._accelerator_connector
-        assert hasattr(connector, "use_distributed_sampler")  # Lightning's own, and private
-        connector.use_distributed_sampler = False
+            before_clipping(self._replaced, self.precision_plugin, self._end_window)
 
     def _announce(self, module: LightningModule, swapped: list[str]) -> None:
         """Say once of each model, not at every stage, where its attention was swapped."""
@@ -306,11 +283,3 @@ _SKIPPED = (
     "None skips a batch in one process only: ranks have to go through backward together. Leave such "
     "batches out in the dataset, or return a loss of which all labels are -100: it adds nothing."
 )
-
-
-def _refuse_dataloader_iter(module: LightningModule, step: str) -> None:
-    if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
-        raise ConfigError(
-            f"{step}(dataloader_iter) fetches batches by itself, so they are never sharded. Take the batch "
-            f"instead: {step}(self, batch, batch_idx)."
-        )

@@ -1,0 +1,87 @@
+"""What the strategy asks of Lightning's Trainer, and takes over from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import Optimizer
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.strategies._replaced import Replaced
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def refuse_dataloader_iter(module: LightningModule) -> None:
+    """Refuse steps that are given no batch.
+
+    Raises:
+        ConfigError: one of them takes an iterator of batches.
+    """
+    for step in STEPS:
+        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            raise ConfigError(
+                f"{step}(dataloader_iter) fetches batches by itself, so they are never sharded. Take the "
+                f"batch instead: {step}(self, batch, batch_idx)."
+            )
+
+
+def place_of_profiles(trainer: Trainer, profile: object) -> Path:
+    """Next to what is logged; ranks agree on that folder.
+
+    Raises:
+        ConfigError: the Trainer records steps itself.
+    """
+    if isinstance(getattr(trainer, "profiler", None), PyTorchProfiler):
+        raise ConfigError(
+            f"profile={profile} records steps with torch.profiler, and so does the Trainer's "
+            "PyTorchProfiler, but there can be one at a time. Leave out profile=, or profiler=: it shows "
+            "the same named ranges."
+        )
+    return Path(trainer.log_dir or trainer.default_root_dir, "profile")
+
+
+def leave_samplers_alone(trainer: Trainer) -> None:
+    """All ranks read the same samples, as one process does; Lightning's sampler would shuffle them."""
+    connector: Any = trainer._accelerator_connector
+    assert hasattr(connector, "use_distributed_sampler")  # Lightning's own, and private
+    connector.use_distributed_sampler = False
+
+
+def before_autograd(
+    replaced: Replaced, precision: Precision, act: Callable[[torch.Tensor], object]
+) -> None:
+    """Call ``act(loss)`` between the hooks before a backward and autograd: Lightning has no hook there."""
+
+    def after_hooks(own: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            act(loss)
+            own(loss, *args, **kwargs)
+
+        return backward
+
+    replaced.replace(precision, "backward", after_hooks)
+
+
+def before_clipping(
+    replaced: Replaced, precision: Precision, act: Callable[[Optimizer], object]
+) -> None:
+    """Call ``act(optimizer)`` before gradients are clipped, be it by hand."""
+
+    def in_final_size(own: Callable[..., Any]) -> Callable[..., Any]:
+        def clip(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            wrapped = isinstance(optimizer, LightningOptimizer)
+            act(optimizer.optimizer if wrapped else optimizer)
+            own(optimizer, *args, **kwargs)
+
+        return clip
+
+    replaced.replace(precision, "clip_gradients", in_final_size)
