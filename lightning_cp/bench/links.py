@@ -41,15 +41,20 @@ class LinkRow:
     collective: str
     ulysses_size: int
     ring_size: int
+    asked: int
+    """Bytes that a rank was asked to send; 0 for the smallest message there is."""
     bytes: int
-    """That a rank sends to others at each call."""
+    """That it sends to others at each call: whole tokens, so that there may be a few more than were asked for."""
     seconds: float
     """Of a call, of the slowest rank, the least of the repeats."""
     gigabytes_per_second: float
     """10^9 bytes that a rank sends a second."""
-    latency: bool
-    """Whether the message is so small that ``seconds`` is the latency."""
     spread: float
+
+    @property
+    def latency(self) -> bool:
+        """Whether the message is so small that ``seconds`` is the latency."""
+        return self.asked == 0
 
 
 class Call(NamedTuple):
@@ -108,7 +113,7 @@ def _sizes(
         seconds = figure.best / count
         rate = call.sent / seconds / 1e9
         sizes = (mesh.ulysses_size, mesh.ring_size)
-        yield LinkRow(axis, collective, *sizes, call.sent, seconds, rate, size == 0, figure.spread)
+        yield LinkRow(axis, collective, *sizes, size, call.sent, seconds, rate, figure.spread)
 
 
 def _repeated(step: Step, count: int) -> Step:

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_cp.bench.kernels import KernelRow
 from lightning_cp.bench.links import LinkRow
 from lightning_cp.bench.modes import ModeRow
-from lightning_cp.bench.tables import Unit, grouped, mode_group, rounded, size_shown
+from lightning_cp.bench.tables import Unit, grouped, mode_group, size_shown
 
 
 def draw_kernels(rows: Sequence[KernelRow], headline: str, picture: Path) -> None:
@@ -56,8 +56,9 @@ def draw_links(rows: Sequence[LinkRow], headline: str, picture: Path) -> None:
         axis.set(xscale="log", yscale="log", xlabel="bytes that a rank sends", ylabel="GB/s")
         axis.set_title(f"ulysses {ulysses} x ring {ring}", fontsize=10)
         tiny = min(row.bytes for row in rows)
-        sizes = sorted({tiny, *(rounded(row.bytes) for row in rows if not row.latency)})
+        sizes = [tiny, *sorted({row.asked for row in rows if not row.latency})]
         _at(axis, sizes, [size_shown(size) for size in sizes])
+        axis.tick_params(labelbottom=True, labelleft=True)  # panels that share scales hide them inside
     _finish(figure, axes, picture)
 
 

@@ -81,14 +81,14 @@ def _not_measured(rows: Sequence[KernelRow]) -> list[str]:
 
 
 def link_tables(rows: Sequence[LinkRow]) -> str:
-    """One table: GB/s by the bytes that a rank sends."""
-    sizes = sorted({rounded(row.bytes) for row in rows if not row.latency})
+    """One table: GB/s by the bytes that a rank was asked to send."""
+    sizes = sorted({row.asked for row in rows if not row.latency})
     lines = []
     for (axis, collective, *mesh), part in grouped(
         rows, lambda r: (r.axis, r.collective, r.ulysses_size, r.ring_size)
     ):
         latency = next(row.seconds for row in part if row.latency)
-        rates = {rounded(r.bytes): r.gigabytes_per_second for r in part if not r.latency}
+        rates = {row.asked: row.gigabytes_per_second for row in part}
         cells = [_significant(rates.get(size)) for size in sizes]
         spread = max(row.spread for row in part if not row.latency)
         mesh_shown = "x".join(map(str, mesh))
@@ -97,11 +97,6 @@ def link_tables(rows: Sequence[LinkRow]) -> str:
         )
     note = "GB/s that a rank sends while it receives as much; mesh is ulysses x ring."
     return f"{note}\n\n{aligned([*LINKS, *map(size_shown, sizes), 'spread'], lines)}"
-
-
-def rounded(size: int) -> int:
-    """Sizes of messages come in whole tokens, so that those of one column differ a little."""
-    return 1 << round(size - 1).bit_length()
 
 
 def size_shown(size: int) -> str:

@@ -138,10 +138,10 @@ def test_the_best_of_the_kernels() -> None:
 
 def test_the_rate_and_the_latency_of_a_link() -> None:
     rows = [
-        LinkRow("ring", "p2p", 1, 2, 256, 2e-5, 0.01, True, 0.0),
-        LinkRow("ring", "p2p", 1, 2, 1 << 20, 1e-3, 1.05, False, 0.0),
-        LinkRow("ring", "p2p", 1, 2, 1 << 24, 2e-2, 0.84, False, 0.0),
-        LinkRow("ring", "all-gather", 1, 2, 256, 3e-5, 0.01, True, 0.0),
+        LinkRow("ring", "p2p", 1, 2, 0, 256, 2e-5, 0.01, 0.0),
+        LinkRow("ring", "p2p", 1, 2, 1 << 20, 1 << 20, 1e-3, 1.05, 0.0),
+        LinkRow("ring", "p2p", 1, 2, 1 << 24, 1 << 24, 2e-2, 0.84, 0.0),
+        LinkRow("ring", "all-gather", 1, 2, 0, 256, 3e-5, 0.01, 0.0),
     ]
     assert link_rates(rows) == (
         LinkRate("ring", "p2p", 1, 2, 1.05, 2e-5),
