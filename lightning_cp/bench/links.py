@@ -44,7 +44,7 @@ class LinkRow:
     asked: int
     """Bytes that a rank was asked to send; 0 for the smallest message there is."""
     bytes: int
-    """That it sends to others at each call: whole tokens, so that there may be a few more than were asked for."""
+    """That it sends to others at each call: whole tokens, which may be a few bytes more."""
     seconds: float
     """Of a call, of the slowest rank, the least of the repeats."""
     gigabytes_per_second: float

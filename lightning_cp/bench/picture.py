@@ -58,7 +58,7 @@ def draw_links(rows: Sequence[LinkRow], headline: str, picture: Path) -> None:
         tiny = min(row.bytes for row in rows)
         sizes = [tiny, *sorted({row.asked for row in rows if not row.latency})]
         _at(axis, sizes, [size_shown(size) for size in sizes])
-        axis.tick_params(labelbottom=True, labelleft=True)  # panels that share scales hide them inside
+        axis.tick_params(labelbottom=True, labelleft=True)  # inner panels hide them otherwise
     _finish(figure, axes, picture)
 
 

@@ -44,6 +44,7 @@ class Report:
     def __init__(self, machine: Machine, settings: Settings, folder: Path) -> None:
         self._machine, self._settings, self._folder = machine, settings, folder
         self._found: dict[str, Sequence[Any]] = {}
+        self._left: dict[Path, None] = {}  # files of this run, in the order in which they came
         print(f"{machine.headline}\n{_repeats(settings)}\n{CONVENTION}")
         if machine.device_type == "cpu" and machine.devices > machine.cores:
             print(
@@ -59,20 +60,33 @@ class Report:
         print(f"\n## {suite}\n\n{TABLES[suite](rows)}")
         print(_trust(rows), end="", flush=True)
         self._write()
-        DRAW[suite](rows, self._machine.headline, self._folder / f"{suite}.png")
+        self._draw(suite, rows)
 
     def finish(self) -> None:
         """Say where everything is."""
-        names = ["bench.json", "hardware.json", *(f"{suite}.png" for suite in self._found)]
-        print("\n" + "\n".join(f"  {self._folder / name}" for name in names), flush=True)
+        print("\n" + "\n".join(f"  {file}" for file in self._left), flush=True)
 
     def _write(self) -> None:
         found = {suite: [asdict(row) for row in rows] for suite, rows in self._found.items()}
         about = {"machine": asdict(self._machine), "settings": asdict(self._settings)}
         text = {"schema": SCHEMA, "convention": CONVENTION, **about, **found}
         self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / "bench.json").write_text(json.dumps(text, indent=1) + "\n")
-        hardware_of(self._machine, self._found).save(self._folder / "hardware.json")
+        bench, hardware = (self._folder / name for name in ("bench.json", "hardware.json"))
+        bench.write_text(json.dumps(text, indent=1) + "\n")
+        self._left[bench] = None
+        if {"kernels", "links"} & set(self._found):
+            hardware_of(self._machine, self._found).save(hardware)
+            self._left[hardware] = None
+
+    def _draw(self, suite: str, rows: Sequence[Any]) -> None:
+        picture = self._folder / f"{suite}.png"
+        picture.unlink(missing_ok=True)  # a run before may have left one
+        try:
+            DRAW[suite](rows, self._machine.headline, picture)
+        except ImportError as error:
+            print(f"\nNo picture of {suite}: {error}. What draws it: pip install matplotlib.")
+        if picture.exists():
+            self._left[picture] = None
 
 
 def _trust(rows: Sequence[Any]) -> str:
