@@ -9,7 +9,7 @@ from typing import Any
 from lightning_cp.bench.kernels import KernelRow
 from lightning_cp.bench.links import LinkRow
 from lightning_cp.bench.modes import ModeRow
-from lightning_cp.bench.tables import Unit, grouped, mode_group, size_shown
+from lightning_cp.bench.tables import Unit, grouped, mode_group, short, size_shown
 
 
 def draw_kernels(rows: Sequence[KernelRow], headline: str, picture: Path) -> None:
@@ -46,7 +46,7 @@ def draw_links(rows: Sequence[LinkRow], headline: str, picture: Path) -> None:
         return
     panels = grouped(rows, lambda r: (r.ulysses_size, r.ring_size))
     title = "Links: what a rank sends while it receives as much"
-    figure, axes = _figure(len(panels), f"{title}\n{headline}", share="all")
+    figure, axes = _figure(len(panels), f"{title}\n{headline}", share=True)
     names = grouped(rows, lambda r: (r.axis, r.collective))
     colors = {key: f"C{number}" for number, (key, _) in enumerate(names)}
     for ((ulysses, ring), part), axis in zip(panels, axes, strict=True):
@@ -68,20 +68,18 @@ def draw_modes(rows: Sequence[ModeRow], headline: str, picture: Path) -> None:
     if not measured:
         return
     panels = grouped(measured, mode_group)
-    ways = list(dict.fromkeys(row.way for row in measured))
     title = "Modes: time of one attention call; per cent: efficiency against one process"
-    height = 1.1 + 0.27 * len(ways)
-    figure, axes = _figure(len(panels), f"{title}\n{headline}", height=height, share="y")
+    height = 1.1 + 0.27 * max(len(part) for _, part in panels)
+    figure, axes = _figure(len(panels), f"{title}\n{headline}", height=height)
     for (_, part), axis in zip(panels, axes, strict=True):
-        _bars(axis, part, ways)
-    axes[0].invert_yaxis()  # the first on top; all panels share it
+        _bars(axis, part)
     _finish(figure, axes, picture)
 
 
-def _bars(axis: Any, rows: Sequence[ModeRow], ways: Sequence[str]) -> None:
-    """One bar for each way; ways that cannot be taken apart are gray."""
-    for row in rows:
-        at, both = ways.index(row.way), (row.both or 0.0) * 1e3
+def _bars(axis: Any, rows: Sequence[ModeRow]) -> None:
+    """One bar for each way, the first on top; ways that cannot be taken apart are gray."""
+    for at, row in enumerate(rows):
+        both = (row.both or 0.0) * 1e3
         if row.compute is None:
             axis.barh(at, both, color="lightgray", label="both, not taken apart")
         else:
@@ -94,25 +92,26 @@ def _bars(axis: Any, rows: Sequence[ModeRow], ways: Sequence[str]) -> None:
     first = rows[0]
     what = f"{first.documents} documents" if first.documents else "dense"
     passes = "forward + backward" if first.backward else "forward"
-    axis.set_title(f"{first.tokens:,} tokens, {what}, {passes}", fontsize=10)
+    axis.set_title(f"{first.tokens:,} tokens, {what}, {passes}", fontsize=9)
     axis.set_xlabel("milliseconds", fontsize=8)
-    axis.set_yticks(range(len(ways)), ways, fontsize=8)
+    axis.set_yticks(range(len(rows)), [short(row) for row in rows], fontsize=8)
+    axis.invert_yaxis()
     axis.set_axisbelow(True)
     axis.tick_params(labelsize=8)
     axis.set_xlim(0, max(row.both or 0.0 for row in rows) * 1e3 * 1.15)
 
 
 def _figure(
-    panels: int, title: str, *, height: float = 3.2, share: str = ""
+    panels: int, title: str, *, height: float = 3.2, share: bool = False
 ) -> tuple[Any, list[Any]]:
-    """A figure with two panels in a row; ``share`` is the axis whose scale and marks they have in common."""
+    """A figure with two panels in a row; they may share scales and marks."""
     from matplotlib.figure import Figure  # needs no display
 
     columns = min(panels, 2)
     lines = -(-panels // columns)
     figure = Figure(figsize=(5.5 * columns, height * lines + 1.0), layout="constrained")
-    x, y = share == "all", share in ("y", "all")
-    grid = figure.subplots(lines, columns, squeeze=False, sharex=x, sharey=y).flatten().tolist()
+    every = figure.subplots(lines, columns, squeeze=False, sharex=share, sharey=share)
+    grid = every.flatten().tolist()
     for unused in grid[panels:]:
         unused.remove()
     figure.suptitle(title, fontsize=10)

@@ -135,7 +135,7 @@ def every_way(case: Case) -> list[Sharded]:
     """
     ours = [*our_ways(case.ranks), Ours(1, case.ranks, "all_gather", kv_heads_per_gather=None)]
     if case.packed:
-        dealt = [replace(way, layout="balanced") for way in ours]
+        dealt = [way.dealt(case) for way in ours]
         ours = [*dealt, Ours(1, case.ranks, layout="zigzag")]
     return [*ours, *all_peers(case)]
 

@@ -144,19 +144,20 @@ def _mode(row: ModeRow, unit: Unit) -> list[str]:
     times = map(_ms, (row.compute, row.comm, row.both, row.exposed))
     shares = map(_percent, (row.overlap, row.efficiency))
     rate = _significant(unit.of_tflops(row.tflops))
-    return [_short(row), *times, *shares, rate, _percent(row.spread)]
+    return [short(row), *times, *shares, rate, _percent(row.spread)]
 
 
 def _cpu(row: ModeRow) -> list[str]:
     seconds = (row.cpu_compute, row.cpu_comm, row.cpu, row.cpu_one)
     shown = ["-" if value is None else f"{value:.4f}" for value in seconds]
     ratio = "-" if row.cpu_ratio is None else f"{row.cpu_ratio:.3f}"
-    return [_short(row), *shown, ratio, _percent(row.cpu_spread)]
+    return [short(row), *shown, ratio, _percent(row.cpu_spread)]
 
 
-def _short(row: ModeRow) -> str:
-    """The way's name, so that a table has 110 columns."""
-    return row.way.replace("two_kernel", "two")
+def short(row: ModeRow) -> str:
+    """The way's name, for tables of 110 columns: of a name with a layout the family is enough."""
+    name = row.way.replace("two_kernel", "two")
+    return name.replace("zigzag_", "") if name.endswith(", balanced") else name
 
 
 def _shape(row: KernelRow | ModeRow) -> str:

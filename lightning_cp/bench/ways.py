@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -75,7 +75,7 @@ class Ours:
     forward_execution: str = "two_kernel"
     backward_execution: str = "two_kernel"
     layout: LayoutKind | None = None
-    """``None`` is zigzag, or balanced for packed documents."""
+    """``None`` is zigzag, or balanced for packed documents: see :meth:`dealt`."""
     kernel: str = "auto"
     kv_heads_per_gather: int | None = 1
     """Of ``all_gather``; ``None`` is all of them."""
@@ -101,9 +101,14 @@ class Ours:
             return f"{case.heads} heads do not divide by ulysses_size={self.ulysses}"
         return None
 
+    def dealt(self, case: Case) -> Ours:
+        """The same with the layout that it has for a case, which belongs into the name of packed ones."""
+        open_ = self.layout is None and case.packed
+        return replace(self, layout="balanced") if open_ else self
+
     def sequence_layout(self, case: Case) -> SequenceLayout:
         """Which tokens each rank holds."""
-        kind: LayoutKind = self.layout or ("balanced" if case.packed else "zigzag")
+        kind: LayoutKind = self.dealt(case).layout or "zigzag"
         return SequenceLayout(case.tokens, self.ring, self.ulysses, kind, case.documents)
 
     def positions(self, case: Case, rank: int) -> torch.Tensor:

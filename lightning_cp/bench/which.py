@@ -49,6 +49,8 @@ def check(settings: Settings) -> None:
 def chosen_ways(settings: Settings, case: Case) -> list[Way]:
     """The ways that ``settings.modes`` names; if it is empty ours, and those of others that are installed.
 
+    Ours have the layout of the case, and their names say it for packed documents.
+
     Raises:
         ConfigError: a name that no way has.
     """
@@ -61,10 +63,13 @@ def chosen_ways(settings: Settings, case: Case) -> list[Way]:
             raise ConfigError(
                 f"modes names {name}, but on {settings.devices} ranks there are {names}.{more}"
             )
-    return [way for way in every if not settings.modes or _names_of(way) & set(settings.modes)]
+    chosen = [way for way in every if not settings.modes or _names_of(way) & set(settings.modes)]
+    return [way.dealt(case) if isinstance(way, Ours) else way for way in chosen]
 
 
 def _names_of(way: Way) -> set[str]:
     """What a way is called: its name; ours by each word of it too, others by the first, their package."""
     words = way.name.split()
-    return {way.name, *(["ours", *words] if isinstance(way, Ours) else words[:1])}
+    if not isinstance(way, Ours):
+        return {way.name, *words[:1]}
+    return {way.name, replace(way, layout="balanced").name, "ours", *words}

@@ -15,7 +15,7 @@ from lightning_cp.bench.case import Case
 from lightning_cp.bench.modes import ModeRow, measure_modes
 from lightning_cp.bench.processes import Launched, launched
 from lightning_cp.bench.settings import Settings
-from lightning_cp.bench.ways import Step
+from lightning_cp.bench.ways import Ours, Step
 from lightning_cp.bench.which import chosen_ways
 from lightning_cp.errors import ConfigError
 from tests.bench.configured import TINY, plain, settings_of
@@ -180,3 +180,19 @@ def test_ways_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names("other") == ["other ring"]
     assert len(names("zigzag_llama3")) == 4
     assert names("[ours,other]") == names("auto")
+
+
+def test_ways_of_packed_documents_have_the_name_of_their_layout() -> None:
+    """As in the side-by-side tables, where ``zigzag ring`` is zigzag for packed documents too."""
+    settings = settings_of("device=cpu", "devices=4", "modes=[hybrid,zigzag ring,zigzag_llama3]")
+    case = settings.masked(settings.cases(4)[0], "packed")
+    ways = [way for way in chosen_ways(settings, case) if isinstance(way, Ours)]
+    assert [way.name for way in ways[:3]] == [
+        "hybrid 2x2, balanced",
+        "balanced ring",
+        "zigzag_llama3 two_kernel/two_kernel, balanced",
+    ]
+    assert {way.sequence_layout(case).kind for way in ways} == {"balanced"}
+    again = settings_of("device=cpu", "devices=4", "modes=balanced ring")
+    assert [way.name for way in chosen_ways(again, case)] == ["balanced ring"]
+    assert [way.name for way in chosen_ways(again, again.cases(4)[0])] == ["zigzag ring"]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lightning_cp.bench.case import log_normal
+from lightning_cp.bench.case import Case, log_normal
 from lightning_cp.bench.hardware import Hardware
 from lightning_cp.bench.ways import our_ways
 from tests.bench.configured import TINY
@@ -108,7 +108,9 @@ def test_links(done: Run) -> None:
 
 def test_modes(done: Run) -> None:
     rows = done.found["modes"]
-    assert [row["way"] for row in rows] == [way.name for way in our_ways(2)] * 4
+    dense = [way.name for way in our_ways(2)] * 2
+    packed = [way.dealt(Case(64, 2, packed=3)).name for way in our_ways(2)] * 2
+    assert [row["way"] for row in rows] == dense + packed
     sequences = [(row["documents"], row["backward"]) for row in rows[:: len(our_ways(2))]]
     assert sequences == [(0, False), (0, True), (3, False), (3, True)]
     for row in rows:
