@@ -8,7 +8,7 @@ each after all work on the device is done.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,14 +32,28 @@ class Figure:
 
     best: float
     """The least."""
-    spread: float
-    """(most - least) / least."""
+    spread: float | None
+    """(most - least) / least; ``None`` of one repeat, of which nothing is known."""
 
     @classmethod
     def of(cls, repeats: Sequence[float]) -> Figure:
         """Of one number per repeat."""
         best = min(repeats)
+        if len(repeats) == 1:
+            return cls(best, None)
         return cls(best, (max(repeats) - best) / best if best else 0.0)
+
+    @property
+    def margin(self) -> float | None:
+        """By how much the repeats differ, as the figure itself."""
+        return None if self.spread is None else self.best * self.spread
+
+
+def widest(spreads: Iterable[float | None]) -> float | None:
+    """The largest; ``None`` if one is not known."""
+    every = list(spreads)
+    known = [spread for spread in every if spread is not None]
+    return max(known) if len(known) == len(every) else None
 
 
 _taken_off = 0.0

@@ -45,7 +45,7 @@ def main() -> None:
 
 def cells(alone: Figure, together: Figure) -> list[str]:
     """Seconds and spread of the one process and of the ranks together, and the ratio of the least ones."""
-    both = [(f"{figure.best:.3f}", f"{figure.spread:.0%}") for figure in (alone, together)]
+    both = [(f"{figure.best:.3f}", table.percent(figure.spread)) for figure in (alone, together)]
     return [*both[0], *both[1], f"{together.best / alone.best:.3f}"]
 
 

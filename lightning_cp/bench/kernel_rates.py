@@ -8,6 +8,7 @@ from dataclasses import replace
 from lightning_cp.bench.case import Case
 from lightning_cp.bench.clock import measure
 from lightning_cp.bench.kernels import KernelRow, request_of, row_of, timed
+from lightning_cp.bench.table import percent
 from lightning_cp.kernels.api import kernels
 
 HEAD = ("kernel", "tokens", "fwd, TFLOP/s", "bwd, TFLOP/s", "spread", "fwd / flash", "bwd / flash")
@@ -38,7 +39,7 @@ def cells(rows: Sequence[KernelRow], flash: str) -> list[list[object]]:
             continue
         own, other = rates(row), known.get(row.tokens)
         ratios = [a / b for a, b in zip(own, other, strict=True)] if other else []
-        shown = (*(f"{rate:.1f}" for rate in own), f"{row.spread:.0%}")
+        shown = (*(f"{rate:.1f}" for rate in own), percent(row.spread))
         lines.append([row.kernel, row.tokens, *shown, *(f"{ratio:.3f}" for ratio in ratios)])
     return lines
 

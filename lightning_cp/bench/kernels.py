@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_cp.bench.case import BACKWARD_FLOPS, Case
-from lightning_cp.bench.clock import Samples, wall_of_slowest
+from lightning_cp.bench.clock import Samples, wall_of_slowest, widest
 from lightning_cp.bench.settings import Settings
 from lightning_cp.bench.together import together
 from lightning_cp.bench.ways import Step
@@ -54,7 +54,7 @@ class KernelRow:
     both_tflops: float | None = None
     """Forward and backward one after the other."""
     spread: float | None = None
-    """(most - least) / least of the repeats; of forward or backward, whichever is larger."""
+    """(most - least) / least of the repeats; of forward or backward, whichever is larger. ``None`` of one."""
     failed: bool = False
     """There is an obstacle where there should be a figure."""
 
@@ -206,5 +206,5 @@ def timed(
         forward_tflops=operations / forward.best,
         backward_tflops=operations * BACKWARD_FLOPS / backward.best,
         both_tflops=operations * (1 + BACKWARD_FLOPS) / (forward.best + backward.best),
-        spread=max(forward.spread, backward.spread),
+        spread=widest((forward.spread, backward.spread)),
     )

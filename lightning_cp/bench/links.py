@@ -49,7 +49,8 @@ class LinkRow:
     """Of a call, of the slowest rank, the least of the repeats."""
     gigabytes_per_second: float
     """10^9 bytes that a rank sends a second."""
-    spread: float
+    spread: float | None
+    """(most - least) / least of the repeats; ``None`` of one."""
 
     @property
     def latency(self) -> bool:

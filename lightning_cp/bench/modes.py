@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from lightning_cp.bench.apart import plan_of, take_apart
 from lightning_cp.bench.case import BACKWARD_FLOPS, Case
-from lightning_cp.bench.clock import Figure, Samples, cpu_together, wall_of_slowest
+from lightning_cp.bench.certainty import Runs, apart_figures, beyond
+from lightning_cp.bench.clock import Figure, cpu_together, wall_of_slowest
 from lightning_cp.bench.kernels import Passes, passes, request_of
 from lightning_cp.bench.settings import Settings
 from lightning_cp.bench.together import failure_of_any, from_all, together
@@ -47,10 +48,11 @@ class ModeRow:
     comm: float | None = None
     """What communication takes without compute."""
     exposed: float | None = None
-    """``both - compute``."""
+    """``both - compute``. ``None`` where the repeats of a run differ by more than ``comm``, or by less than
+    ``both`` is quicker than ``compute``."""
     overlap: float | None = None
-    """``(compute + comm - both) / min(compute, comm)``: 1 is all of it hidden. ``None`` where repeats differ
-    by more than it divides by."""
+    """``(compute + comm - both) / min(compute, comm)``: 1 is all of it hidden; below 0 they hinder each
+    other. ``None`` as ``exposed``, and where repeats differ by more than it divides by."""
     one: float | None = None
     """Of one process with the same kernel and the whole sequence."""
     efficiency: float | None = None
@@ -65,7 +67,7 @@ class ModeRow:
     cpu_ratio: float | None = None
     """``cpu / cpu_one``."""
     spread: float | None = None
-    """Of ``both``: (most - least) / least of the repeats."""
+    """Of ``both``: (most - least) / least of the repeats; ``None`` of one."""
     cpu_spread: float | None = None
 
 
@@ -147,16 +149,6 @@ def _row(way: Way, case: Case, backward: bool) -> ModeRow:
     return ModeRow(way.name, *sizes, dtype, *heads, backward, way.obstacle(case))
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Samples of every rank; of other libraries' ways those of the whole call alone."""
-
-    both: list[Samples]
-    compute: list[Samples] | None = None
-    comm: list[Samples] | None = None
-    neither: list[Samples] | None = None
-
-
 def _runs(way: Way, case: Case, backward: bool, settings: Settings, meshes: Meshes) -> Runs | str:
     """Samples, or why there are none."""
     if not isinstance(way, Ours):
@@ -190,25 +182,10 @@ def _with_figures(row: ModeRow, case: Case, runs: Runs, one: Alone | None) -> Mo
     }
     if one is not None:
         figures |= {"one": one.wall, "efficiency": one.wall / (row.ranks * both.best)}
-    figures |= _apart_figures(both, runs)
+    figures |= apart_figures(both, runs)
     if case.device_type == "cpu":
         figures |= _cpu_figures(runs, one)
     return replace(row, **figures)
-
-
-def _apart_figures(both: Figure, runs: Runs) -> dict[str, float | None]:
-    if runs.compute is None or runs.comm is None or runs.neither is None:
-        return {}
-    compute = wall_of_slowest(runs.compute)
-    comm = _beyond(wall_of_slowest(runs.comm), wall_of_slowest(runs.neither))
-    less = min(compute.best, comm)
-    uncertain = max(figure.best * figure.spread for figure in (both, compute))
-    return {
-        "compute": compute.best,
-        "comm": comm,
-        "exposed": both.best - compute.best,
-        "overlap": (compute.best + comm - both.best) / less if less > uncertain else None,
-    }
 
 
 def _cpu_figures(runs: Runs, one: Alone | None) -> dict[str, float | None]:
@@ -217,14 +194,9 @@ def _cpu_figures(runs: Runs, one: Alone | None) -> dict[str, float | None]:
     if one is not None:
         figures |= {"cpu_one": one.cpu, "cpu_ratio": cpu.best / one.cpu}
     if runs.compute is not None and runs.comm is not None and runs.neither is not None:
-        comm = _beyond(cpu_together(runs.comm), cpu_together(runs.neither))
+        comm = beyond(cpu_together(runs.comm), cpu_together(runs.neither))
         figures |= {"cpu_compute": cpu_together(runs.compute).best, "cpu_comm": comm}
     return figures
-
-
-def _beyond(figure: Figure, without: Figure) -> float:
-    """What it takes more, if it does."""
-    return max(figure.best - without.best, 0.0)
 
 
 class Meshes:

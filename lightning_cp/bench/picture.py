@@ -77,11 +77,11 @@ def draw_modes(rows: Sequence[ModeRow], headline: str, picture: Path) -> None:
 
 
 def _bars(axis: Any, rows: Sequence[ModeRow]) -> None:
-    """One bar for each way, the first on top; ways that cannot be taken apart are gray."""
+    """One bar for each way, the first on top; gray where nobody knows what of it is exposed."""
     for at, row in enumerate(rows):
         both = (row.both or 0.0) * 1e3
-        if row.compute is None:
-            axis.barh(at, both, color="lightgray", label="both, not taken apart")
+        if row.compute is None or row.exposed is None:
+            axis.barh(at, both, color="lightgray", label="both, not taken apart for certain")
         else:
             compute = min(row.compute * 1e3, both)
             axis.barh(at, compute, color="C0", label="compute")

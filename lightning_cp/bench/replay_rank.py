@@ -10,7 +10,7 @@ import torch
 
 from lightning_cp.bench.alone import one_rank
 from lightning_cp.bench.case import Case
-from lightning_cp.bench.clock import Figure, measure
+from lightning_cp.bench.clock import Figure, measure, widest
 from lightning_cp.bench.ring_flash_attn_calls import ZigzagCalls
 from lightning_cp.bench.ways import Ours, Step
 from lightning_cp.kernels.api import Merged
@@ -23,7 +23,7 @@ class Seconds:
 
     forward: float
     backward: float
-    spread: float = 0.0
+    spread: float | None = 0.0
     """(most - least) / least of the repeats, of the pass where it is larger."""
 
     @property
@@ -37,7 +37,7 @@ class Seconds:
         forward, backward, spread = zip(
             *((x.forward, x.backward, x.spread) for x in ranks), strict=True
         )
-        return cls(max(forward), max(backward), max(spread))
+        return cls(max(forward), max(backward), widest(spread))
 
 
 def replay(way: Ours, case: Case, rank: int, repeats: int) -> Seconds:
@@ -72,4 +72,4 @@ def _seconds(passes: Sequence[Step], case: Case, repeats: int) -> Seconds:
         samples = measure(step, repeats=repeats, device_type=case.device_type)
         found.append(Figure.of(samples.cpu if case.device_type == "cpu" else samples.wall))
     forward, backward = found
-    return Seconds(forward.best, backward.best, max(forward.spread, backward.spread))
+    return Seconds(forward.best, backward.best, widest((forward.spread, backward.spread)))

@@ -103,5 +103,11 @@ def _trust(rows: Sequence[Any]) -> str:
 def _repeats(settings: Settings) -> str:
     return (
         f"Ranks begin together; a figure is of the slowest rank, the least of {settings.repeats} after "
-        f"{settings.warm_up} to warm up.\nThe spread is (most - least) / least."
+        f"{settings.warm_up} to warm up.\n{_SURE if settings.repeats > 1 else _UNSURE}"
     )
+
+
+_SURE = "The spread is (most - least) / least."
+_UNSURE = (
+    "Of one repeat nobody knows how sure it is: there is no spread, and nothing that depends on it."
+)

@@ -85,7 +85,7 @@ class Line:
         return (
             *head,
             f"{self.ratio.best:.3f}",
-            f"{self.ratio.spread:.0%}",
+            table.percent(self.ratio.spread),
             f"{self.slowest:.3f}",
             f"{self.sent / 1e6:.2f}",
             self.kernels,

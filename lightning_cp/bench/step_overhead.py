@@ -124,7 +124,7 @@ def cells(shares: Sequence[Share]) -> list[str]:
         f"{best.step:.3f}",
         f"{1e3 * sum(best.own.values()):.1f}",
         f"{best.share:.2%}",
-        f"{spread:.0%}",
+        table.percent(spread),
         *(f"{1e3 * best.own[name]:.2f}" for name in NAMES),
         f"{best.by_hand:.3f}",
         f"{ratio:.3f}",

@@ -25,6 +25,11 @@ def aligned(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([row(first), row(rule), *map(row, others)])
 
 
+def percent(share: float | None) -> str:
+    """As a cell: 12%, or - where nothing is known."""
+    return "-" if share is None else f"{share:.0%}"
+
+
 def _padded(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
     left = cells[0].ljust(widths[0])
     return [left, *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
+from lightning_cp.bench.clock import widest
 from lightning_cp.bench.kernels import KernelRow
 from lightning_cp.bench.links import LinkRow
 from lightning_cp.bench.modes import ModeRow
-from lightning_cp.bench.table import aligned
+from lightning_cp.bench.table import aligned, percent
 
 Row = TypeVar("Row")
 
@@ -61,7 +62,7 @@ def _kernel(row: KernelRow, unit: Unit) -> list[str]:
     rates = map(unit.of_tflops, (row.forward_tflops, row.backward_tflops, row.both_tflops))
     times = (row.forward_seconds, row.backward_seconds)
     shown = [*map(_significant, rates), *map(_ms, times)]
-    return [row.kernel, f"{row.tokens:,}", *shown, _percent(row.spread)]
+    return [row.kernel, f"{row.tokens:,}", *shown, percent(row.spread)]
 
 
 def _not_measured(rows: Sequence[KernelRow]) -> list[str]:
@@ -90,10 +91,10 @@ def link_tables(rows: Sequence[LinkRow]) -> str:
         latency = next(row.seconds for row in part if row.latency)
         rates = {row.asked: row.gigabytes_per_second for row in part}
         cells = [_significant(rates.get(size)) for size in sizes]
-        spread = max(row.spread for row in part if not row.latency)
+        spread = widest(row.spread for row in part if not row.latency)
         mesh_shown = "x".join(map(str, mesh))
         lines.append(
-            [f"{axis}, {collective}", mesh_shown, f"{latency * 1e6:.0f}", *cells, _percent(spread)]
+            [f"{axis}, {collective}", mesh_shown, f"{latency * 1e6:.0f}", *cells, percent(spread)]
         )
     note = "GB/s that a rank sends while it receives as much; mesh is ulysses x ring."
     return f"{note}\n\n{aligned([*LINKS, *map(size_shown, sizes), 'spread'], lines)}"
@@ -142,16 +143,16 @@ def _title(row: ModeRow) -> str:
 
 def _mode(row: ModeRow, unit: Unit) -> list[str]:
     times = map(_ms, (row.compute, row.comm, row.both, row.exposed))
-    shares = map(_percent, (row.overlap, row.efficiency))
+    shares = map(percent, (row.overlap, row.efficiency))
     rate = _significant(unit.of_tflops(row.tflops))
-    return [short(row), *times, *shares, rate, _percent(row.spread)]
+    return [short(row), *times, *shares, rate, percent(row.spread)]
 
 
 def _cpu(row: ModeRow) -> list[str]:
     seconds = (row.cpu_compute, row.cpu_comm, row.cpu, row.cpu_one)
     shown = ["-" if value is None else f"{value:.4f}" for value in seconds]
     ratio = "-" if row.cpu_ratio is None else f"{row.cpu_ratio:.3f}"
-    return [short(row), *shown, ratio, _percent(row.cpu_spread)]
+    return [short(row), *shown, ratio, percent(row.cpu_spread)]
 
 
 def short(row: ModeRow) -> str:
@@ -176,10 +177,6 @@ def grouped(
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.2f}"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
 
 
 def _significant(value: float | None) -> str:

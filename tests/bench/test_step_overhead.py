@@ -105,7 +105,7 @@ def test_both_ways_train_alike_and_every_part_is_seen() -> None:
             )
         share = Share.of([(trained, looped) for trained, looped, _ in runs])
         assert 0 < share.share < 1
-        row = cells([share])
+        row = cells([share, share])
         assert len(row) == len(HEAD) - 3
         assert all(math.isfinite(float(cell.rstrip("%"))) for cell in row)
 
