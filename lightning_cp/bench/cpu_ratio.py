@@ -11,13 +11,16 @@ the ranks: its repeats' spread is shown beside theirs, and a ratio is no surer t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from lightning_cp.bench import table
 from lightning_cp.bench.case import Case
 from lightning_cp.bench.clock import Figure, Samples, cpu_together, measure
 from lightning_cp.bench.processes import on_ranks
 from lightning_cp.bench.ways import OneProcess, Way, our_ways
+from lightning_cp.bench.which import check_case
+from lightning_cp.errors import ConfigError
 
 HEAD = (
     *("tokens", "ranks", "mode", "one process, s", "its spread", "ranks together, s", "spread"),
@@ -33,14 +36,32 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-heads", type=int, default=8)
     options = parser.parse_args()
+    every = {
+        tokens: [Case(tokens, ranks, kv_heads=options.kv_heads) for ranks in options.ranks]
+        for tokens in options.tokens
+    }
+    try:
+        for case in chain(*every.values()):
+            check_case(case)
+    except ConfigError as error:
+        parser.error(str(error))
     print(table.head(HEAD))
-    for tokens in options.tokens:
+    for tokens, cases in every.items():
         whole = Case(tokens, 1, kv_heads=options.kv_heads)
         alone = cpu_seconds(whole, [OneProcess()], options.repeats)[0]
-        for ranks in options.ranks:
-            case, ways = Case(tokens, ranks, kv_heads=options.kv_heads), our_ways(ranks)
-            for way, found in zip(ways, cpu_seconds(case, ways, options.repeats), strict=True):
-                print(table.row((tokens, ranks, way.name, *cells(alone, found))), flush=True)
+        for case in cases:
+            for line in lines(case, alone, options.repeats):
+                print(table.row(line), flush=True)
+
+
+def lines(case: Case, alone: Figure, repeats: int) -> Iterator[tuple[object, ...]]:
+    """The cells of each way; of one that cannot share the case, why not."""
+    ways = our_ways(case.ranks)
+    found = iter(cpu_seconds(case, [way for way in ways if not way.obstacle(case)], repeats))
+    for way in ways:
+        why = way.obstacle(case)
+        shown = [why, *[""] * (len(HEAD) - 4)] if why else cells(alone, next(found))
+        yield (case.tokens, case.ranks, way.name, *shown)
 
 
 def cells(alone: Figure, together: Figure) -> list[str]:

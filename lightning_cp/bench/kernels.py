@@ -110,12 +110,7 @@ def check(settings: Settings) -> None:
     Raises:
         ConfigError: heads that do not fit, an unknown kernel, or none that takes a dtype or head dim.
     """
-    if settings.heads % settings.kv_heads:
-        fitting = [n for n in range(1, settings.heads + 1) if settings.heads % n == 0]
-        raise ConfigError(
-            f"heads={settings.heads} is no multiple of kv_heads={settings.kv_heads}, so they cannot share "
-            f"them. kv_heads may be {', '.join(map(str, fitting))}."
-        )
+    check_heads(settings.heads, settings.kv_heads)
     every = chosen(settings)
     masks = settings.masks if "kernels" in settings.suites else ("causal",)
     for case in settings.cases(1):
@@ -123,6 +118,20 @@ def check(settings: Settings) -> None:
         if all(obstacle(kernel, one) for kernel in every.values() for one in found):
             told = explain_kernels(settings.kernel, request_of(found[0]))
             raise ConfigError(f"there is nothing to measure.\n{told}")
+
+
+def check_heads(heads: int, kv_heads: int) -> None:
+    """Refuse query heads that cannot share key/value heads evenly.
+
+    Raises:
+        ConfigError: that; names the numbers that fit.
+    """
+    if heads % kv_heads:
+        fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        raise ConfigError(
+            f"heads={heads} is no multiple of kv_heads={kv_heads}, so they cannot share them. kv_heads may "
+            f"be {', '.join(fitting)}."
+        )
 
 
 def chosen(settings: Settings) -> dict[str, Kernel]:

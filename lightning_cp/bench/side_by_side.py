@@ -22,8 +22,9 @@ other packages call the real flash-attn, and both ratios are of the slowest rank
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -38,6 +39,8 @@ from lightning_cp.bench.peers import all_peers
 from lightning_cp.bench.processes import on_ranks
 from lightning_cp.bench.rounds import Found, failed_way, measure_rank
 from lightning_cp.bench.ways import Ours, Sharded, our_ways
+from lightning_cp.bench.which import check_case
+from lightning_cp.errors import ConfigError
 
 HEAD = (
     "tokens",
@@ -108,24 +111,42 @@ def main() -> None:
         "--only", nargs="*", default=[], help="ways whose names contain one of these"
     )
     options = parser.parse_args()
+    try:
+        asked = _asked(_cases(options), options.only)
+    except ConfigError as error:
+        parser.error(str(error))
     print(table.head(HEAD))
     lines: list[Line] = []
-    for tokens in options.tokens:
-        for ranks in options.ranks:
-            case = Case(tokens, ranks, kv_heads=options.kv_heads, packed=options.packed)
-            if options.device == "cuda":
-                case = replace(case, device_type="cuda", dtype=torch.bfloat16)
-            ways = [way for way in every_way(case) if _asked(way.name, options.only)]
-            for line in compare(case, ways, options.repeats):
-                lines.append(line)
-                print(table.row(line.cells), flush=True)
+    for case, ways in asked.items():
+        for line in compare(case, ways, options.repeats):
+            lines.append(line)
+            print(table.row(line.cells), flush=True)
     print(f"\nRanks agree on a call by {max(line.control for line in lines)} more bytes at most.\n")
     for told in behind(lines):
         print(told)
 
 
-def _asked(name: str, parts: Sequence[str]) -> bool:
-    return not parts or any(part in name for part in parts)
+def _cases(options: argparse.Namespace) -> Iterator[Case]:
+    for tokens, ranks in product(options.tokens, options.ranks):
+        case = Case(tokens, ranks, kv_heads=options.kv_heads, packed=options.packed)
+        check_case(case)
+        on_cuda = options.device == "cuda"
+        yield replace(case, device_type="cuda", dtype=torch.bfloat16) if on_cuda else case
+
+
+def _asked(cases: Iterable[Case], parts: Sequence[str]) -> dict[Case, list[Sharded]]:
+    """Of each case the ways whose names have one of the parts; cases without are left out."""
+    every = {case: every_way(case) for case in cases}
+    names = dict.fromkeys(way.name for ways in every.values() for way in ways)
+    for part in parts:
+        if not any(part in name for name in names):
+            there = "; ".join(names)
+            raise ConfigError(f"--only {part} is part of no way's name. There are: {there}.")
+    chosen = {
+        case: [way for way in ways if not parts or any(part in way.name for part in parts)]
+        for case, ways in every.items()
+    }
+    return {case: ways for case, ways in chosen.items() if ways}
 
 
 def every_way(case: Case) -> list[Sharded]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_cp.bench.case import Case
+from lightning_cp.bench.kernels import check_heads
 from lightning_cp.bench.peers import peer_ways
 from lightning_cp.bench.settings import Settings
 from lightning_cp.bench.ways import Ours, Way, our_ways
@@ -30,20 +31,31 @@ def check(settings: Settings) -> None:
     Raises:
         ConfigError: lengths that do not divide, names that no way has, or none that can share it.
     """
-    ranks = settings.devices
-    for tokens in settings.tokens:
-        if tokens % (2 * ranks):
-            below, above = tokens // (2 * ranks) * 2 * ranks, -(-tokens // (2 * ranks)) * 2 * ranks
-            near = f"{below} or {above}" if below else str(above)
-            raise ConfigError(
-                f"tokens={tokens} does not divide into 2 chunks for each of {ranks} ranks, and padding would "
-                f"be measured along. {near} works."
-            )
-    case, *_ = settings.cases(ranks)
+    cases = settings.cases(settings.devices)
+    for case in cases:
+        check_case(case)
+    case, *_ = cases
     obstacles = {way.name: way.obstacle(case) for way in chosen_ways(settings, case)}
     if all(obstacles.values()):
         told = "; ".join(f"{name}: {why}" for name, why in obstacles.items())
         raise ConfigError(f"none of the modes can share the sequence. {told}.")
+
+
+def check_case(case: Case) -> None:
+    """Refuse a case that cannot be shared evenly, whatever the way.
+
+    Raises:
+        ConfigError: heads that do not fit, or a length that does not divide; says what would.
+    """
+    check_heads(case.heads, case.kv_heads)
+    chunks = 2 * case.ranks
+    below = case.tokens // chunks * chunks
+    if below < case.tokens:
+        near = f"{below} or {below + chunks}" if below else str(chunks)
+        raise ConfigError(
+            f"tokens={case.tokens} does not divide into 2 chunks for each of {case.ranks} ranks, and padding "
+            f"would be measured along. {near} works."
+        )
 
 
 def chosen_ways(settings: Settings, case: Case) -> list[Way]:
