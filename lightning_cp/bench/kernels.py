@@ -5,7 +5,7 @@ Forward and backward are timed apart, as context parallelism calls them; togethe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -25,7 +25,6 @@ from lightning_cp.kernels.api import (
     Request,
     Scores,
     accumulate_dtype,
-    explain_kernels,
     kernels,
 )
 from lightning_cp.kernels.merge import Accumulator
@@ -116,8 +115,17 @@ def check(settings: Settings) -> None:
     for case in settings.cases(1):
         found = [settings.masked(case, mask) for mask in masks]
         if all(obstacle(kernel, one) for kernel in every.values() for one in found):
-            told = explain_kernels(settings.kernel, request_of(found[0]))
-            raise ConfigError(f"there is nothing to measure.\n{told}")
+            raise ConfigError(_nothing(settings, found[0], masks[0], every))
+
+
+def _nothing(settings: Settings, case: Case, mask: str, asked: Mapping[str, Kernel]) -> str:
+    """What each kernel that was asked for has against a case."""
+    dtype = str(case.dtype).removeprefix("torch.")
+    where = f"{case.device_type} with {dtype}, head dim {case.head_dim}, {mask}"
+    told = [f"  {name}: {obstacle(kernel, case)}" for name, kernel in asked.items()]
+    auto = "kernel=auto takes every kernel that can run here."
+    hint = [] if settings.kernel == "auto" else [auto]
+    return "\n".join([f"there is nothing to measure on {where}.", *told, *hint])
 
 
 def check_heads(heads: int, kv_heads: int) -> None:

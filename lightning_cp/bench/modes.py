@@ -33,7 +33,7 @@ class ModeRow:
     ranks: int
     tokens: int
     documents: int
-    """Packed ones; 0 is one document, dense."""
+    """Packed ones, as many as there are: empty ones are none. 0 is one document, dense."""
     dtype: str
     head_dim: int
     heads: int
@@ -106,7 +106,7 @@ def _of_case(
     for backward in (False, True):
         for way in chosen_ways(settings, case):
             tell(f"{way.name}, {what}, {'forward+backward' if backward else 'forward'}")
-            row = _row(way, case, backward)
+            row = row_of(way, case, backward=backward)
             if row.obstacle is None:
                 runs = _runs(way, case, backward, settings, meshes)
                 if isinstance(runs, str):
@@ -142,10 +142,11 @@ def _nothing() -> None:
     pass
 
 
-def _row(way: Way, case: Case, backward: bool) -> ModeRow:
+def row_of(way: Way, case: Case, *, backward: bool) -> ModeRow:
+    """A row without figures."""
     dtype = str(case.dtype).removeprefix("torch.")
     heads = (case.head_dim, case.heads, case.kv_heads)
-    sizes = (case.ranks, case.tokens, case.packed)
+    sizes = (case.ranks, case.tokens, len(case.lengths) if case.packed else 0)
     return ModeRow(way.name, *sizes, dtype, *heads, backward, way.obstacle(case))
 
 

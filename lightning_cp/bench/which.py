@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_cp.bench.case import Case
@@ -70,13 +71,24 @@ def chosen_ways(settings: Settings, case: Case) -> list[Way]:
     every: list[Way] = [*ours, *peer_ways(case)]
     for name in settings.modes:
         if not any(name in _names_of(way) for way in every):
-            names = ", ".join(way.name for way in every)
-            more = " hybrid needs 4 devices." if name == "hybrid" and settings.devices < 4 else ""
-            raise ConfigError(
-                f"modes names {name}, but on {settings.devices} ranks there are {names}.{more}"
-            )
+            raise ConfigError(_unknown(name, settings.devices, every))
     chosen = [way for way in every if not settings.modes or _names_of(way) & set(settings.modes)]
     return [way.dealt(case) if isinstance(way, Ours) else way for way in chosen]
+
+
+def _unknown(name: str, ranks: int, every: Sequence[Way]) -> str:
+    families = ", ".join(sorted({"ours", *map(_family, every)}))
+    whole = "; ".join(way.name for way in every)
+    more = " hybrid needs 4 devices." if name == "hybrid" and ranks < 4 else ""
+    return (
+        f"modes names {name}, but on {ranks} ranks there are {families}, or by their whole names {whole}."
+        f"{more}"
+    )
+
+
+def _family(way: Way) -> str:
+    words = way.name.split()
+    return words[-1] if isinstance(way, Ours) and words[-1] == "ring" else words[0]
 
 
 def _names_of(way: Way) -> set[str]:

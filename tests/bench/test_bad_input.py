@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from lightning_cp.bench import suites
 from lightning_cp.bench.__main__ import bench
 from lightning_cp.bench.case import Case
-from lightning_cp.bench.modes import ModeRow, measure_modes
+from lightning_cp.bench.modes import ModeRow, measure_modes, row_of
 from lightning_cp.bench.processes import Launched, launched
 from lightning_cp.bench.settings import Settings
 from lightning_cp.bench.ways import Ours, Step
@@ -54,12 +54,18 @@ REFUSED = [
         r"dtype=\[float8\] names float8. Known: float32, bfloat16, float16, float64",
     ),
     (("kernel=flash_attn",), "(?s)nothing to measure.*flash_attn_2: runs on cuda, not cpu"),
+    (
+        ("kernel=triton",),
+        r"measure on cpu with float32, head dim 64, full.\n  triton: is for tests on cpu\n"
+        "kernel=auto takes every kernel that can run here.$",
+    ),
     (("kernel=aten", "masks=[window]"), "(?s)nothing to measure.*aten_cpu_flash: has no band mask"),
     (("documents=0", "masks=[packed]"), "masks=.packed. needs documents, and documents=0"),
     (("kernel=flash",), "unknown kernel flash. Known: auto, aten, flash_attn, flash_attn_3"),
     (
         ("devices=2", "modes=[ring,double]"),
-        "modes names double, but on 2 ranks there are ulysses, zig",
+        "modes names double, but on 2 ranks there are ours, ring, .*ulysses, .*zigzag_llama3, or by their "
+        "whole names ulysses; zigzag ring; zigzag_llama3 two_kernel/two_kernel; ",
     ),
     (("devices=2", "modes=hybrid"), "modes names hybrid.* hybrid needs 4 devices"),
     (("documents=-1",), "documents must be an integer of at least 0; got -1"),
@@ -180,6 +186,14 @@ def test_ways_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names("other") == ["other ring"]
     assert len(names("zigzag_llama3")) == 4
     assert names("[ours,other]") == names("auto")
+
+
+def test_documents_that_are_there_are_counted() -> None:
+    """Of 5,000 documents in 1,024 tokens many are empty, and are none."""
+    settings = settings_of("device=cpu", "devices=2", "documents=5000", "tokens=1024")
+    case = settings.masked(settings.cases(2)[0], "packed")
+    assert row_of(Foreign(), case, backward=False).documents == len(case.lengths) < 1024
+    assert row_of(Foreign(), settings.cases(2)[0], backward=False).documents == 0
 
 
 def test_ways_of_packed_documents_have_the_name_of_their_layout() -> None:
