@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from itertools import count
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -16,7 +15,6 @@ from lightning_cp.bench.ways import Step
 T = TypeVar("T")
 PATIENCE = 60.0
 """Seconds that a rank on which something fails gives the others to come back from it."""
-_attempts = count()
 
 
 def together(step: Step, settings: Settings) -> list[Samples]:
@@ -45,7 +43,7 @@ def failure_of_any(attempt: Callable[[], object]) -> str | None:
         Exception: what this rank's attempt has raised, if others have not come back from theirs: they wait
             for messages of this rank, and to wait for them would be to wait forever.
     """
-    name = f"lightning_cp.bench attempt {next(_attempts)}"
+    name = name_of_attempt()
     failure: str | None = None
     try:
         attempt()
@@ -55,6 +53,11 @@ def failure_of_any(attempt: Callable[[], object]) -> str | None:
             raise
         failure = f"fails: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return next((each for each in from_all(failure) if each is not None), None)
+
+
+def name_of_attempt() -> str:
+    """Of this rank's next one; the same on all ranks, which make the same attempts."""
+    return f"lightning_cp.bench attempt {_store().add(f'lightning_cp.bench rank {dist.get_rank()}', 1)}"
 
 
 def arrived(name: str, patience: float) -> bool:
@@ -67,9 +70,13 @@ def arrived(name: str, patience: float) -> bool:
     Returns:
         Whether all ranks are there.
     """
-    store = dist.distributed_c10d._get_default_store()
+    store = _store()
     there, deadline = store.add(name, 1), time.monotonic() + patience
     while there < dist.get_world_size() and time.monotonic() < deadline:
         time.sleep(0.01)
         there = store.add(name, 0)
     return there == dist.get_world_size()
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()

@@ -30,8 +30,8 @@ def the_others_do_not_come_back(rank: int, world_size: int) -> str:
         told = f"raised {error}"
     finally:
         together.PATIENCE = 60.0
-        for _ in range(rank != 2):
-            next(together._attempts)  # as if it had begun, and never come back
+        if rank != 2:
+            together.name_of_attempt()  # as if it had begun, and never come back
     dist.barrier()
     return told
 
