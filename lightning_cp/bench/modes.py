@@ -18,7 +18,7 @@ from lightning_cp.bench.certainty import Runs, apart_figures, beyond
 from lightning_cp.bench.clock import Figure, cpu_together, wall_of_slowest
 from lightning_cp.bench.kernels import Passes, passes, request_of
 from lightning_cp.bench.settings import Settings
-from lightning_cp.bench.together import failure_of_any, from_all, together
+from lightning_cp.bench.together import failure_of_any, from_all, obstacle_of_any, together
 from lightning_cp.bench.ways import Ours, Step, Way
 from lightning_cp.bench.which import chosen_ways
 from lightning_cp.kernels.api import Kernel, select_kernel
@@ -106,7 +106,7 @@ def _of_case(
     for backward in (False, True):
         for way in chosen_ways(settings, case):
             tell(f"{way.name}, {what}, {'forward+backward' if backward else 'forward'}")
-            row = row_of(way, case, backward=backward)
+            row = replace(row_of(way, case, backward=backward), obstacle=obstacle_of_any(way, case))
             if row.obstacle is None:
                 runs = _runs(way, case, backward, settings, meshes)
                 if isinstance(runs, str):
@@ -147,7 +147,7 @@ def row_of(way: Way, case: Case, *, backward: bool) -> ModeRow:
     dtype = str(case.dtype).removeprefix("torch.")
     heads = (case.head_dim, case.heads, case.kv_heads)
     sizes = (case.ranks, case.tokens, len(case.lengths) if case.packed else 0)
-    return ModeRow(way.name, *sizes, dtype, *heads, backward, way.obstacle(case))
+    return ModeRow(way.name, *sizes, dtype, *heads, backward)
 
 
 def _runs(way: Way, case: Case, backward: bool, settings: Settings, meshes: Meshes) -> Runs | str:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning_cp.bench.case import Case
 from lightning_cp.bench.clock import Samples, measure
 from lightning_cp.bench.counts import Counts
-from lightning_cp.bench.together import from_all
+from lightning_cp.bench.together import obstacle_of_any
 from lightning_cp.bench.ways import OneProcess, Ours, Sharded, Step
 
 COUNTED = 2
@@ -96,8 +96,7 @@ def _blaming(way: Sharded, notes: Path) -> Iterator[None]:
 def _obstacle(way: Sharded, case: Case, notes: Path) -> str | None:
     """The first rank's that has one: if one cannot compute the case, nobody may begin."""
     with _blaming(way, notes):
-        own = way.obstacle(case)
-    return next((told for told in from_all(own) if told is not None), None)
+        return obstacle_of_any(way, case)
 
 
 def _time(steps: Sequence[Step], repeats: int, device_type: str) -> list[Samples]:

@@ -8,9 +8,10 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from lightning_cp.bench.case import Case
 from lightning_cp.bench.clock import Samples, measure
 from lightning_cp.bench.settings import Settings
-from lightning_cp.bench.ways import Step
+from lightning_cp.bench.ways import Step, Way
 
 T = TypeVar("T")
 PATIENCE = 60.0
@@ -34,6 +35,11 @@ def from_all(value: T) -> list[T]:
     every: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(every, value)
     return every
+
+
+def obstacle_of_any(way: Way, case: Case) -> str | None:
+    """The first rank's that has one: if one cannot compute the case, nobody may begin."""
+    return next((told for told in from_all(way.obstacle(case)) if told is not None), None)
 
 
 def failure_of_any(attempt: Callable[[], object]) -> str | None:

@@ -163,8 +163,11 @@ def _place_of(path: Path) -> Iterator[tuple[Path, str | None]]:
         path.touch()  # the profiler does not say when it cannot write
     except OSError as error:
         lost = f"{type(error).__name__}: {error}"
+    if lost is None:
+        yield path, None
+        return
     with TemporaryDirectory() as aside:
-        yield (path if lost is None else Path(aside, path.name)), lost
+        yield Path(aside, path.name), lost
 
 
 _SAME_STEPS = "Every rank records the same steps: give all of them the same profile=."

@@ -70,10 +70,12 @@ class RankFigures:
     """By direction, kind and hop."""
     kernel_calls: int
     scheduled: Mapping[str, Any]
+    has_trace: bool = True
+    """Whether it could be written."""
 
     @property
     def rest(self) -> float:
-        """What lies in no range: the model, its optimizer, other communication."""
+        """What lies in no range: the model, its optimizer, other communication; little of attention."""
         return max(0.0, self.step - sum(self.work.values()) - self.total.exposed)
 
 
@@ -155,6 +157,7 @@ def figures(report: Report) -> RankFigures:
         dict(exposed),
         timeline.kernel_calls,
         report.scheduled,
+        report.lost is None,
     )
 
 
@@ -206,7 +209,7 @@ def _rank_as_json(rank: RankFigures, unit: str) -> dict[str, Any]:
     flows = {**rank.flows, "total": rank.total}
     return {
         "rank": rank.rank,
-        "trace": f"rank-{rank.rank}.trace.json",
+        "trace": f"rank-{rank.rank}.trace.json" if rank.has_trace else None,
         "seconds": {"step": rank.step, **rank.work, "rest": rank.rest},
         "communication": {
             kind: {**asdict(each), "overlap": each.overlap} for kind, each in flows.items()

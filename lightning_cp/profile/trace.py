@@ -59,7 +59,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What ran on a GPU."""
+    """What ran on a GPU: a kernel, or a copy."""
 
     name: str
     start: float
@@ -91,6 +91,8 @@ _OPERATORS = re.compile(
     r"|_scaled_dot_product_(flash_attention_for_cpu|cudnn_attention)(_backward)?)"
     r"|flash_attn(_3)?::\w*(forward|backward|fwd|bwd)"
 )
+_ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+"""Categories of what runs there: dense copies and zeros are no kernels."""
 _OWN_KERNELS = frozenset({"forward", "backward_queries", "backward_keys"})
 """Of ``kernel="triton"``, as they are called on the GPU."""
 
@@ -209,7 +211,7 @@ def _kernels(events: Sequence[Event], zero: float) -> list[Kernel]:
             launches.get(event["args"].get("correlation")),
         )
         for event in events
-        if event.get("cat") == "kernel" and event["ts"] >= zero
+        if event.get("cat") in _ON_GPU and event["ts"] >= zero
     ]
 
 

@@ -38,7 +38,9 @@ def write_summary(reports: Sequence[Report], step: int, folder: Path) -> None:
     table = markdown(summary, step)
     print(f"\n{table}\n", flush=True)
     figures = json.dumps(as_json(summary, step), indent=2) + "\n"
-    traces = [] if all(report.lost for report in told) else ["a trace of each rank"]
+    traces = [trace_name(rank.rank) for rank in summary.ranks if rank.has_trace]
+    if len(traces) > 2:
+        traces = [f"{len(traces)} traces ({traces[0]}, ...)"]
     files: dict[str, Callable[[Path], object]] = {
         "profile.json": lambda path: path.write_text(figures),
         "profile.md": lambda path: path.write_text(table + "\n"),

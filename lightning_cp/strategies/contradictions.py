@@ -90,8 +90,8 @@ def check_profile(settings: Settings) -> None:
     blocked = None if folder is None else _in_the_way(Path(folder))
     if blocked is not None:
         raise ConfigError(
-            f"profile_folder={str(folder)!r} cannot be made: {str(blocked)!r} is no folder that can be "
-            "written to. Name another one, or leave it out."
+            f"profile_folder={str(folder)!r} cannot be made: {str(blocked)!r} is no folder. Name "
+            "another one, or leave it out."
         )
     if steps and settings.exchange == "ring_flash_attn":
         raise ConfigError(
@@ -101,9 +101,10 @@ def check_profile(settings: Settings) -> None:
 
 
 def _in_the_way(folder: Path) -> Path | None:
-    """The part of a path that exists and can hold nothing new, if there is one."""
-    there = next(part for part in (folder.absolute(), *folder.absolute().parents) if part.exists())
-    return None if there.is_dir() and os.access(there, os.W_OK) else there
+    """The part of a path that exists and is no folder, if there is one."""
+    parts = (folder.absolute(), *folder.absolute().parents)
+    there = next(part for part in parts if os.path.exists(part))  # noqa: PTH110  # never raises
+    return None if there.is_dir() else there
 
 
 def check_factors(settings: Settings, factors: Factors, cp_size: int, heads: int | None) -> None:

@@ -29,10 +29,10 @@ def step(length: float) -> list[dict[str, Any]]:
 
 
 def kernel(
-    name: str, start: float, end: float, launched: float, **others: Any
+    name: str, start: float, end: float, launched: float, *, cat: str = "kernel", **others: Any
 ) -> list[dict[str, Any]]:
     """Something that ran on the GPU, and its launch by a thread of the host."""
     number = hash((name, start))
     tied: dict[str, Any] = {"args": {"correlation": number}}
     launch = event("cudaLaunchKernel", launched, launched + 0.01, cat="cuda_runtime", **others)
-    return [{**launch, **tied}, {**event(name, start, end, tid=0, cat="kernel"), **tied}]
+    return [{**launch, **tied}, {**event(name, start, end, tid=0, cat=cat), **tied}]

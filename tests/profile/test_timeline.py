@@ -92,6 +92,20 @@ def test_a_recomputation_is_a_forward() -> None:
     assert {span.call for span in spans} == {0, 1}
 
 
+def test_a_backward_has_the_number_of_its_forward() -> None:
+    """A forward without gradients, of a validation say, has autograd's number of the next operation."""
+    numbers = [(False, 5), (False, 5), (False, 6), (True, 6), (True, 5)]
+    events = []
+    for at, (backward, sequence) in enumerate(numbers):
+        name = f"ContextParallelAttention{'Backward' if backward else ''}"
+        span = (10.0 * at + 1, 10.0 * at + 9)
+        events.append(event(name, *span, args={"Sequence number": sequence}))
+        events.append(ours("hop 0 compute", span[0] + 1, span[1] - 1))
+    spans = report([*step(60), *events]).timeline.work
+    calls = [(span.call, span.backward) for span in sorted(spans, key=lambda span: span.start)]
+    assert calls == [(0, False), (1, False), (2, False), (2, True), (1, True)]
+
+
 def test_chunks_of_gathered_keys() -> None:
     events = [ours("chunk 0 compute", 1, 2), ours("chunk 1 compute", 2, 5)]
     summary = summarise([report([*step(10), *events])])
@@ -115,7 +129,7 @@ def test_seconds_of_a_gpu() -> None:
         *kernel("flash_fwd_kernel", 3, 7, 0.25),
         *kernel("flash_fwd_kernel", 12, 15, 0.65),
         *kernel("elementwise", 15, 17, 0.75),
-        *kernel("elementwise", 17, 18, 0.91),
+        *kernel("Memcpy DtoD (Device -> Device)", 17, 18, 0.91, cat="gpu_memcpy"),
         *kernel("gemm", 18, 20, 0.95),
         *kernel("ncclDevKernel_AllReduce", 19, 24, 0.96),
     ]

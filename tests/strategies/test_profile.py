@@ -205,6 +205,7 @@ def test_a_rank_that_cannot_write_is_told_and_training_goes_on() -> None:
     (line,) = [line for line in told if "profile" in line]
     assert line.startswith("profile of step 1: the trace of rank 1 could not be written: ")
     assert [rank["kernel_calls"] > 0 for rank in ranks] == [True, True]
+    assert [rank["trace"] for rank in ranks] == ["rank-0.trace.json", None]
 
 
 class Kept(KINDS["checkpointed"]):  # type: ignore[misc]

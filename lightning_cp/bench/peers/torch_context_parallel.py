@@ -33,11 +33,11 @@ class PublicCall:
     package: str = "torch"
 
     def obstacle(self, case: Case) -> str | None:
-        """What it says when it is tried, on tensors of a few tokens; all ranks ask together."""
+        """What it says when it is tried, on tensors of a few tokens, by ranks that ask together."""
         if case.packed:
             return "takes no documents"
         if not dist.is_initialized():
-            return "is tried on ranks only"
+            return None  # before there are ranks nobody can say
         return _try_public(replace(case, tokens=16 * case.ranks))
 
     def positions(self, case: Case, rank: int) -> torch.Tensor:
