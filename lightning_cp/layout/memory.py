@@ -122,6 +122,9 @@ def _ring(hops: Sequence[Hop], sizes: Sizes, tokens: int, *, paired: bool) -> tu
         backward.append(gradients + posted + message + kernel)
     if len(hops) > 1:
         forward.append(accumulator + sizes.kv(_arrived(hops[-1])) + rounded)
+        # The first to come home widen ours: those of K, then those of V.
+        widened = sizes.rounds * sizes.kv(tokens) // 2
+        backward.append(gradients + sizes.kv(num_keys(hops[-1].send), wide=True) + widened)
         backward.append(gradients + rounded + sizes.rounds * sizes.kv(tokens))
     return max(forward), sizes.lse(tokens) + max(backward)
 
@@ -193,7 +196,8 @@ class _Gather:
         peaks: list[int] = []
         for index, block in enumerate(self._blocks):
             before = self._leaving(self._blocks[index - 1]) if index else 0
-            done = sum(queries[:index]) + sum(keys[: max(index - 1, 0)])
+            home = sum(keys[: max(index - 1, 0)])  # those of the block before are not yet
+            done = sum(queries[:index]) + home
             peaks.append(done + before + self._ordering(index))
             around = done + self._posted(index + 1) + block.kv(self._every, wide=True)
             own = block.q(tokens, wide=True) + block.kv(self._every)
@@ -202,7 +206,8 @@ class _Gather:
                 results = block.q(asked) + block.for_kernel(min(used, given), backward=True)
                 copied = _copied(call, block) + _copied(call, block, wide=True)
                 peaks.append(around + before + own + copied + results)
-            peaks.append(around + sum(keys[:index]) + queries[index] + self._leaving(block))
+            came = sum(keys[:index]) - home
+            peaks.append(around + came + queries[index] + self._leaving(block))
         if len(self._blocks) > 1:
             peaks += [2 * sum(queries) + sum(keys), sum(queries) + 2 * sum(keys)]
         return max(peaks)

@@ -1,4 +1,4 @@
-"""Peak memory of the real code against the closed form: at most 5% above it, and linear."""
+"""Peak memory of the real code against the closed form: at most 5% above it, not far below, and linear."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ CASES = {
     "float32": replace(CASE, kv_heads=8, dtype=torch.float32),
     "two rows, all see all": replace(CASE, kv_heads=4, batch=2, causal=False),
     "straddling": replace(CASE, heads=12, kv_heads=3),
+    "many heads": replace(CASE, heads=32, kv_heads=32),
 }
 WAYS = our_ways(RANKS, KV_HEADS)
 FEW = (*WAYS[:4], WAYS[-1])
+QUICK = [(name, way) for name in ("shared heads", "float32") for way in FEW]
+QUICK += [("many heads", way) for way in (WAYS[1], WAYS[3])]
 CELLS = [
     pytest.param(
         *(case, way),
         id=f"{name}, {way.name} {way.kv_heads_per_gather}",
-        marks=() if way in FEW and name in ("shared heads", "float32") else pytest.mark.slow,
+        marks=() if (name, way) in QUICK else pytest.mark.slow,
     )
     for name, case in CASES.items()
     for way in WAYS
@@ -35,6 +38,8 @@ CELLS = [
 
 
 LIMIT = 1.05
+SLACK = 1.25
+"""Of the form above the peak: it counts as wide what nothing is added to, and so is not widened."""
 
 
 @pytest.mark.parametrize(("case", "way"), CELLS)
@@ -43,7 +48,7 @@ def test_the_peak_is_the_closed_form(case: Case, way: Ours) -> None:
         found, form = measure_peaks(way, case, rank), closed_form(way, case, rank)
         for of_pass, got, want in zip(memory.PASSES, found, form, strict=True):
             assert got <= LIMIT * want, (of_pass, rank, got / want)
-            assert want <= 1.5 * got, (of_pass, rank, got / want)
+            assert want <= SLACK * got, (of_pass, rank, got / want)
 
 
 @pytest.mark.parametrize("way", [Ours(1, 4), Ours(2, 2), Ours(4, 1)], ids=lambda way: way.name)
@@ -63,7 +68,7 @@ def test_peaks_grow_with_the_local_tokens_alone(way: Ours) -> None:
         assert peaks.local_tokens == [256, 512, 768, 1024]
         assert peaks.misfit < 0.01
         measured, form = peaks.slope
-        assert form / 1.5 < measured < LIMIT * form
+        assert form / SLACK < measured < LIMIT * form
 
 
 def test_the_published_lists_of_buffers() -> None:

@@ -16,12 +16,18 @@ LSE = TOKENS * HEADS
 """Numbers of one rank's tokens."""
 
 
-def peaks(ranks: int, ulysses: int = 1, causal: bool = False, **how: Any) -> tuple[int, int]:
+def peaks(
+    ranks: int,
+    ulysses: int = 1,
+    causal: bool = False,
+    heads: tuple[int, int] = (HEADS, KV_HEADS),
+    **how: Any,
+) -> tuple[int, int]:
     """Of the last rank; bfloat16 unless said otherwise."""
     layout = SequenceLayout(TOKENS * ranks * ulysses, ranks, ulysses)
     sizes = {"batch": 1, "head_dim": DIM, "itemsize": 2, "accumulate_itemsize": 4, **how}
     plan = schedule(layout, None, Mask(causal))
-    return attention_memory(plan, HeadSplit(HEADS, KV_HEADS, ulysses), layout.cp_size - 1, **sizes)
+    return attention_memory(plan, HeadSplit(*heads, ulysses), layout.cp_size - 1, **sizes)
 
 
 def test_one_rank() -> None:
@@ -57,6 +63,17 @@ def test_gathering_one_head_at_a_time() -> None:
     block = 2 * 4 * KV // KV_HEADS
     forward, _ = peaks(4, exchange="all_gather")
     assert forward == 2 * Q + 4 * LSE + 3 * block
+
+
+def test_gradients_of_many_heads_one_at_a_time() -> None:
+    """The most is needed for the last head but one; each head that is done counts once."""
+    heads, head = 20, TOKENS * DIM
+    _, backward = peaks(4, heads=(heads, heads), exchange="all_gather")
+    done = 2 * head * (heads - 2) + 2 * 2 * head * (heads - 3)  # the head before is on its way
+    keys, gradients = 2 * 2 * 4 * head, 4 * 2 * 4 * head  # of all ranks: K and V, dk and dv
+    on_their_way = gradients + 4 * 2 * head
+    computed = (4 + 2) * head + gradients + keys  # wide sums, and what the operator returns
+    assert backward == done + 2 * keys + on_their_way + computed
 
 
 def test_ulysses_holds_what_it_exchanged() -> None:
