@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -123,7 +124,21 @@ def scatter_in_another_order(rank: int, world_size: int) -> None:
     assert torch.equal(start_reduce_scatter(moved, world(), order=order).wait(), plain)
 
 
-@pytest.mark.parametrize("check", [gather_several, scatter_in_another_order])
+def scatter_as_with_nccl(rank: int, world_size: int) -> None:
+    """The same by the backend's own reduce-scatter, which gloo has too: against the sum of all parts."""
+    early = [(2 * at, 2 * at + 1) for at in range(world_size)]
+    order = (*early, *((end, end + 1) for _, end in reversed(early)))
+    parts = [draw(source, 2 * world_size, 6, DIM)[:, 1:4] for source in range(world_size)]
+    want = torch.stack(parts).sum(0)[2 * rank : 2 * rank + 2]
+    moved = torch.cat([parts[rank][start:end] for start, end in order])
+    with mock.patch.object(dist, "get_backend", return_value=dist.Backend.NCCL):
+        for x, how in ((parts[rank], None), (parts[rank], ((0, len(moved)),)), (moved, order)):
+            with mock.patch.object(dist, "all_to_all_single", side_effect=AssertionError):
+                total = start_reduce_scatter(x, world(), order=how).wait()
+            torch.testing.assert_close(total, want, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("check", [gather_several, scatter_in_another_order, scatter_as_with_nccl])
 def test_what_lies_apart_travels_in_rank_order(check: Callable[[int, int], None]) -> None:
     for world_size in (1, 3):
         run_ranks(world_size, check)

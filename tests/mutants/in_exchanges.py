@@ -13,6 +13,7 @@ COMM_GATHER = "lightning_cp/comm/all_gather.py"
 ALL_TO_ALL = "lightning_cp/comm/all_to_all.py"
 
 SHARDS = "tests/comm/test_transfers.py::test_shards_are_sent_from_dense_memory_that_lives"
+COLLECTIVES = "tests/comm/test_collectives.py::test"
 RING_2 = modes("ring 2 zigzag")
 GATHER_2 = modes("gather 2 zigzag two_kernel/two_kernel 1")
 
@@ -122,6 +123,22 @@ EXCHANGE_MUTANTS = (
         "return PendingShards(received, received, work, finish",
         (f"{SHARDS}[reduce_scatter]",),
         "The allocator hands the gradients' memory out while they are being sent.",
+    ),
+    Mutant(
+        "gradients scattered in sequence order",
+        COMM_GATHER,
+        "_put_in_order(x, order, [(0, len(x), whole)])",
+        "whole.copy_(x)",
+        (f"{COLLECTIVES}_what_lies_apart_travels_in_rank_order[scatter_as_with_nccl]",),
+        "With NCCL alone keys get gradients of other positions; no test on gloo comes by.",
+    ),
+    Mutant(
+        "own shard put in order from its first key",
+        COMM_GATHER,
+        "place[low - first : high - first] = x",
+        "place[: high - low] = x",
+        (f"{COLLECTIVES}_what_lies_apart_travels_in_rank_order[scatter_in_another_order]",),
+        "Right while each place takes one range; in zigzag the late half lands on the early one.",
     ),
     Mutant(
         "gradients of overlapping slices overwritten",
