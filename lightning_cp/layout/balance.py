@@ -118,7 +118,10 @@ def _evened(areas: Ints, owner: Ints, ring_size: int) -> Ints:
 
 
 def _nearest(areas: Ints, homes: Homes, owner: Ints, ring_size: int) -> Ints:
-    """The even deal with which fewer keys travel: the one given, or with documents kept together."""
+    """The deal with which fewer keys travel: the one given, or with documents kept together.
+
+    Both within ``BOUND``, of which the second may use up what the first left.
+    """
     needed = homes.keys_needed(owner)
     if not needed or not _is_even(_loads(areas, owner, ring_size)):
         return owner
