@@ -93,6 +93,22 @@ EXCHANGE_MUTANTS = (
         "Half the bytes, and an error that grows with the ring.",
     ),
     Mutant(
+        "gradients that came as they are not put into the message",
+        "lightning_cp/kernels/sums.py",
+        "            memory.copy_(self._sum)",
+        "            pass",
+        (RING_2,),
+        "What travels is whatever the memory held; right where several tiles add up in it.",
+    ),
+    Mutant(
+        "what forward saved is kept through backward",
+        "lightning_cp/attention/function.py",
+        "        ctx.maybe_clear_saved_tensors()\n",
+        "",
+        ("tests/attention/test_memory.py::test_what_forward_saved_is_gone_while_gradients_travel",),
+        "Right, with the memory of q, K, V and out more.",
+    ),
+    Mutant(
         "shared gradients rounded before they are summed",
         ULYSSES,
         "if not plan.heads.shares_kv or dtype == wide:",

@@ -150,6 +150,14 @@ LAYOUT_MUTANTS = (
         "Deals are compared by keys that nobody sends.",
     ),
     Mutant(
+        "a document's rank is never full",
+        NEAR,
+        "if room[rank] and loads[rank] + weight <= most]",
+        "if room[rank]]",
+        (layout("balance.py::test_documents_are_kept_together"),),
+        "Long documents make their ranks too busy, so that the deal is seldom taken.",
+    ),
+    Mutant(
         "documents kept together at any price",
         BALANCE,
         "return near if even and homes.keys_needed(near) < needed else owner",
