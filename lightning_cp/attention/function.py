@@ -106,6 +106,7 @@ class ContextParallelAttention(torch.autograd.Function):
         if not ctx.exchanged:
             q, keys = to_heads(q, kv[0], kv[1], plan)
             out = q_to_heads(out, plan)
+        kv.clear()
         # From here on nothing but these names holds them, unless the graph is kept.
         ctx.maybe_clear_saved_tensors()
         dtype = q.dtype
@@ -113,7 +114,7 @@ class ContextParallelAttention(torch.autograd.Function):
         gradients = [*BACKWARD[plan.exchange.name](dout, q, keys, out, lse, plan)]
         for_sinks = (dout, out, lse, sinks) if ctx.needs_input_grad[3] else None
         # All that is not needed is gone while the gradients travel; they are themselves once they are packed.
-        del dout, q, keys, kv, out, lse, sinks
+        del dout, q, keys, out, lse, sinks
         pending = GradientsToTokens(gradients, plan, dtype)
         dsinks: torch.Tensor | None = None
         if for_sinks is not None:

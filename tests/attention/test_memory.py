@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_cp.attention import function
+from lightning_cp.attention.keep import Stash
 from lightning_cp.attention.keys import Keys, unpair
 from lightning_cp.bench.alone import one_rank
 from lightning_cp.bench.case import Case
@@ -53,6 +54,25 @@ def test_what_forward_saved_is_gone_while_gradients_travel() -> None:
     """Unless the graph is kept: then until a backward does not keep it."""
     assert alive_when_gradients_leave(keep=False) == [[]]
     assert alive_when_gradients_leave(keep=True) == [["q", "kv", "out"], []]
+
+
+def test_recomputed_keys_are_gone_once_they_were_exchanged() -> None:
+    """Around ``keep_attention``: q, k and v of this rank's tokens, of which backward has those by heads."""
+    backward, alive = function.BACKWARD["ring"], []
+
+    def watched(*args: Any) -> Any:
+        alive.extend(name for name, storage in held.items() if storage() is not None)
+        return backward(*args)
+
+    with one_rank(Ours(2, 1), CASE, 0) as alone, mock.patch.dict(function.BACKWARD, ring=watched):
+        inputs = [x.requires_grad_() for x in alone.inputs]
+        made = [x * 1 for x in inputs]
+        held = {n: weakref.ref(x.untyped_storage()) for n, x in zip("qkv", made, strict=True)}
+        stash = Stash([], replaying=False)
+        out, *_ = function.ContextParallelAttention.apply(*made, None, alone.plan, stash)
+        del made
+        torch.autograd.grad(out, inputs, alone.dout)
+    assert alive == []
 
 
 def test_a_message_has_keys_and_values_head_by_head() -> None:
