@@ -1,8 +1,9 @@
 """Ulysses: before attention, tokens are traded for heads; after it, back (arXiv 2309.14509).
 
 Inside, tensors are token-first ([tokens of the ring rank, batch, heads, head dim]): the tokens of
-the Ulysses ranks, in order, are the sorted tokens of their ring rank, and a range of them is
-contiguous memory that the ring sends as it is. K and V travel together (:mod:`lightning_cp.attention.keys`).
+the Ulysses ranks, in order, are the sorted tokens of their ring rank. K and V arrive as a pair, of which a
+range of tokens is contiguous memory that the ring sends as it is. Without Ulysses they stay as they were
+given, and are copied into a pair for each message (:mod:`lightning_cp.attention.keys`).
 """
 
 from __future__ import annotations
