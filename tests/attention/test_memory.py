@@ -75,6 +75,18 @@ def test_recomputed_keys_are_gone_once_they_were_exchanged() -> None:
     assert alive == []
 
 
+@pytest.mark.parametrize("at", range(3), ids="qkv")
+def test_what_was_changed_after_the_call_is_not_differentiated(at: int) -> None:
+    """Without Ulysses backward reads what it was given."""
+    with one_rank(Ours(1, 2), CASE, 0) as alone:
+        inputs = [x.requires_grad_() for x in alone.inputs]
+        made = [x * 1 for x in inputs]
+        out, *_ = function.ContextParallelAttention.apply(*made, None, alone.plan, None)
+        made[at].mul_(2)
+        with pytest.raises(RuntimeError, match="modified"):
+            torch.autograd.grad(out, inputs, alone.dout)
+
+
 def test_a_message_has_keys_and_values_head_by_head() -> None:
     k, v = torch.randn(2, 6, 2, 3, 4)
     apart, pair = Keys((k, v)), Keys((torch.stack([k, v], dim=3).flatten(2, 3),))
