@@ -16,6 +16,9 @@ from lightning_cp.comm.all_to_all import Pending, gather_heads, scatter_heads
 from lightning_cp.kernels.api import accumulate_dtype
 from lightning_cp.mesh import Axis
 
+LOAD = 16
+"""Bytes that CUDA kernels load at once."""
+
 
 def to_heads(
     q_BLHD: torch.Tensor, k_BLKD: torch.Tensor, v_BLKD: torch.Tensor, plan: AttentionPlan
@@ -27,9 +30,8 @@ def to_heads(
         or what came as a pair [T, B, 2k, D].
     """
     if plan.heads.ulysses_size == 1:
-        # Heads that were repeated by a stride of 0 are no memory that every operator takes.
-        k, v = (x.contiguous() if 0 in x.stride() else x for x in (k_BLKD, v_BLKD))
-        return q_BLHD.transpose(0, 1), Keys((k.transpose(0, 1), v.transpose(0, 1)))
+        q, k, v = (loadable(x).transpose(0, 1) for x in (q_BLHD, k_BLKD, v_BLKD))
+        return q, Keys((k, v))
     group, rank = plan.mesh.group(Axis.ULYSSES), plan.ulysses_rank
     keys = (k_BLKD, v_BLKD)
     if plan.mesh.ring_size == 1:
@@ -40,6 +42,19 @@ def to_heads(
     queries = scatter_heads([(q_BLHD,)], plan.message[:1], rank, group)
     pairs = scatter_heads([keys], plan.message[1:], rank, group)
     return queries.wait()[0], Keys(pairs.wait())
+
+
+def loadable(x_BLHD: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of one that not every operator takes as it lies.
+
+    That is one whose heads were repeated by a stride of 0, and on CUDA a slice whose rows do not begin at
+    multiples of 16 bytes, which kernels load at once.
+    """
+    row, strides = x_BLHD.shape[-1] * x_BLHD.itemsize, x_BLHD.stride()
+    steps = [n for n, size in zip(strides[:-1], x_BLHD.shape, strict=False) if size > 1]
+    odd = any(n * x_BLHD.itemsize % LOAD for n in (x_BLHD.storage_offset(), *steps))
+    copied = 0 in (*steps, strides[-1]) or (x_BLHD.is_cuda and row % LOAD == 0 and odd)
+    return x_BLHD.clone(memory_format=torch.contiguous_format) if copied else x_BLHD
 
 
 def q_to_heads(x_BLHD: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:

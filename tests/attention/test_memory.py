@@ -8,10 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_cp.attention import function
 from lightning_cp.attention.keep import Stash
 from lightning_cp.attention.keys import Keys, unpair
+from lightning_cp.attention.ulysses import loadable
 from lightning_cp.bench.alone import one_rank
 from lightning_cp.bench.case import Case
 from lightning_cp.bench.peak_bytes import PeakBytes
@@ -85,6 +87,28 @@ def test_what_was_changed_after_the_call_is_not_differentiated(at: int) -> None:
         made[at].mul_(2)
         with pytest.raises(RuntimeError, match="modified"):
             torch.autograd.grad(out, inputs, alone.dout)
+
+
+def test_what_cuda_could_not_load_at_once_is_copied() -> None:
+    """Rows at an odd place, odd rows or repeated ones; a copy begins a storage of its own."""
+    shape, dense = (2, 8, 3, 16), (384, 48, 16, 1)
+    with FakeTensorMode():
+        memory = torch.empty(1000, dtype=torch.bfloat16, device="cuda")
+        odd = memory.as_strided(shape, dense, 1)
+        for x in (
+            odd,
+            memory.as_strided(shape, (392, 49, 16, 1)),
+            memory.as_strided(shape, (384, 48, 0, 1)),
+        ):
+            copy = loadable(x)
+            assert copy.is_contiguous()
+            assert copy.storage_offset() == 0
+        for x in (memory.as_strided(shape, dense, 8), memory.as_strided((2, 8, 3, 5), dense, 4)):
+            assert loadable(x) is x, "it is aligned, or no copy would be"
+        one_row = memory.as_strided((1, 8, 3, 16), (0, 48, 16, 1))
+        assert loadable(one_row) is one_row
+        on_cpu = torch.empty(1000).as_strided(shape, dense, 1)
+        assert loadable(on_cpu) is on_cpu
 
 
 def test_a_message_has_keys_and_values_head_by_head() -> None:
