@@ -21,7 +21,7 @@ from lightning_cp.comm.agreement import lists_of_ranks
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.logs.found import Ranks
 from lightning_cp.logs.hooks import BATCH_ENDS, EPOCH_ENDS, Patches, hooks_may_log
-from lightning_cp.logs.settle import Call, Kind, StepLog
+from lightning_cp.logs.settle import STEP_LOSS, Call, Kind, StepLog
 from lightning_cp.logs.token_mean import RATIO_HOOK, Options, means_of, show_ratio
 from lightning_cp.logs.values import ARGUMENTS, as_given, kind_of, show_metric
 from lightning_cp.mesh import Flat
@@ -74,7 +74,7 @@ class ModuleLog:
 
         Args:
             loss: this rank's.
-            show: told one process's value; not called if other ranks have no such loss.
+            show: told one process's value; not called if some rank has no such loss.
         """
 
         def emit(value: torch.Tensor | None = None) -> None:
@@ -82,7 +82,7 @@ class ModuleLog:
                 show(value.to(loss))
 
         name = f"of shape {tuple(loss.shape)}"
-        self._calls.add(Call(name, Kind.MEAN, [loss], emit, "the step's loss"))
+        self._calls.add(Call(name, Kind.MEAN, [loss], emit, STEP_LOSS))
 
     # -- from the strategy and the callback --------------------------------------------------------
 

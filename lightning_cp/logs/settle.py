@@ -42,6 +42,10 @@ class Kind(Enum):
     """A sum and a count: sum of sums over sum of counts."""
 
 
+STEP_LOSS = "the step's loss"
+"""In the place of a hook: the call is what a step returned. All ranks go through backward, or none."""
+
+
 @dataclass
 class Call:
     """One call of ``log``."""
@@ -110,6 +114,8 @@ class StepLog:
             (call.key, call.kind.value, call.where, call.name, call.options) for call in calls
         )
         lists = agree_on_calls(own, ranks, flat)
+        if not _losses_fit(lists, mesh.cp_size):
+            calls = [call for call in calls if call.where != STEP_LOSS]
         calls += self._joined(own, lists)
         _settle_ratios(sorted(filter(_is_ratio, calls), key=_key), mesh, flat)
         first = 0 if flat is Flat.CP else mesh.data_rank * mesh.cp_size
@@ -198,6 +204,13 @@ def _key(call: Call) -> str:
 
 def _is_ratio(call: Call) -> bool:
     return call.kind is Kind.RATIO
+
+
+def _losses_fit(lists: list[list[Any]], cp_size: int) -> bool:
+    """Whether every rank has a loss that is shown; the shape is each data rank's own."""
+    losses = [{key for key, _, where, *_ in one if where == STEP_LOSS} for one in lists]
+    groups = [losses[first : first + cp_size] for first in range(0, len(losses), cp_size)]
+    return all(set.intersection(*group) for group in groups)
 
 
 def _settle_ratios(calls: list[Call], mesh: ContextParallelMesh, flat: Flat) -> None:

@@ -279,7 +279,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
 
 
 _SKIPPED = (
-    "training_step returned no loss (None) on this rank, or none of one shape on all that share a sample. "
+    "training_step returned no loss (None) on some rank, or none of one shape on all that share a sample. "
     "None skips a batch in one process only: ranks have to go through backward together. Leave such "
     "batches out in the dataset, or return a loss of which all labels are -100: it adds nothing."
 )

@@ -134,7 +134,7 @@ class ByHand(AddsOnOneRank):
 
 
 class WithoutLoss(PlainModule):
-    """Returns none on one rank of two."""
+    """Returns none on the first rank."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -149,9 +149,18 @@ class OfAnotherShape(PlainModule):
         return loss if dist.get_rank() else loss[None]
 
 
+class WithoutLossInOneGroup(PlainModule):
+    """Returns none on the ranks that share the first sample."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss if dist.get_rank() > 1 else None
+
+
 def refused(rank: int, world_size: int, kind: type[PlainModule], stage: str = "fit") -> None:
-    """Come to the error, with the weights as they were."""
-    run = Run(RING, model="hf" if issubclass(kind, HFModule) else "plain")
+    """Come to the error, with the weights as they were; four ranks have two samples."""
+    model = "hf" if issubclass(kind, HFModule) else "plain"
+    run = Run(TWO_GROUPS if world_size == 4 else RING, model=model, sampler=world_size == 4)
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(1)
     module: pl.LightningModule = kind(run)
@@ -182,6 +191,12 @@ def test_what_one_rank_finds_in_a_step_is_told_to_all(kind: Any, stage: str) -> 
 def test_losses_that_do_not_fit_are_refused_on_every_rank(kind: Any) -> None:
     match = "training_step returned no loss"
     expect_on_every_rank(2, refused, kind, error=ConfigError, match=match, timeout=20)
+
+
+@pytest.mark.parametrize("kind", [WithoutLoss, WithoutLossInOneGroup, OfAnotherShape])
+def test_losses_of_one_data_rank_that_do_not_fit_are_refused_by_all(kind: Any) -> None:
+    match = "training_step returned no loss"
+    expect_on_every_rank(4, refused, kind, error=ConfigError, match=match, timeout=15)
 
 
 def one_call(rank: int, world_size: int) -> None:
