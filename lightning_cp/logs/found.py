@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
 from lightning_cp.comm.agreement import fingerprint, gathered_lists, require_equal, tell
 from lightning_cp.comm.vote import tally
 from lightning_cp.mesh import ContextParallelMesh, Flat
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,8 @@ class Found:
     """Of each attention call: whether backward will come through it."""
     compared: Callable[[], None] = lambda: None
     """Called where the ranks that share a sample have the same ``need_gradients``."""
+    refuse: Callable[[Mapping[int, Sequence[bool]]], None] = lambda _: None
+    """Called with different ``need_gradients`` of ranks that share a sample, by rank; raises."""
 
 
 class Ranks(Protocol):
@@ -33,16 +40,29 @@ class Ranks(Protocol):
     def mesh(self) -> ContextParallelMesh: ...
     @property
     def shares(self) -> list[float]: ...
+    @property
+    def refused(self) -> Exception | None: ...
     def take_found(self) -> Found: ...
     def gathering(self) -> AbstractContextManager[None]: ...
 
 
-def agree_on_calls(own: list[Any], ranks: Ranks, flat: Flat) -> list[list[Any]]:
+def agree_on_calls(
+    own: list[Any], ranks: Ranks, flat: Flat, *, to_backward: bool = False
+) -> list[list[Any]]:
     """Every rank's list of calls; with it they are told what was found in the step.
+
+    Correctness hangs on it: after it ranks go on to what they do together.
+
+    Args:
+        own: this rank's calls.
+        ranks: the core.
+        flat: who takes part.
+        to_backward: all of them go there next.
 
     Raises:
         RankFailure: a check failed on another rank; the rank itself raises its own error.
         BatchMismatchError: ranks are at different calls, or have made different checks.
+        ConfigError: backward would come through attention on some ranks only.
     """
     mesh, step = ranks.mesh, ranks.take_found()
     group, error = mesh.control_group(flat), step.error
@@ -55,18 +75,47 @@ def agree_on_calls(own: list[Any], ranks: Ranks, flat: Flat) -> list[list[Any]]:
         return [own] * group.size()
     marks = {"calls of log": fingerprint(own), "checks": fingerprint(step.checks)}
     marks["gradients"] = fingerprint(step.need_gradients)
-    texts = {"checks": ", ".join(step.checks) or "none"}
     table = tell(marks, group, what="step", error=error)
-    for first in range(0, len(table), mesh.cp_size):
-        of_group = table[first : first + mesh.cp_size]
-        checks = [{"checks": row["checks"]} for row in table]
-        of = range(first, first + mesh.cp_size)
-        require_equal(checks, of, group, what="step", texts=texts, remedy=_CALL_ALL)
-        if first == part * mesh.cp_size and len({row["gradients"] for row in of_group}) == 1:
-            step.compared()
+    groups = [range(at, at + mesh.cp_size) for at in range(0, len(table), mesh.cp_size)]
+    _require_same_checks(table, groups, group, step)
+    apart = [of for of in groups if len({table[rank]["gradients"] for rank in of}) > 1]
+    if apart and to_backward:
+        every = gathered_lists(step.need_gradients, group)
+        step.refuse({dist.get_global_rank(group, rank): every[rank] for rank in apart[0]})
+    if groups[part] not in apart:
+        step.compared()
     if len({row["calls of log"] for row in table}) == 1:
         return [own] * group.size()
     return gathered_lists(own, group)
+
+
+def _require_same_checks(
+    table: list[dict[str, int]],
+    groups: Sequence[Sequence[int]],
+    group: dist.ProcessGroup,
+    step: Found,
+) -> None:
+    texts = {"checks": ", ".join(step.checks) or "none"}
+    checks = [{"checks": row["checks"]} for row in table]
+    for of in groups:
+        require_equal(checks, of, group, what="step", texts=texts, remedy=_CALL_ALL)
+
+
+def tell_refused(error: Exception, ranks: Ranks) -> None:
+    """What ended the step on all ranks that share a sample; the others wait for their vote on the step.
+
+    Raises:
+        Exception: the error, once all ranks know of it.
+    """
+    mesh = ranks.mesh
+    if mesh.data_size == 1:
+        raise error
+    _log.error(
+        "%s", error
+    )  # a step that exchanges something between samples waits for this rank now
+    group = mesh.control_group(Flat.LOSS)
+    tally("refused", group, dissents=True)
+    tell({}, group, what="step", error=error)
 
 
 _CALL_ALL = "Models are called by all of them or by none: let no rank's own tokens decide that."

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from lightning_cp.comm.agreement import lists_of_ranks
 from lightning_cp.comm.reduce import all_sum
-from lightning_cp.logs.found import Ranks
+from lightning_cp.logs.found import Ranks, tell_refused
 from lightning_cp.logs.hooks import BATCH_ENDS, EPOCH_ENDS, Patches, hooks_may_log
 from lightning_cp.logs.settle import STEP_LOSS, Call, Kind, StepLog
 from lightning_cp.logs.token_mean import RATIO_HOOK, Options, means_of, show_ratio
@@ -90,15 +90,27 @@ class ModuleLog:
     def during_step(self) -> Iterator[None]:
         """While a step function runs: its calls are settled when it ends."""
         training = bool(self._trainer.training)
+        to_backward = training and self._module.automatic_optimization
         self._calls.open()
         try:
             with self._core.gathering():
                 yield
-            self._calls.settle(self._core, of_a_batch=True, together=training)
+        except BaseException as error:
+            self._calls.drop()
+            if to_backward and error is self._core.refused:
+                tell_refused(error, self._core)
+            raise
+        self._settle_step(training, to_backward)
+        self._calls.is_open = training and self._hooks_log
+
+    def _settle_step(self, training: bool, to_backward: bool) -> None:
+        try:
+            self._calls.settle(
+                self._core, of_a_batch=True, together=training, to_backward=to_backward
+            )
         except BaseException:
             self._calls.drop()
             raise
-        self._calls.is_open = training and self._hooks_log
 
     def begin_hook(self, hook: str) -> None:
         """The first callback's turn in a hook that ends a batch or an epoch."""

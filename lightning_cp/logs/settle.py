@@ -97,13 +97,16 @@ class StepLog:
         self._times[name] += 1
         self._calls.append(call)
 
-    def settle(self, ranks: Ranks, *, of_a_batch: bool, together: bool) -> None:
+    def settle(
+        self, ranks: Ranks, *, of_a_batch: bool, together: bool, to_backward: bool = False
+    ) -> None:
         """Show all calls, in order; every rank of the cp group comes here.
 
         Args:
             ranks: the core.
             of_a_batch: there is a batch, whose targets say what a mean is.
             together: all data ranks come here as well, so that ratios are those of all of them.
+            to_backward: all that come here go there next.
         """
         calls, is_open = self._calls, self.is_open
         self.drop()
@@ -113,7 +116,7 @@ class StepLog:
         own = sorted(
             (call.key, call.kind.value, call.where, call.name, call.options) for call in calls
         )
-        lists = agree_on_calls(own, ranks, flat)
+        lists = agree_on_calls(own, ranks, flat, to_backward=to_backward)
         if not _losses_fit(lists, mesh.cp_size):
             calls = [call for call in calls if call.where != STEP_LOSS]
         calls += self._joined(own, lists)

@@ -36,6 +36,8 @@ class Checks:
         self._mesh = mesh
         self._gathers = False
         self._waiting = Waiting()
+        self.refused: Exception | None = None
+        """What this rank raised when all ranks of the cp group knew that the step had failed."""
 
     def agreed(self, what: str, check: Callable[[], T], *, more_follow: bool = False) -> T:
         """Run a check that this rank's own tokens decide; every rank of the cp group must come here.
@@ -95,11 +97,15 @@ class Checks:
         """Tell all ranks of the cp group which checks passed here, or why one did not; if there are any."""
         waiting = self.take()
         error = waiting.error or error
-        if waiting.names and self._mesh.cp_size > 1:
-            facts = {", ".join(waiting.names): 0}
-            agree(facts, self._mesh.control_group(Flat.CP), what="step", error=error)
-        if error is not None:
-            raise error
+        try:
+            if waiting.names and self._mesh.cp_size > 1:
+                facts = {", ".join(waiting.names): 0}
+                agree(facts, self._mesh.control_group(Flat.CP), what="step", error=error)
+            if error is not None:
+                raise error
+        except Exception as refused:
+            self.refused = refused
+            raise
 
     def take(self) -> Waiting:
         """What the caller has to tell now."""
@@ -108,4 +114,4 @@ class Checks:
 
     def drop(self) -> None:
         """The step is over, or failed."""
-        self._waiting = Waiting()
+        self._waiting, self.refused = Waiting(), None

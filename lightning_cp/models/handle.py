@@ -7,10 +7,12 @@ thread-local: recomputation runs inside backward, on CUDA in autograd's own thre
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_cp.attention.api import attend
@@ -209,16 +211,8 @@ class SwapHandle:
             return
         group = self.mesh.control_group(Flat.CP)
         every = lists_of_ranks(needs, group, what="backward")
-        if all(other == every[0] for other in every):
-            return
-        reached = [[call for call, needs in enumerate(of) if needs] for of in every]
-        shown = ", ".join(f"rank {rank}: calls {calls}" for rank, calls in enumerate(reached))
-        raise ConfigError(
-            "backward comes through other attention calls on some context-parallel ranks than on the others "
-            f"({shown}), so ranks would wait for each other for ever. Something that "
-            "is trained takes part in the forward on some ranks only, by what their own tokens are (an `if` "
-            "on a mask): let it take part on every rank, multiplied by the mask."
-        )
+        if any(other != every[0] for other in every):
+            refuse_gradients(dict(zip(dist.get_process_group_ranks(group), every, strict=True)))
 
     def on_activate(self, action: Callable[[], Callable[[], None]]) -> None:
         """Remember what to do when a step begins; it returns what to do when the step ends."""
@@ -233,6 +227,22 @@ class SwapHandle:
         self.deactivate()
         while self._undo:
             self._undo.pop()()
+
+
+def refuse_gradients(every: Mapping[int, Sequence[bool]]) -> NoReturn:
+    """Of each rank that shares a sample: through which attention calls backward would come.
+
+    Raises:
+        ConfigError: always.
+    """
+    reached = {rank: [call for call, needs in enumerate(of) if needs] for rank, of in every.items()}
+    shown = ", ".join(f"rank {rank}: calls {calls}" for rank, calls in reached.items())
+    raise ConfigError(
+        "backward comes through other attention calls on some context-parallel ranks than on the others "
+        f"({shown}), so ranks would wait for each other for ever. Something that "
+        "is trained takes part in the forward on some ranks only, by what their own tokens are (an `if` "
+        "on a mask): let it take part on every rank, multiplied by the mask."
+    )
 
 
 def _call(spec: AttentionSpec, *inputs: torch.Tensor) -> tuple[object, ...]:

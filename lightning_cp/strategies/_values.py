@@ -14,6 +14,7 @@ from lightning_cp.logs.found import Found
 from lightning_cp.logs.ranks import side_by_side, weighted_mean
 from lightning_cp.logs.token_mean import as_logged, where_counted
 from lightning_cp.mesh import Flat
+from lightning_cp.models.handle import refuse_gradients
 from lightning_cp.models.swap import SwapHandle
 from lightning_cp.strategies._run_mesh import RunMesh
 from lightning_cp.strategies._weighting import StepLoss
@@ -61,7 +62,12 @@ class StepValues(RunMesh):
         def compared() -> None:
             state.compared = len(needs)
 
-        return Found(waiting.names, waiting.error, needs, compared)
+        return Found(waiting.names, waiting.error, needs, compared, refuse_gradients)
+
+    @property
+    def refused(self) -> Exception | None:
+        """What this rank raised when all ranks that share a sample knew that the step had failed."""
+        return None if self._handle is None else self._handle.checks.refused
 
     def average(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over the cp group, weighted by targets: what one process would have computed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -226,13 +227,42 @@ class AsksAlone(HFModule):
     """One rank's call of the model is refused, before the models inside are called."""
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        more = {"output_attentions": True} if dist.get_rank() else {}
+        more = {"output_attentions": True} if dist.get_rank() == 1 else {}
         return self.model(**self.inputs(batch), labels=batch["labels"], **more).loss
 
 
 def test_a_call_that_one_rank_refuses_is_told_before_attention() -> None:
     match = "output_attentions=True"
     expect_on_every_rank(2, refused, AsksAlone, error=LightningCPError, match=match, timeout=20)
+
+
+class LearnsElsewhere(PlainModule):
+    """Attention of one rank is given no gradients."""
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        with torch.set_grad_enabled(dist.get_rank() != 1):
+            loss = super().loss(batch)
+        return loss + 0 * torch.stack([p.sum() for p in self.parameters()]).sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        (AsksAlone, "rank 1 raised ConfigError: LlamaForCausalLM is called with output_attentions"),
+        (
+            LearnsElsewhere,
+            r"other attention calls .* \(rank 0: calls \[0, 1\], rank 1: calls \[\]\)",
+        ),
+    ],
+)
+def test_what_one_data_rank_finds_is_told_to_the_others(kind: Any, match: str) -> None:
+    """Those wait for it at the end of the step, and after that in backward."""
+    with pytest.raises(RankError) as caught:
+        run_ranks(4, refused, kind, timeout=15)
+    errors = caught.value.errors
+    assert all(isinstance(errors[rank], LightningCPError) for rank in range(4))
+    for rank in (2, 3):
+        assert re.search(match, str(errors[rank]))
 
 
 @pytest.fixture(autouse=True)
