@@ -11,7 +11,7 @@ agreements find that out. Only if it is not unanimous do ranks exchange what the
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NoReturn, TypeVar
 
@@ -69,14 +69,29 @@ def agree(
         BatchMismatchError: a fact differs; on every rank, naming the fact and each rank's value.
         RankFailure: another rank reported an error; carries its text. The rank itself raises its own.
     """
-    names = list(facts)
-    assert len(names) <= WIDTH, names
     if vote((what, *facts.items()), group, dissents=error is not None):
         return [dict(facts) for _ in range(group.size())]
-    table = tell(facts, group, error=error, what=what, within=within)
-    for ranks in [range(len(table))] if within is None else within:
-        require_equal(table, ranks, group, what=what, texts=texts, remedy=remedy)
-    return table
+    return find_difference(
+        facts, group, what=what, within=within, error=error, texts=texts, remedy=remedy
+    )
+
+
+def find_difference(
+    facts: Mapping[str, int],
+    group: dist.ProcessGroup,
+    *,
+    what: str,
+    within: Sequence[Sequence[int]] | None = None,
+    error: Exception | None = None,
+    texts: Mapping[str, str] | None = None,
+    remedy: str | None = None,
+) -> list[dict[str, int]]:
+    """What ``agree`` does once a vote was not unanimous: the same arguments, result and errors."""
+    names = list(facts)
+    rows = _rows(facts, group, error=error, what=what, within=within)
+    for ranks in [range(len(rows))] if within is None else within:
+        require_equal(rows, names, ranks, group, what=what, texts=texts, remedy=remedy)
+    return [dict(zip(names, row, strict=False)) for row in rows]
 
 
 def tell(
@@ -85,36 +100,47 @@ def tell(
     *,
     what: str,
     error: Exception | None = None,
-    within: Sequence[Sequence[int]] | None = None,
 ) -> list[dict[str, int]]:
-    """Every rank's facts, once a vote was not unanimous.
+    """Every rank's facts, of the same names, once a vote was not unanimous.
 
     Args:
         facts: named integers of this rank; at most ``WIDTH``.
         group: the group that has voted.
         what: what the facts describe, for the error message.
         error: what went wrong on this rank, if anything did: then every rank raises.
-        within: lists of ranks that must be at the same call; all by default.
 
     Raises:
         BatchMismatchError: ranks are at different calls.
         RankFailure: another rank reported an error; carries its text. The rank itself raises its own.
     """
+    rows = _rows(facts, group, what=what, error=error, within=None)
+    return [dict(zip(facts, row, strict=False)) for row in rows]
+
+
+def _rows(
+    facts: Mapping[str, int],
+    group: dist.ProcessGroup,
+    *,
+    what: str,
+    error: Exception | None,
+    within: Sequence[Sequence[int]] | None,
+) -> list[list[int]]:
+    """``WIDTH`` numbers of every rank, also those whose names are known to the ranks of one list only."""
     names = list(facts)
     assert len(names) <= WIDTH, names
-    call = fingerprint((what, *names))
-    numbers = [int(error is not None), call, *(facts[name] for name in names)]
-    numbers += [0] * (WIDTH + 2 - len(numbers))
+    numbers = [int(error is not None), fingerprint(what), fingerprint(names), *facts.values()]
+    numbers += [0] * (WIDTH + 3 - len(numbers))
     gathered = [x.tolist() for x in exchange(torch.tensor(numbers, dtype=torch.int64), group)]
     if any(other[0] for other in gathered):
         raise_reported(error, group)
-    for ranks in [range(len(gathered))] if within is None else within:
-        if len({gathered[rank][1] for rank in ranks}) > 1:
-            raise BatchMismatchError(
-                f"{what}: ranks that share one sample are not at the same call, or were given different "
-                f"fields. This rank has: {', '.join(names)}."
-            )
-    return [dict(zip(names, other[2 : 2 + len(names)], strict=True)) for other in gathered]
+    everybody = range(len(gathered))
+    calls = [(1, everybody), *((2, ranks) for ranks in ([everybody] if within is None else within))]
+    if any(len({gathered[rank][at] for rank in ranks}) > 1 for at, ranks in calls):
+        raise BatchMismatchError(
+            f"{what}: ranks are not at the same call, or those that share one sample were given different "
+            f"fields. This rank has: {', '.join(names)}."
+        )
+    return [other[3:] for other in gathered]
 
 
 def exchange(vector: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -191,32 +217,42 @@ def _fold(x: torch.Tensor) -> torch.Tensor:
 
 
 def require_equal(
-    table: list[dict[str, int]],
-    ranks: Iterable[int],
+    rows: Sequence[Sequence[int]],
+    names: Sequence[str],
+    ranks: Sequence[int],
     group: dist.ProcessGroup,
     *,
     what: str,
     texts: Mapping[str, str] | None = None,
     remedy: str | None = None,
 ) -> None:
-    """Refuse facts that differ between ``ranks``; every rank of the group has this table, and comes here.
+    """Refuse facts that differ between ``ranks``; every rank of the group has the rows, and comes here.
+
+    Args:
+        rows: of every rank of the group, equally long.
+        names: of this rank's numbers, from the first on; the same on all of ``ranks``.
+        ranks: of the group.
+        group: all that come here.
+        what: as for ``agree``.
+        texts: as for ``agree``.
+        remedy: as for ``agree``.
 
     Raises:
         BatchMismatchError: naming the first fact that differs, and each rank's value.
     """
-    ranks = list(ranks)
-    for name in table[0]:
-        if len({table[rank][name] for rank in ranks}) > 1:
-            own = table[dist.get_group_rank(group, dist.get_rank())][name]
-            shown: list[str] = [""] * group.size()
-            dist.all_gather_object(shown, (texts or {}).get(name, str(own)), group=group)
-            listed = ", ".join(
-                f"rank {dist.get_global_rank(group, rank)}: {shown[rank]}" for rank in ranks
-            )
-            raise BatchMismatchError(
-                f"{what}: ranks that share one sample disagree on {name} ({listed}). "
-                f"{remedy or _SAME_BATCH}"
-            )
+    differ = [at for at in range(len(rows[0])) if len({rows[rank][at] for rank in ranks}) > 1]
+    if not differ:
+        return
+    at, rank = differ[0], dist.get_group_rank(group, dist.get_rank())
+    name = names[at] if at < len(names) else ""
+    shown = gathered_lists([name, (texts or {}).get(name, str(rows[rank][at]))], group)
+    listed = ", ".join(
+        f"rank {dist.get_global_rank(group, rank)}: {shown[rank][1]}" for rank in ranks
+    )
+    raise BatchMismatchError(
+        f"{what}: ranks that share one sample disagree on {shown[ranks[0]][0]} ({listed}). "
+        f"{remedy or _SAME_BATCH}"
+    )
 
 
 def raise_reported(error: Exception | None, group: dist.ProcessGroup) -> NoReturn:

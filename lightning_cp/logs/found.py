@@ -96,9 +96,9 @@ def _require_same_checks(
     step: Found,
 ) -> None:
     texts = {"checks": ", ".join(step.checks) or "none"}
-    checks = [{"checks": row["checks"]} for row in table]
+    rows = [[row["checks"]] for row in table]
     for of in groups:
-        require_equal(checks, of, group, what="step", texts=texts, remedy=_CALL_ALL)
+        require_equal(rows, ["checks"], of, group, what="step", texts=texts, remedy=_CALL_ALL)
 
 
 def tell_refused(error: Exception, ranks: Ranks) -> None:

@@ -16,10 +16,10 @@ from lightning_cp.batch import (
     shard_batch,
     valid_counts,
 )
-from lightning_cp.comm.agreement import checksum, fingerprint, require_equal, tell
+from lightning_cp.comm.agreement import checksum, find_difference, fingerprint
 from lightning_cp.comm.vote import tally
 from lightning_cp.containers import tensors_of
-from lightning_cp.errors import ConfigError, ShapeError
+from lightning_cp.errors import BatchMismatchError, ConfigError, ShapeError
 from lightning_cp.layout import LayoutChoice, SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.models.facts import PositionFacts, position_facts
@@ -168,10 +168,8 @@ def _agree_on_batch(
     total = tally("batch", group, dissents=dissents, number=number, of=(part, cp), own=own)
     if total is None:
         groups = [range(at * cp, (at + 1) * cp) for at in range(size)]
-        table = tell(facts, group, what="batch", error=error, within=groups)
-        for ranks in groups:
-            require_equal(table, ranks, group, what="batch", texts=texts)
-        total = sum(_EMPTY * row["targets"] + row["ranks without targets"] for row in table)
+        find_difference(facts, group, what="batch", within=groups, error=error, texts=texts)
+        raise BatchMismatchError("batch: the ranks' votes differ, and nothing that they said does.")
     return total // _EMPTY // cp, total % _EMPTY
 
 

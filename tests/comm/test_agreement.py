@@ -107,3 +107,21 @@ def test_an_error_comes_before_a_disagreement() -> None:
 def test_as_many_facts_as_fit() -> None:
     facts = {f"fact {index}": index for index in range(WIDTH)}
     assert run_ranks(2, agree_on, [facts] * 2)[0] == [facts] * 2
+
+
+def test_a_difference_in_names_that_only_one_list_has_is_told_to_all() -> None:
+    """The other list sees no difference in its own names."""
+    facts = [{"tokens": 1}, {"tokens": 1}, {"tokens": 1, "images": 2}, {"tokens": 1, "images": 3}]
+    match = r"disagree on images \(rank 2: 2, rank 3: 3\)"
+    expect_on_every_rank(4, agree_on, facts, pairs=True, error=BatchMismatchError, match=match)
+
+
+def agree_elsewhere(rank: int, world_size: int) -> None:
+    assert dist.group.WORLD is not None
+    what = "the batch" if rank < 2 else "the loader"
+    agree({"tokens": 12}, dist.group.WORLD, what=what, within=PAIRS)
+
+
+def test_lists_at_different_calls_are_refused() -> None:
+    match = "not at the same call"
+    expect_on_every_rank(4, agree_elsewhere, error=BatchMismatchError, match=match)

@@ -217,3 +217,35 @@ def stops_early(rank: int, world_size: int) -> None:
 def test_a_rank_that_fetches_while_another_works() -> None:
     match = "fetched from another loader|not at the same call"
     expect_on_every_rank(2, stops_early, error=BatchMismatchError, match=match)
+
+
+def skips_a_batch(rank: int, world_size: int) -> None:
+    """The second data rank fetches another batch where the first one shards the one it has."""
+    loop = Loop(world_size, FOUR)
+    batches = iter(loop.batches(4))
+    batch = next(batches)
+    if rank < 2:
+        loop.shard(batch)
+    else:
+        next(batches)
+
+
+def test_a_data_rank_that_skips_a_batch() -> None:
+    match = "fetched from another loader|not at the same call"
+    expect_on_every_rank(4, skips_a_batch, error=BatchMismatchError, match=match, timeout=15)
+
+
+def begins_again(rank: int, world_size: int) -> None:
+    """One rank begins another pass where the other one fetches."""
+    loader = Loop(world_size, BROADCAST).batches(4)
+    batches = iter(loader)
+    next(batches)
+    if rank:
+        next(iter(loader))
+    else:
+        next(batches)
+
+
+def test_a_rank_that_begins_another_pass() -> None:
+    match = "fetched from another loader|not at the same call"
+    expect_on_every_rank(2, begins_again, error=BatchMismatchError, match=match, timeout=15)

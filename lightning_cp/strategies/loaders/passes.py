@@ -89,7 +89,7 @@ class Pass(Iterator[Any]):
     def _agree_on_loader(self) -> None:
         group = self._mesh.control_group(Flat.CP)
         if not vote(("a pass begins", self._name), group):
-            table = tell({"loader": self._name}, group, what="loader", within=[])
+            table = tell({"loader": self._name}, group, what="pass begins")
             refuse_other_calls([row["loader"] for row in table], self._name, group)
 
     def _fetch(self) -> _Fetched:
@@ -126,7 +126,7 @@ class Pass(Iterator[Any]):
             "status": fetched.status,
             "first": _mark(fetched.batch) if watches else 0,
         }
-        table = tell(facts, group, what="loader", within=[], error=fetched.error)
+        table = tell(facts, group, what="loader", error=fetched.error)
         refuse_other_calls([row["loader"] for row in table], self._name, group)
         places = {
             status: [at for at, row in enumerate(table) if row["status"] == status]

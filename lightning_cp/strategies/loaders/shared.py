@@ -97,7 +97,7 @@ class SharedLoader(LoaderProxy):
         except Exception as refused:
             error = refused
         group = mesh.control_group(Flat.LOSS)
-        table = agree({"batches": own}, group, what="loader", within=[], error=error)
+        table = agree({"batches": own}, group, what="loader's length", within=[], error=error)
         lengths = [row["batches"] for row in table]
         refuse_lengths(lengths, group, mesh.cp_size, training=training, at_most=at_most)
         self._length = lengths[mesh.data_rank * mesh.cp_size]
