@@ -82,7 +82,8 @@ class ModuleLog:
                 show(value.to(loss))
 
         name = f"of shape {tuple(loss.shape)}"
-        self._calls.add(Call(name, Kind.MEAN, [loss], emit, STEP_LOSS))
+        where = STEP_LOSS if loss.requires_grad else f"{STEP_LOSS}, without a graph"
+        self._calls.add(Call(name, Kind.MEAN, [loss], emit, where))
 
     # -- from the strategy and the callback --------------------------------------------------------
 

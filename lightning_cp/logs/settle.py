@@ -43,7 +43,8 @@ class Kind(Enum):
 
 
 STEP_LOSS = "the step's loss"
-"""In the place of a hook: the call is what a step returned. All ranks go through backward, or none."""
+"""In the place of a hook, or what it begins with: the call is what a step returned. Ranks go through
+backward together."""
 
 
 @dataclass
@@ -118,7 +119,7 @@ class StepLog:
         )
         lists = agree_on_calls(own, ranks, flat, to_backward=to_backward)
         if not _losses_fit(lists, mesh.cp_size):
-            calls = [call for call in calls if call.where != STEP_LOSS]
+            calls = [call for call in calls if not call.where.startswith(STEP_LOSS)]
         calls += self._joined(own, lists)
         _settle_ratios(sorted(filter(_is_ratio, calls), key=_key), mesh, flat)
         first = 0 if flat is Flat.CP else mesh.data_rank * mesh.cp_size
@@ -210,10 +211,13 @@ def _is_ratio(call: Call) -> bool:
 
 
 def _losses_fit(lists: list[list[Any]], cp_size: int) -> bool:
-    """Whether every rank has a loss that is shown; the shape is each data rank's own."""
-    losses = [{key for key, _, where, *_ in one if where == STEP_LOSS} for one in lists]
+    """Whether all have a loss that is shown, and all or none a graph; the shape is each data rank's own."""
+    losses = [
+        {key: where for key, _, where, *_ in one if where.startswith(STEP_LOSS)} for one in lists
+    ]
     groups = [losses[first : first + cp_size] for first in range(0, len(losses), cp_size)]
-    return all(set.intersection(*group) for group in groups)
+    kinds = {where for one in losses for where in one.values()}
+    return len(kinds) == 1 and all(set.intersection(*map(set, group)) for group in groups)
 
 
 def _settle_ratios(calls: list[Call], mesh: ContextParallelMesh, flat: Flat) -> None:

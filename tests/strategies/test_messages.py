@@ -150,6 +150,22 @@ class OfAnotherShape(PlainModule):
         return loss if dist.get_rank() else loss[None]
 
 
+class WithoutGraph(PlainModule):
+    """Returns a number on one rank, which has targets."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss if dist.get_rank() else torch.tensor(0.0)
+
+
+class WithoutGraphInOneGroup(PlainModule):
+    """Returns a number on the ranks that share the first sample."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss if dist.get_rank() > 1 else torch.tensor(0.0)
+
+
 class WithoutLossInOneGroup(PlainModule):
     """Returns none on the ranks that share the first sample."""
 
@@ -188,13 +204,15 @@ def test_what_one_rank_finds_in_a_step_is_told_to_all(kind: Any, stage: str) -> 
         assert "LlamaForCausalLM returns another loss" in str(error)
 
 
-@pytest.mark.parametrize("kind", [WithoutLoss, OfAnotherShape])
+@pytest.mark.parametrize("kind", [WithoutLoss, OfAnotherShape, WithoutGraph])
 def test_losses_that_do_not_fit_are_refused_on_every_rank(kind: Any) -> None:
     match = "training_step returned no loss"
     expect_on_every_rank(2, refused, kind, error=ConfigError, match=match, timeout=20)
 
 
-@pytest.mark.parametrize("kind", [WithoutLoss, WithoutLossInOneGroup, OfAnotherShape])
+@pytest.mark.parametrize(
+    "kind", [WithoutLoss, WithoutLossInOneGroup, OfAnotherShape, WithoutGraphInOneGroup]
+)
 def test_losses_of_one_data_rank_that_do_not_fit_are_refused_by_all(kind: Any) -> None:
     match = "training_step returned no loss"
     expect_on_every_rank(4, refused, kind, error=ConfigError, match=match, timeout=15)
@@ -234,6 +252,25 @@ class AsksAlone(HFModule):
 def test_a_call_that_one_rank_refuses_is_told_before_attention() -> None:
     match = "output_attentions=True"
     expect_on_every_rank(2, refused, AsksAlone, error=LightningCPError, match=match, timeout=20)
+
+
+class AveragesOnTheWay(AsksAlone):
+    """Ranks exchange something between the refused call and the one of the model inside."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model.model.register_forward_pre_hook(self._exchange)
+
+    def _exchange(self, model: Any, args: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        strategy.average(torch.zeros(()))
+        strategy.unshard(torch.zeros(1, 31), 1)
+
+
+def test_a_call_that_one_rank_refuses_is_told_before_values_are_exchanged() -> None:
+    match = "output_attentions=True"
+    error = LightningCPError
+    expect_on_every_rank(2, refused, AveragesOnTheWay, error=error, match=match, timeout=15)
 
 
 class LearnsElsewhere(PlainModule):
