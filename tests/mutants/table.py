@@ -18,12 +18,14 @@ from tests.mutants.in_exchanges import EXCHANGE_MUTANTS
 from tests.mutants.in_kernels import KERNEL_MUTANTS
 from tests.mutants.in_layouts import LAYOUT_MUTANTS
 from tests.mutants.in_triton import TRITON_MUTANTS
+from tests.mutants.in_votes import VOTE_MUTANTS
 from tests.mutants.mutant import Mutant
 
 EVERY = (
     *LAYOUT_MUTANTS,
     *EXCHANGE_MUTANTS,
     *KERNEL_MUTANTS,
+    *VOTE_MUTANTS,
     *(TRITON_MUTANTS if is_installed() else ()),  # without Triton their tests are skipped
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}
