@@ -55,7 +55,7 @@ def tally(
         part, members = of
         ballot += _ballot((part, own), rank % members, members)
     if dissents:
-        ballot += _hash(("dissents", rank))
+        ballot += hashed(("dissents", rank))
     numbers = torch.tensor([_wrapped(ballot), number], dtype=torch.int64)
     with named("agreement"):
         dist.all_reduce(numbers, group=group)
@@ -65,12 +65,14 @@ def tally(
 
 def _ballot(value: object, rank: int, size: int) -> int:
     """Adds up to 0 (modulo 2**64) over ranks that have the same value, and hardly ever over others."""
-    return _hash(value) * (1 if rank else 1 - size)
+    return hashed(value) * (1 if rank else 1 - size)
 
 
-def _hash(value: object) -> int:
+def hashed(value: object) -> int:
+    """64 bits of a hash of ``repr(value)``, equal across processes; an int64 holds them."""
     data = repr(value).encode()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _wrapped(number: int) -> int:

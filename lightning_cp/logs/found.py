@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from lightning_cp.comm.agreement import fingerprint, gathered_lists, require_equal, tell
-from lightning_cp.comm.vote import tally
+from lightning_cp.comm.agreement import gathered_lists, require_equal, tell
+from lightning_cp.comm.vote import hashed, tally
 from lightning_cp.mesh import ContextParallelMesh, Flat
 
 _log = logging.getLogger(__name__)
@@ -73,8 +73,8 @@ def agree_on_calls(
     if votes is not None:
         step.compared()
         return [own] * group.size()
-    marks = {"calls of log": fingerprint(own), "checks": fingerprint(step.checks)}
-    marks["gradients"] = fingerprint(step.need_gradients)
+    marks = {"calls of log": hashed(own), "checks": hashed(step.checks)}
+    marks["gradients"] = hashed(step.need_gradients)
     table = tell(marks, group, what="step", error=error)
     groups = [range(at, at + mesh.cp_size) for at in range(0, len(table), mesh.cp_size)]
     _require_same_checks(table, groups, group, step)

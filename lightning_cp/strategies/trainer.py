@@ -280,7 +280,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
 
 _SKIPPED = (
     "training_step returned no loss (None) on some rank, none of one shape on all that share a sample, or on "
-    "some ranks only one that is computed from the model (and not torch.tensor(0.)). None skips a batch in one "
+    "some ranks only one that is computed from the model (not torch.tensor(0.)). None skips a batch in one "
     "process only: ranks have to go through backward together. Leave such batches out in the dataset, or "
     "return a loss of which all labels are -100: it adds nothing."
 )
