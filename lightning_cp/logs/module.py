@@ -98,8 +98,9 @@ class ModuleLog:
                 yield
         except BaseException as error:
             self._calls.drop()
-            if to_backward and error is self._core.refused:
-                tell_refused(error, self._core)
+            refused = self._core.refused
+            if to_backward and refused is not None and error is refused:
+                tell_refused(refused, self._core)
             raise
         self._settle_step(training, to_backward)
         self._calls.is_open = training and self._hooks_log
