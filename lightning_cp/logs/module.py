@@ -98,7 +98,7 @@ class ModuleLog:
                 yield
         except BaseException as error:
             self._calls.drop()
-            refused = self._core.refused
+            refused = self._core.take_refused()
             if to_backward and refused is not None and error is refused:
                 tell_refused(refused, self._core)
             raise

@@ -36,8 +36,7 @@ class Checks:
         self._mesh = mesh
         self._gathers = False
         self._waiting = Waiting()
-        self.refused: Exception | None = None
-        """What this rank raised when all ranks of the cp group knew that the step had failed."""
+        self._refused: Exception | None = None
 
     def agreed(self, what: str, check: Callable[[], T], *, more_follow: bool = False) -> T:
         """Run a check that this rank's own tokens decide; every rank of the cp group must come here.
@@ -81,7 +80,7 @@ class Checks:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """A block at whose end ranks agree, also on what ``take`` gives."""
+        """A block at whose end ranks agree, also on what ``take`` and ``take_refused`` give."""
         self._gathers = True
         try:
             yield
@@ -104,7 +103,8 @@ class Checks:
             if error is not None:
                 raise error
         except Exception as refused:
-            self.refused = refused
+            if self._gathers:  # nobody else takes it, and it keeps all frames of the step alive
+                self._refused = refused
             raise
 
     def take(self) -> Waiting:
@@ -112,6 +112,11 @@ class Checks:
         taken, self._waiting = self._waiting, Waiting()
         return taken
 
+    def take_refused(self) -> Exception | None:
+        """What this rank raised when all ranks of the cp group knew that the step had failed."""
+        refused, self._refused = self._refused, None
+        return refused
+
     def drop(self) -> None:
         """The step is over, or failed."""
-        self._waiting, self.refused = Waiting(), None
+        self._waiting, self._refused = Waiting(), None

@@ -64,10 +64,9 @@ class StepValues(RunMesh):
 
         return Found(waiting.names, waiting.error, needs, compared, refuse_gradients)
 
-    @property
-    def refused(self) -> Exception | None:
+    def take_refused(self) -> Exception | None:
         """What this rank raised when all ranks that share a sample knew that the step had failed."""
-        return None if self._handle is None else self._handle.checks.refused
+        return None if self._handle is None else self._handle.checks.take_refused()
 
     def _before_data(self) -> None:
         """Ranks are about to exchange something, maybe between a model's call and the one inside it."""

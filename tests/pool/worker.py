@@ -154,6 +154,7 @@ class _Worker:
 
     def _regroup(self, request: Regroup) -> bytes:
         self.group = None
+        gc.collect()  # a case that failed left cycles: its frames and its error
         if dist.is_initialized():
             dist.destroy_process_group()
         if request.world_size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from lightning_cp.errors import ConfigError, LightningCPError, RankFailure
@@ -239,6 +241,24 @@ def one_call(rank: int, world_size: int) -> None:
 def test_without_a_trainer_checks_are_told_at_once() -> None:
     match = "LlamaForCausalLM returns another loss"
     expect_on_every_rank(2, one_call, error=LightningCPError, match=match, timeout=20)
+
+
+def refuse_and_forget(rank: int, world_size: int) -> tuple[bool, str]:
+    """Whether the model attends with PyTorch's own function after its strategy is gone."""
+    before = F.scaled_dot_product_attention
+    error = ""
+    try:
+        one_call(rank, world_size)
+    except LightningCPError as refused:
+        error = str(refused)
+    gc.collect()
+    return F.scaled_dot_product_attention is before, error
+
+
+def test_a_refused_call_does_not_keep_its_strategy_alive() -> None:
+    for undone, error in run_ranks(2, refuse_and_forget, timeout=20):
+        assert "LlamaForCausalLM returns another loss" in error
+        assert undone
 
 
 class AsksAlone(HFModule):
