@@ -1,4 +1,4 @@
-"""One folder for a run whose ranks were all started by torchrun or SLURM.
+"""The folder of a run: one that can be made, and only one where torchrun or SLURM started the ranks.
 
 Hydra names a run's folder after the time of day, and every rank asks. Where Lightning starts the other ranks
 it tells them the folder; where a cluster does, only the first rank's is used, and the others get one that is
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+
+from lightning_cp.errors import ConfigError
 
 
 @contextmanager
@@ -19,13 +22,35 @@ def one_folder(arguments: list[str]) -> Iterator[None]:
 
     Args:
         arguments: ``sys.argv``, which is added to in ranks that a cluster has started.
+
+    Raises:
+        SystemExit: the folder cannot be made; says why.
     """
+    try:
+        check_folder(arguments)
+    except ConfigError as refused:
+        raise SystemExit(f"ConfigError: {refused}") from None
     if rank_of_cluster(os.environ) == 0:
         yield
         return
     with tempfile.TemporaryDirectory() as folder:
         arguments += ["hydra.output_subdir=null", f"hydra.run.dir={folder}"]
         yield
+
+
+def check_folder(arguments: Sequence[str]) -> None:
+    """Refuse a folder for the run that is a file or in one: Hydra makes it, and would fail with a traceback.
+
+    Raises:
+        ConfigError: that; names the file.
+    """
+    for name, equals, given in (x.partition("=") for x in arguments):
+        if not equals or name not in ("hydra.run.dir", "hydra.sweep.dir"):
+            continue
+        folder = Path(given)
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if not there.is_dir():
+            raise ConfigError(f"{name}={given} cannot be made: {there} is a file.")
 
 
 def rank_of_cluster(environment: Mapping[str, str]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.config_files import config_dir
-from lightning_cp.errors import ConfigError, LightningCPError
+from lightning_cp.errors import LightningCPError
 from lightning_cp.run_folder import one_folder
 
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
@@ -63,19 +62,6 @@ def main(config: DictConfig) -> None:
         raise SystemExit(INTERRUPTED) from None
 
 
-def check_folder(arguments: Sequence[str]) -> None:
-    """Refuse a folder for the run that is a file or in one: Hydra makes it, and would fail with a traceback.
-
-    Raises:
-        ConfigError: that; names the file.
-    """
-    for given in (x.partition("=")[2] for x in arguments if x.startswith("hydra.run.dir=")):
-        folder = Path(given)
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        if not there.is_dir():
-            raise ConfigError(f"hydra.run.dir={given} cannot be made: {there} is a file.")
-
-
 def _told(error: Exception) -> str:
     if not isinstance(error, LightningCPError):
         return "A rank failed, as shown above; suites that were done are kept."
@@ -84,9 +70,5 @@ def _told(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        check_folder(sys.argv)
-    except ConfigError as refused:
-        raise SystemExit(f"ConfigError: {refused}") from None
     with one_folder(sys.argv):
         main()

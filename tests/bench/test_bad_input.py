@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from lightning_cp.bench import suites
-from lightning_cp.bench.__main__ import bench, check_folder
+from lightning_cp.bench.__main__ import bench
 from lightning_cp.bench.case import Case
 from lightning_cp.bench.modes import ModeRow, measure_modes, row_of
 from lightning_cp.bench.processes import Launched, launched
@@ -91,14 +91,6 @@ def test_before_any_process_is_started(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match="1000 or 1004 works"):
         bench(config, tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for path in ("file", "file/run"):
-        with pytest.raises(ConfigError, match=r"hydra.run.dir=.* cannot be made: .*file is a file"):
-            check_folder(["bench", f"hydra.run.dir={tmp_path / path}"])
-    check_folder(["bench", f"hydra.run.dir={tmp_path / 'new' / 'run'}", "hydra.run.dir=new"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,10 +1,12 @@
-"""Mistakes in how ranks agree: votes that cancel, and differences that nobody looks for."""
+"""Mistakes in how ranks agree and in what they keep of it: differences that nobody looks for."""
 
 from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
 VOTE = "lightning_cp/comm/vote.py"
+HANDLE = "lightning_cp/models/handle.py"
+PLANS = "tests/models/test_plans.py::test_calls_that_differ_in_anything_have_plans_of_their_own"
 
 VOTE_MUTANTS = (
     Mutant(
@@ -38,6 +40,22 @@ VOTE_MUTANTS = (
         "calls = [*(",
         ("tests/comm/test_agreement.py::test_lists_at_different_calls_are_refused",),
         "Data ranks at different agreements take each other's answers for their own.",
+    ),
+    Mutant(
+        "one plan for all masks",
+        HANDLE,
+        "*(id(value) if isinstance(value, torch.Tensor) else value for value in values),",
+        "*(id(value) for value in values if isinstance(value, torch.Tensor)),",
+        (PLANS,),
+        "A layer with a window attends as the one before it, without.",
+    ),
+    Mutant(
+        "one plan for all sinks",
+        HANDLE,
+        "*(id(value) if isinstance(value, torch.Tensor) else value for value in values),",
+        "*(value for value in values if not isinstance(value, torch.Tensor)),",
+        (PLANS,),
+        "Every layer has the first one's sinks.",
     ),
 )
 """All seeded mutants of agreements.
