@@ -95,8 +95,8 @@ def all_cells(grid: Grid, kernel: str) -> list[Problem]:
         pytest.param(
             *(grid, kernel),
             id=f"{grid}-{kernel}",
-            # Eight ranks on a small machine: the long suite has them in every combination.
-            marks=pytest.mark.slow if grid.world_size == 8 and kernel == "reference" else (),
+            # Many ranks on a small machine: the long suite has them in every combination.
+            marks=pytest.mark.slow if grid.world_size > 4 and kernel == "reference" else (),
         )
         for grid in GRIDS
         for kernel in KERNELS
