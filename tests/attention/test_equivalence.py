@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.attention.checking import SINGLE, check
-from tests.attention.matrix import matrix_cells
+from tests.attention.matrix import matrix, matrix_cells
 from tests.attention.problems import EVERY, GRIDS, HEADS, SEQUENCES, Grid, Problem
 
 Change = dict[str, Any]
@@ -89,21 +89,36 @@ def all_cells(grid: Grid, kernel: str) -> list[Problem]:
     return [Problem(*part) for part in parts]
 
 
+MANY = [grid for grid in GRIDS if grid.world_size > 4]
+"""More ranks than a small machine has time for, with the slower kernel."""
+
+
 @pytest.mark.parametrize(
     ("grid", "kernel"),
     [
-        pytest.param(
-            *(grid, kernel),
-            id=f"{grid}-{kernel}",
-            # Many ranks on a small machine: the long suite has them in every combination.
-            marks=pytest.mark.slow if grid.world_size > 4 and kernel == "reference" else (),
-        )
+        pytest.param(grid, kernel, id=f"{grid}-{kernel}")
         for grid in GRIDS
         for kernel in KERNELS
+        if kernel == "aten" or grid not in MANY
     ],
 )
 def test_equals_dense(grid: Grid, kernel: str) -> None:
     check(default_cells(grid, kernel), grid, kernel)
+
+
+@pytest.mark.parametrize(
+    "grid", [grid for grid in GRIDS if "A4" in matrix(grid, "reference")], ids=str
+)
+def test_windows_on_eight_ranks(grid: Grid) -> None:
+    """What the other kernel leaves of the matrix."""
+    exact = matrix(grid, "reference")["A4"]
+    check([cell for cell in exact if cell.window != (-1, -1)], grid, "reference")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", MANY, ids=str)
+def test_many_ranks_equal_dense(grid: Grid) -> None:
+    check(default_cells(grid, "reference"), grid, "reference")
 
 
 @pytest.mark.slow
