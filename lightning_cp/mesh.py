@@ -222,9 +222,9 @@ def _gloo_mesh(
     ranks = torch.arange(math.prod(sizes)).view(sizes)
     alone = world
     if world.size() > 1 and 1 in sizes:
-        made = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        assert isinstance(made, dist.ProcessGroup)
-        alone = made
+        # Not with use_local_synchronization: it names groups by ranks and how many groups there are, which
+        # is the name of a group that still exists once another one was destroyed.
+        alone = _group_of(ranks.reshape(-1, 1))
     by_size = {1: alone, world.size(): world}
     groups = [
         by_size[size] if size in by_size else _group_of(ranks.movedim(dim, -1).reshape(-1, size))

@@ -192,6 +192,19 @@ def test_meshes_do_not_share_groups() -> None:
     run_ranks(2, make_two)
 
 
+def make_between_others(rank: int, world_size: int) -> None:
+    first = ContextParallelMesh(ring_size=2)
+    second = ContextParallelMesh(ring_size=2)
+    first.destroy()
+    third = ContextParallelMesh(ring_size=2)
+    second.destroy()
+    third.destroy()
+
+
+def test_a_mesh_is_made_while_another_lives_and_a_third_is_gone() -> None:
+    run_ranks(2, make_between_others)
+
+
 def twin(rank: int, world_size: int) -> list[int]:
     """What a mesh on CUDA adds: a gloo group for each of its groups of one kind."""
     mesh = ContextParallelMesh(ring_size=2, data_parallel_shard_size=2)
