@@ -8,6 +8,7 @@ x ulysses (ranks that share a sample), ``fsdp`` = dp_shard x cp, ``data`` = dp_r
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -81,6 +82,10 @@ class ContextParallelMesh:
         if device_type == "cuda" and ring_size > 1:
             _warm_up(self._groups[Axis.RING], torch.device("cuda", torch.cuda.current_device()))
         self._destroyed = False
+        # PyTorch's meshes refer to each other in circles, and to their groups.
+        registries = [getattr(mesh, "_pg_registry", {}) for mesh in self._meshes.values()]
+        registries.append(getattr(self.device_mesh, "_pg_registry", {}))
+        self._let_go = weakref.finalize(self, _let_go, self._groups, self._control, *registries)
 
     @property
     def ring_size(self) -> int:
@@ -184,7 +189,8 @@ class ContextParallelMesh:
             if group in known:  # the world's end takes all groups along
                 dist.destroy_process_group(group)
         # Threads and sockets of a group live as long as somebody refers to it.
-        self._groups, self._control, self._meshes = {}, {}, {}
+        self._let_go()
+        self._meshes = {}
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
@@ -238,6 +244,16 @@ def _group_of(partition: torch.Tensor) -> dist.ProcessGroup:
     own, _ = dist.new_subgroups_by_enumeration(partition.tolist())
     assert isinstance(own, dist.ProcessGroup)
     return own
+
+
+def _let_go(*groups: dict[Any, dist.ProcessGroup]) -> None:
+    """Refer to no group any more, at the latest when Python exits.
+
+    A gloo group that outlives that can abort the process ("terminate called without an active exception"),
+    where another rank had gone before.
+    """
+    for by_axis in groups:
+        by_axis.clear()
 
 
 def _member(axis: Axis | Flat | str) -> Axis | Flat:

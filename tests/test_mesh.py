@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -203,6 +207,38 @@ def make_between_others(rank: int, world_size: int) -> None:
 
 def test_a_mesh_is_made_while_another_lives_and_a_third_is_gone() -> None:
     run_ranks(2, make_between_others)
+
+
+HELD = """
+import atexit
+
+atexit.register(lambda: print(*(group() is None for group in seen)))  # after all that is registered later
+
+import sys
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from lightning_cp import ContextParallelMesh
+
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+torch.held = ContextParallelMesh()
+seen = [weakref.ref(torch.held.group(axis)) for axis in ("ring", "loss")]
+dist.destroy_process_group()
+print(*(group() is None for group in seen))
+"""
+
+
+def test_no_group_outlives_a_program_that_keeps_its_mesh(tmp_path: Path) -> None:
+    """It would abort the process, where another rank had gone before."""
+    command = [sys.executable, "-W", "ignore", "-c", HELD, str(tmp_path / "store")]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["False", "False", "True", "True"]
 
 
 def twin(rank: int, world_size: int) -> list[int]:
