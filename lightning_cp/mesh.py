@@ -85,7 +85,9 @@ class ContextParallelMesh:
         # PyTorch's meshes refer to each other in circles, and to their groups.
         registries = [getattr(mesh, "_pg_registry", {}) for mesh in self._meshes.values()]
         registries.append(getattr(self.device_mesh, "_pg_registry", {}))
-        self._let_go = weakref.finalize(self, _let_go, self._groups, self._control, *registries)
+        self._let_go = weakref.finalize(
+            *(self.device_mesh, _let_go, self._groups, self._control, *registries)
+        )
 
     @property
     def ring_size(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
@@ -239,6 +240,20 @@ def test_no_group_outlives_a_program_that_keeps_its_mesh(tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False", "False", "True", "True"]
+
+
+def keep_what_pytorch_knows(rank: int, world_size: int) -> None:
+    mesh = ContextParallelMesh(ring_size=2)
+    kept = mesh.axis_mesh(Flat.FSDP)
+    del mesh
+    gc.collect()
+    for compiling in (False, True):  # it is looked up elsewhere then
+        with mock.patch.object(torch.compiler, "is_compiling", return_value=compiling):
+            assert kept.get_group().size() == 2
+
+
+def test_a_device_mesh_outlives_what_made_it() -> None:
+    run_ranks(2, keep_what_pytorch_knows)
 
 
 def twin(rank: int, world_size: int) -> list[int]:
