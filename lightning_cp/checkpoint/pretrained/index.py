@@ -1,0 +1,160 @@
+"""The files of a checkpoint and the tensors in them: plain names inside one directory, nothing else."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from lightning_cp.checkpoint.pretrained.header import (
+    HEADER_LIMIT,
+    Entry,
+    open_regular,
+    parse,
+    read_header,
+)
+from lightning_cp.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a directory holds, by the names in it."""
+
+    path: Path
+    entries: dict[str, Entry]
+
+    @property
+    def files(self) -> list[Path]:
+        """In order."""
+        return sorted({entry.file for entry in self.entries.values()})
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(entry.nbytes for entry in self.entries.values())
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read and check every header of a checkpoint; no tensor is touched.
+
+    Args:
+        path: a directory with ``model.safetensors`` or ``model.safetensors.index.json``, or such a file.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, not safetensors, or leads out of its directory.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointError(
+            f"there is no checkpoint at {_shown(path)}. Give a directory with {SINGLE} or {INDEX}. Names of "
+            "the Hugging Face hub are not fetched from here: huggingface_hub.snapshot_download gives a "
+            "directory."
+        )
+    if path.is_dir():
+        chosen = _of_directory(path)
+    else:
+        path, chosen = path.parent, path
+    if chosen.suffix in PICKLES:
+        _refuse_pickle(chosen)
+    files = _indexed(chosen) if chosen.name.endswith(".json") else {chosen.name: None}
+    entries: dict[str, Entry] = {}
+    for name in sorted(files):
+        held = read_header(_inside(path, name))
+        for key in files[name] or ():
+            if key not in held:
+                _refuse(chosen, f"it says that {key!r} is in {name}, which does not hold it")
+        for key, entry in held.items():
+            if key in entries:
+                _refuse(chosen, f"{key!r} is in two files, {entries[key].file.name} and {name}")
+            entries[key] = entry
+    return Checkpoint(path, entries)
+
+
+def _of_directory(path: Path) -> Path:
+    """The file of a directory to begin with."""
+    single, index = path / SINGLE, path / INDEX
+    if single.is_file() and index.is_file():
+        _refuse(
+            path, f"there are {SINGLE} and {INDEX}; give the path of the one that is to be loaded"
+        )
+    if single.exists() or index.exists():
+        return single if single.exists() else index
+    others = sorted(path.glob("*.safetensors"))
+    if len(others) == 1:
+        return others[0]
+    pickles = [x for x in sorted(path.iterdir()) if x.suffix in PICKLES]
+    if pickles and not others:
+        _refuse_pickle(pickles[0])
+    what = f"there is neither {SINGLE} nor {INDEX}"
+    if others:
+        what = f"there are {len(others)} files such as {others[0].name}, and no {INDEX}"
+    return _refuse(path, what)
+
+
+def _indexed(index: Path) -> dict[str, list[str] | None]:
+    """File -> keys, as the index says."""
+    try:
+        with open_regular(index) as stream:
+            text = stream.read(HEADER_LIMIT + 1)
+    except OSError as error:
+        _refuse(index, f"it cannot be read ({error.strerror})")
+    if len(text) > HEADER_LIMIT:
+        _refuse(index, f"it has more than {HEADER_LIMIT:,} bytes")
+    said = parse(index, text).get("weight_map")
+    if not isinstance(said, dict) or not said:
+        _refuse(index, "it has no weight_map")
+    files: dict[str, list[str] | None] = {}
+    for key, name in said.items():
+        if not isinstance(name, str):
+            _refuse(index, f"the file of {key!r} is {str(name)[:80]}, not a name")
+        if name in ("", ".", "..") or any(mark in name for mark in "/\\\0:"):
+            _refuse(index, f"the file of {key!r} is {name!r}: only plain names are followed")
+        if not name.endswith(".safetensors"):
+            _refuse(index, f"the file of {key!r} is {name!r}, which is not a safetensors file")
+        keys = files.setdefault(name, [])
+        assert keys is not None
+        keys.append(key)
+    return files
+
+
+def _inside(directory: Path, name: str) -> Path:
+    """A file of the directory; links may stay inside, or lead to the blobs of the hub's own cache."""
+    file = directory / name
+    if not os.path.lexists(file):
+        _refuse(directory, f"{name} is named, but there is no such file")
+    real = file.resolve()
+    if not real.exists():
+        _refuse(directory, f"{name} is a link to a file that is not there")
+    if not any(real.is_relative_to(root) for root in _roots(directory)):
+        _refuse(directory, f"{name} is a link that leads out of the directory")
+    return file
+
+
+def _roots(directory: Path) -> list[Path]:
+    """The directory; in the hub's cache, ``models--x/snapshots/y`` links to ``models--x/blobs``."""
+    real = directory.resolve()
+    cached = real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--")
+    return [real, real.parent.parent / "blobs"] if cached else [real]
+
+
+def _refuse_pickle(file: Path) -> NoReturn:
+    raise CheckpointError(
+        f"{file.name} is refused: such files are pickles, which can run any code when they are read. Only "
+        "safetensors are loaded from outside. If you trust who made it, convert it once: "
+        "AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path). A checkpoint of a training "
+        "run is resumed with ckpt_path=."
+    )
+
+
+def _shown(path: Path) -> str:
+    """Of a path, what may stand in a report: not where somebody's home is."""
+    return repr(os.path.join(*path.parts[-2:])) if path.is_absolute() else repr(str(path))  # noqa: PTH118
+
+
+def _refuse(path: Path, what: str) -> NoReturn:
+    raise CheckpointError(f"the checkpoint {path.name!r} is refused: {what}. Nothing was loaded.")

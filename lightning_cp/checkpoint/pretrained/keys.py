@@ -1,0 +1,152 @@
+"""Which tensors of a checkpoint a parameter is made of: prefixes, other names, fused projections.
+
+A user's ``keys`` maps parameter names to checkpoint keys. ``*`` stands for anything without a dot, and
+``+`` joins what lies side by side along one dimension::
+
+    {"blocks.*.qkv.weight": "model.layers.*.self_attn.q_proj.weight + model.layers.*.self_attn.k_proj.weight"}
+    {"q.weight + k.weight + v.weight": "qkv.weight"}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_cp.checkpoint.pretrained.header import Entry
+from lightning_cp.errors import CheckpointError, ConfigError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint tensor, or a part of it along one dimension, that fills a part of a parameter."""
+
+    entry: Entry
+    dim: int = 0
+    entry_start: int = 0
+    start: int = 0
+    """Where it begins in the parameter, along ``dim``."""
+    length: int | None = None
+    """Along ``dim``; ``None``: the whole tensor is the whole parameter."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of ``keys``: at least one side has one name only."""
+
+    parameters: tuple[str, ...]
+    sources: tuple[str, ...]
+
+    def names(self, name: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+        """The parameters and checkpoint keys that go together, if ``name`` is one of the former."""
+        for pattern in self.parameters:
+            found = re.fullmatch(_regex(pattern), name)
+            if found is not None:
+                filled = [tuple(_fill(x, found.groups()) for x in side) for side in self._sides]
+                return filled[0], filled[1]
+        return None
+
+    @property
+    def _sides(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return self.parameters, self.sources
+
+
+def rules_of(keys: Mapping[str, str] | None) -> tuple[Rule, ...]:
+    """Read ``keys``.
+
+    Raises:
+        ConfigError: something else than text, several on both sides, or stars that do not match.
+    """
+    rules: list[Rule] = []
+    for left, right in (keys or {}).items():
+        if not isinstance(left, str) or not isinstance(right, str):
+            raise ConfigError(f"keys maps text to text, got {left!r}: {right!r}.")
+        sides = [tuple(part.strip() for part in side.split(" + ")) for side in (left, right)]
+        if min(map(len, sides)) > 1 or not all(all(side) for side in sides):
+            raise ConfigError(
+                f"keys joins several names by ' + ' on one side only, got {left!r}: {right!r}."
+            )
+        stars = {part.count("*") for side in sides for part in side}
+        if len(stars) > 1:
+            raise ConfigError(
+                f"every name of a line of keys has as many stars as the others, got {left!r}: {right!r}."
+            )
+        rules.append(Rule(sides[0], sides[1]))
+    return tuple(rules)
+
+
+def names_for(name: str, rules: Iterable[Rule]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Parameters that share checkpoint tensors with ``name`` (itself among them), and those tensors."""
+    for rule in rules:
+        found = rule.names(name)
+        if found is not None:
+            return found
+    return (name,), (name,)
+
+
+def sources_of(
+    name: str, shapes: Mapping[str, Shape], entries: Mapping[str, Entry], rules: Sequence[Rule]
+) -> tuple[Source, ...]:
+    """What fills a parameter; all keys are there already.
+
+    Args:
+        name: of the parameter.
+        shapes: of all parameters.
+        entries: of the checkpoint.
+        rules: the user's.
+
+    Raises:
+        CheckpointError: shapes that do not fit, naming both.
+    """
+    parameters, keys = names_for(name, rules)
+    shape, parts = shapes[name], [entries[key] for key in keys]
+    if len(parts) == len(parameters) == 1:
+        if parts[0].shape != shape:
+            raise CheckpointError(
+                f"{name} has shape {list(shape)}, but {keys[0]!r} in {parts[0].file.name} has "
+                f"{list(parts[0].shape)}. Build the model from the configuration that the checkpoint came "
+                "with."
+            )
+        return (Source(parts[0]),)
+    if len(parts) > 1:
+        dim = _joined(shape, [part.shape for part in parts], f"{name} <- {' + '.join(keys)}")
+        starts = _starts([part.shape[dim] for part in parts])
+        return tuple(
+            Source(part, dim, 0, start, part.shape[dim])
+            for part, start in zip(parts, starts, strict=True)
+        )
+    sizes = [shapes[other] for other in parameters]
+    dim = _joined(parts[0].shape, sizes, f"{' + '.join(parameters)} <- {keys[0]}")
+    start = _starts([size[dim] for size in sizes])[parameters.index(name)]
+    return (Source(parts[0], dim, start, 0, shape[dim]),)
+
+
+def _joined(whole: Shape, parts: Sequence[Shape], what: str) -> int:
+    """The dimension along which the parts make up the whole."""
+    for dim in range(len(whole)):
+        rests = {(*part[:dim], *part[dim + 1 :]) for part in parts if len(part) == len(whole)}
+        if (
+            len({len(part) for part in parts} | {len(whole)}) == 1
+            and rests == {(*whole[:dim], *whole[dim + 1 :])}
+            and sum(part[dim] for part in parts) == whole[dim]
+        ):
+            return dim
+    raise CheckpointError(
+        f"{what}: shapes {', '.join(str(list(part)) for part in parts)} side by side do not make "
+        f"{list(whole)} along any dimension."
+    )
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return [sum(sizes[:at]) for at in range(len(sizes))]
+
+
+def _regex(pattern: str) -> str:
+    return r"([^.]+)".join(re.escape(part) for part in pattern.split("*"))
+
+
+def _fill(pattern: str, values: Sequence[str]) -> str:
+    parts = pattern.split("*")
+    return "".join(part + value for part, value in zip(parts, (*values, ""), strict=True))

@@ -1,0 +1,268 @@
+"""``load_pretrained``: a Hugging Face checkpoint into this rank's part of a model."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_cp.checkpoint.pretrained.fresh import (
+    Initialize,
+    local_view,
+    make_again,
+    materialize,
+    unsaved_on_meta,
+    ways_to_reset,
+)
+from lightning_cp.checkpoint.pretrained.incomplete import incomplete_until_done
+from lightning_cp.checkpoint.pretrained.index import open_checkpoint
+from lightning_cp.checkpoint.pretrained.keys import rules_of
+from lightning_cp.checkpoint.pretrained.memory import no_room, peak_bytes, require_memory
+from lightning_cp.checkpoint.pretrained.plan import LoadPlan, plan_load
+from lightning_cp.checkpoint.pretrained.progress import Progress
+from lightning_cp.checkpoint.pretrained.reader import SliceReader
+from lightning_cp.comm.outcome import share_outcome, summed_over_world
+from lightning_cp.errors import CheckpointError, ConfigError
+from lightning_cp.mesh import ContextParallelMesh
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded on this rank."""
+
+    nbytes: int
+    """Read from the files."""
+    seconds: float
+    peak_bytes: int
+    """The most memory that the process has had so far."""
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a checkpoint is loaded; see ``load_pretrained``."""
+
+    dtype: torch.dtype | str | None = None
+    strict: bool = True
+    allow_missing: Sequence[str] = ()
+    allow_unexpected: Sequence[str] = ()
+    keys: Mapping[str, str] | None = None
+    prefix: str | None = None
+    check_finite: bool = False
+    progress: bool = True
+    initialize: Initialize | None = None
+
+
+def load_pretrained(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    mesh: ContextParallelMesh | None = None,
+    *,
+    device: torch.device | str | None = None,
+    **options: Any,
+) -> Loaded:
+    """Load a Hugging Face checkpoint; each rank reads what it holds, straight into its memory.
+
+    All ranks of the world call it, with the model sharded already (FSDP2, tensor parallelism, both) or not.
+    Nothing is allocated before names, shapes and headers of all files were compared with the model. On every
+    rank it raises if it does on one; the model then is as it was, or refuses to be called.
+
+    Args:
+        model: on the meta device (then it gets its memory here) or a real one.
+        path: a directory with safetensors files, or one such file.
+        mesh: of the run; tells the device.
+        device: for what is on the meta device; by default that of DTensors' meshes, else of ``mesh``, else
+            the CPU.
+        **options: ``dtype`` of floating-point parameters (by default they keep theirs, and values are
+            converted on the way); ``strict``, ``allow_missing`` and ``allow_unexpected`` (patterns) for names
+            that one side lacks; ``keys`` (other names, fused projections: see ``keys.py``); ``prefix`` of the
+            model's names (found by default); ``check_finite`` refuses NaN and infinity; ``progress`` shows a
+            line; ``initialize(module)`` sets values that the checkpoint does not hold.
+
+    Raises:
+        CheckpointError: a file that is damaged or leads elsewhere, names or shapes that do not fit, not
+            enough memory, a value that is not finite.
+        ConfigError: an option that cannot be.
+        RankFailure: another rank has raised.
+    """
+    chosen = check_options(options)
+    own_device = _device(model, mesh, device)
+    started = time.monotonic()
+    planned, error = None, None
+    try:
+        planned = _prepare(model, path, chosen, own_device)
+    except (CheckpointError, ConfigError) as raised:
+        error = raised
+    share_outcome(error, own_device.type, what="loading pretrained weights")
+    assert planned is not None
+    plan, ways, unset = planned
+    total, fewest = summed_over_world([plan.nbytes, 1], own_device.type)
+    progress = Progress(plan, total, shown=chosen.progress and fewest > 0)
+    with incomplete_until_done(model):
+        try:
+            with progress:
+                _load(model, plan, ways, unset, chosen, own_device, progress)
+        except (CheckpointError, ConfigError, OSError) as raised:
+            error = raised
+        share_outcome(error, own_device.type, what="loading pretrained weights")
+    seconds = time.monotonic() - started
+    return Loaded(plan.nbytes, seconds, peak_bytes(), plan.missing, plan.unexpected)
+
+
+def check_options(options: Mapping[str, Any]) -> Options:
+    """Read the options of a load.
+
+    Raises:
+        ConfigError: one that is unknown, or of another kind.
+    """
+    unknown = set(options) - set(Options.__dataclass_fields__)
+    if unknown:
+        raise ConfigError(
+            f"unknown option(s) of pretrained: {', '.join(sorted(unknown))}. There are: "
+            f"{', '.join(Options.__dataclass_fields__)}."
+        )
+    chosen = Options(**options)
+    for name in ("strict", "check_finite", "progress"):
+        if type(getattr(chosen, name)) is not bool:
+            raise ConfigError(f"{name} must be True or False, got {getattr(chosen, name)!r}.")
+    for name in ("allow_missing", "allow_unexpected"):
+        given = getattr(chosen, name)
+        if isinstance(given, str) or not all(isinstance(x, str) for x in given):
+            raise ConfigError(f"{name} must be a list of patterns, got {given!r}.")
+    if chosen.prefix is not None and not isinstance(chosen.prefix, str):
+        raise ConfigError(f"prefix must be text, or None to have it found, got {chosen.prefix!r}.")
+    rules_of(chosen.keys)
+    dtype_of(chosen.dtype)
+    return chosen
+
+
+def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
+    """A floating-point dtype by name.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = getattr(torch, given, None) if isinstance(given, str) else given
+    if found is not None and isinstance(found, torch.dtype) and found.is_floating_point:
+        return found
+    if given is None:
+        return None
+    raise ConfigError(f"dtype must be a floating-point dtype such as 'bfloat16', got {given!r}.")
+
+
+Planned = tuple[LoadPlan, dict[nn.Module, Initialize], dict[nn.Module, list[str]]]
+
+
+def _prepare(
+    model: nn.Module, path: str | os.PathLike[str], options: Options, device: torch.device
+) -> Planned:
+    """All that can be refused without changing the model."""
+    plan = plan_load(
+        model,
+        open_checkpoint(path),
+        rules=rules_of(options.keys),
+        prefix=options.prefix,
+        strict=options.strict,
+        allow_missing=options.allow_missing,
+        allow_unexpected=options.allow_unexpected,
+    )
+    unset: dict[nn.Module, list[str]] = defaultdict(list)
+    for name, owner in unsaved_on_meta(model).items():
+        unset[owner].append(name.rpartition(".")[2])
+    for name in plan.missing:
+        if plan.tensors.by_name[name].is_meta:
+            owner, _, own = (plan.prefix + name).rpartition(".")
+            unset[_submodule(model, owner)].append(own)
+    ways = ways_to_reset(model, unset, options.initialize)
+    _require_room(plan, dtype_of(options.dtype), device)
+    return plan, ways, unset
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module:
+    """By its plain name."""
+    from lightning_cp.checkpoint.pretrained.names import plain
+
+    return next(module for name, module in model.named_modules() if plain(name) == path)
+
+
+def _require_room(plan: LoadPlan, dtype: torch.dtype | None, device: torch.device) -> None:
+    parts = []
+    for name, x in plan.tensors.by_name.items():
+        if x.is_meta:
+            local = x.to_local() if isinstance(x, DTensor) else x
+            item = (dtype if dtype is not None and x.is_floating_point() else x.dtype).itemsize
+            parts.append((name, local.shape, local.numel() * item))
+    if parts:
+        require_memory(sum(size for _, _, size in parts), device, parts)
+
+
+def _load(
+    model: nn.Module,
+    plan: LoadPlan,
+    ways: dict[nn.Module, Initialize],
+    unset: dict[nn.Module, list[str]],
+    options: Options,
+    device: torch.device,
+    progress: Progress,
+) -> None:
+    """Change the model: memory, values that no file has, then all others."""
+    try:
+        materialize(model, device, dtype_of(options.dtype))
+    except (RuntimeError, MemoryError) as error:  # torch's out of memory is a RuntimeError
+        name, x = _first_without_memory(model)
+        raise no_room(name, x, device, error) from error
+    make_again(ways, unset)
+    from lightning_cp.checkpoint.pretrained.names import tensors_of
+
+    tensors = tensors_of(model, plan.prefix).by_name
+    with torch.no_grad(), SliceReader(progress.add) as reader:
+        for one in plan.slices:
+            progress.now(one.parameter)
+            local = local_view(tensors[one.parameter])
+            place = tuple(slice(at, at + n) for at, n in zip(one.at, one.lengths, strict=True))
+            reader.read(one.entry, one.offsets, local[place])
+            if options.check_finite:
+                _require_finite(one.parameter, one.entry.file.name, local[place])
+
+
+def _first_without_memory(model: nn.Module) -> tuple[str, torch.Tensor]:
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if x.is_meta:
+            return name, x.to_local() if isinstance(x, DTensor) else x
+    return "a parameter", torch.empty(0)
+
+
+def _require_finite(name: str, file: str, x: torch.Tensor) -> None:
+    if x.is_floating_point() and not bool(x.isfinite().all()):
+        count = int((~x.isfinite()).sum())
+        raise CheckpointError(
+            f"{name} in {file} has {count:,} values that are NaN or infinite. They were trained that way, or "
+            "the file was changed since; check_finite=False loads them."
+        )
+
+
+def _device(
+    model: nn.Module, mesh: ContextParallelMesh | None, given: torch.device | str | None
+) -> torch.device:
+    sharded = next((x for x in model.parameters() if isinstance(x, DTensor)), None)
+    kind = mesh.device_type if mesh is not None else "cpu"
+    if sharded is not None:
+        kind = sharded.device_mesh.device_type
+    device = torch.device(given if given is not None else kind)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def world_size() -> int:
+    """Ranks that load together."""
+    return dist.get_world_size() if dist.is_initialized() else 1

@@ -1,0 +1,88 @@
+"""The tensors of a model by the names that a checkpoint uses."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""Parts of names that wrappers of PyTorch put in."""
+
+
+@dataclass
+class Tensors:
+    """Parameters and persistent buffers of a model, each once."""
+
+    by_name: dict[str, torch.Tensor] = field(default_factory=dict)
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """All names of each: tied weights have several."""
+
+    def owner(self, name: str) -> str:
+        """The name under which a tied weight is listed."""
+        return next(first for first, names in self.aliases.items() if name in names)
+
+
+def tensors_of(model: nn.Module, prefix: str = "") -> Tensors:
+    """What a state dict would hold, by plain names without ``prefix``; nothing is gathered."""
+    names: dict[int, list[str]] = defaultdict(list)
+    seen: dict[int, torch.Tensor] = {}
+    for name, x in _named(model):
+        if name.startswith(prefix):
+            seen[id(x)] = x
+            names[id(x)].append(name[len(prefix) :])
+    found = Tensors()
+    for key, x in seen.items():
+        found.by_name[names[key][0]] = x
+        found.aliases[names[key][0]] = tuple(names[key])
+    return found
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, x in (*module._parameters.items(), *module._buffers.items()):
+            if x is not None and name not in module._non_persistent_buffers_set:
+                yield plain(f"{path}.{name}" if path else name), x
+
+
+def plain(name: str) -> str:
+    """A name without what wrappers put in."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def prefixes(model: nn.Module) -> list[str]:
+    """Where in the model the checkpoint's may be: itself, or a module of it, outer ones first."""
+    paths = [plain(f"{path}.") for path, _ in model.named_modules() if path]
+    return ["", *sorted(set(paths), key=lambda path: (path.count("."), len(path)))]
+
+
+def find_prefix(model: nn.Module, keys: Collection[str], depth: int = 3) -> tuple[str, str]:
+    """What to take away from a parameter's name, and put in front instead, to get a key of the checkpoint.
+
+    A LightningModule calls its network ``self.model``, say; and a checkpoint of a bare encoder lacks the
+    name that the encoder has in a larger model, or has one more.
+
+    Args:
+        model: the user's.
+        keys: of the checkpoint.
+        depth: how many modules deep the network may be.
+
+    Returns:
+        The pair with most names in common; the shortest of those.
+    """
+    names = list(tensors_of(model).by_name)
+    known = set(keys)
+    starts = {key.split(".")[0] + "." for key in known if "." in key}
+    best, most = ("", ""), -1
+    for taken in (path for path in prefixes(model) if path.count(".") <= depth):
+        rest = [name[len(taken) :] for name in names if name.startswith(taken)]
+        for put in ("", *sorted(starts)):
+            hits = sum(put + name in known for name in rest)
+            if hits > most:
+                best, most = (taken, put), hits
+    return best

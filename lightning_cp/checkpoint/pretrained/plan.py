@@ -1,0 +1,222 @@
+"""What has to be read for one rank's part of a model, decided before anything is allocated or read."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import nn
+
+from lightning_cp.checkpoint.pretrained.header import Entry
+from lightning_cp.checkpoint.pretrained.index import Checkpoint
+from lightning_cp.checkpoint.pretrained.keys import Rule, Source, names_for, sources_of
+from lightning_cp.checkpoint.pretrained.local import LocalParts, Runs
+from lightning_cp.checkpoint.pretrained.names import Tensors, find_prefix, tensors_of
+from lightning_cp.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A box of one checkpoint tensor, and the box of a local tensor that it fills."""
+
+    parameter: str
+    entry: Entry
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    at: tuple[int, ...]
+    """Where it begins in the local tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in the file."""
+        return torch.Size(self.lengths).numel() * self.entry.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """All slices of one rank, in the order in which they lie in the files."""
+
+    slices: tuple[Slice, ...]
+    tensors: Tensors
+    prefix: str
+    """Of the model's names; the plan's own are without."""
+    missing: tuple[str, ...]
+    """Parameters that the checkpoint does not have, and that were allowed to be."""
+    unexpected: tuple[str, ...]
+    model_bytes: int
+    """Of the tensors in the files that the model takes, each counted once."""
+
+    @property
+    def nbytes(self) -> int:
+        """What this rank reads."""
+        return sum(one.nbytes for one in self.slices)
+
+
+def plan_load(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    rules: Sequence[Rule] = (),
+    prefix: str | None = None,
+    strict: bool = True,
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
+) -> LoadPlan:
+    """Compare names and shapes, and say which bytes this rank needs.
+
+    Args:
+        model: with plain parameters or DTensors, on any device, ``meta`` included.
+        checkpoint: what the files hold.
+        rules: other names and fused parameters.
+        prefix: of the model's names, without which they are the checkpoint's; ``None`` finds it.
+        strict: a name that only one side has is an error.
+        allow_missing: patterns (``*`` is anything) of parameters that need not be in the checkpoint.
+        allow_unexpected: patterns of keys that are left unread.
+
+    Raises:
+        CheckpointError: names or shapes that do not fit.
+        ConfigError: a prefix that no parameter has, or placements that nothing can be loaded into.
+    """
+    taken, put = find_prefix(model, checkpoint.entries) if prefix is None else (prefix, "")
+    if put:
+        rules = (*rules, Rule(("*",), (put + "*",)))
+    tensors = tensors_of(model, taken)
+    if not tensors.by_name:
+        raise ConfigError(f"no parameter of the model begins with prefix={taken!r}.")
+    entries = checkpoint.entries
+    chosen = {name: _present(name, tensors, entries, rules, put) for name in tensors.by_name}
+    missing = [name for name, known in chosen.items() if known is None]
+    used = {key for known in chosen.values() if known is not None for key in known[1]}
+    named = {key for names in tensors.aliases.values() for name in names for key in (put + name,)}
+    unexpected = [key for key in entries if key not in used and key not in named]
+    _require_names(
+        missing if strict else [],
+        unexpected if strict else [],
+        allow_missing,
+        allow_unexpected,
+        checkpoint,
+        taken,
+    )
+    if not used:
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.path.name!r} and the model have no name in common. In the files: "
+            f"{_some(list(entries))}; in the model: {_some(list(tensors.by_name))}. Give prefix= or keys=."
+        )
+    slices = _slices(chosen, tensors, entries, rules, put)
+    model_bytes = sum(entries[key].nbytes for key in used)
+    return LoadPlan(slices, tensors, taken, tuple(missing), tuple(unexpected), model_bytes)
+
+
+Known = tuple[str, tuple[str, ...]]
+"""The name of a tensor that the checkpoint knows it by, and the keys that it takes."""
+
+
+def _present(
+    name: str, tensors: Tensors, entries: Mapping[str, Entry], rules: Sequence[Rule], put: str
+) -> Known | None:
+    """The first name of a tensor of which the checkpoint has everything."""
+    for alias in tensors.aliases[name]:
+        keys = _keys(alias, rules, put)
+        if all(key in entries for key in keys):
+            return alias, keys
+    return None
+
+
+def _keys(name: str, rules: Sequence[Rule], put: str) -> tuple[str, ...]:
+    _, keys = names_for(name, rules)
+    return (put + name,) if keys == (name,) else keys
+
+
+def _slices(
+    chosen: Mapping[str, Known | None],
+    tensors: Tensors,
+    entries: Mapping[str, Entry],
+    rules: Sequence[Rule],
+    put: str,
+) -> tuple[Slice, ...]:
+    shapes = {
+        alias: tuple(x.shape)
+        for name, x in tensors.by_name.items()
+        for alias in tensors.aliases[name]
+    }
+    parts, found = LocalParts(), []
+    for name, known in chosen.items():
+        if known is None:
+            continue
+        alias, keys = known
+        if names_for(alias, rules)[1] == (alias,) and keys != (alias,):
+            rules_here: Sequence[Rule] = (Rule((alias,), keys),)
+        else:
+            rules_here = rules
+        x = tensors.by_name[name]
+        for source in sources_of(alias, shapes, entries, rules_here):
+            _require_kind(name, x, source.entry)
+            found += _boxes(name, source, tuple(x.shape), parts.of(name, x))
+    return tuple(sorted(found, key=lambda one: (one.entry.file, one.entry.start, one.offsets)))
+
+
+def _boxes(name: str, source: Source, shape: tuple[int, ...], runs: Sequence[Runs]) -> list[Slice]:
+    """The local pieces of a parameter that come from one source."""
+    along: list[list[tuple[int, int, int]]] = []  # (in the entry, length, in the local tensor)
+    for dim, pieces in enumerate(runs):
+        whole = source.length is None or dim != source.dim
+        start, shift = (0, 0) if whole else (source.start, source.entry_start)
+        end = shape[dim] if whole else start + (source.length or 0)
+        found, local = [], 0
+        for first, length in pieces:
+            low, high = max(first, start), min(first + length, end)
+            if low < high:
+                found.append((low - start + shift, high - low, local + low - first))
+            local += length
+        along.append(found)
+    boxes = []
+    for box in product(*along):
+        offsets, lengths, at = zip(*box, strict=True) if box else ((), (), ())
+        boxes.append(Slice(name, source.entry, offsets, lengths, at))
+    return boxes
+
+
+def _require_kind(name: str, x: torch.Tensor, entry: Entry) -> None:
+    """Dtypes may change between floating-point numbers, and nowhere else."""
+    if x.dtype == entry.dtype or (x.is_floating_point() and entry.dtype.is_floating_point):
+        return
+    raise CheckpointError(
+        f"{name} has dtype {x.dtype}, but {entry.name!r} in {entry.file.name} has {entry.dtype}. Only "
+        "floating-point numbers are converted, to other ones."
+    )
+
+
+def _require_names(
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+    allow_missing: Sequence[str],
+    allow_unexpected: Sequence[str],
+    checkpoint: Checkpoint,
+    prefix: str,
+) -> None:
+    missing = [name for name in missing if not _matches(name, allow_missing)]
+    unexpected = [key for key in unexpected if not _matches(key, allow_unexpected)]
+    if not missing and not unexpected:
+        return
+    said = []
+    if missing:
+        said.append(f"it lacks {len(missing)} parameters of the model ({_some(missing)})")
+    if unexpected:
+        said.append(f"it has {len(unexpected)} tensors that the model lacks ({_some(unexpected)})")
+    at = f" under {prefix!r}" if prefix else ""
+    raise CheckpointError(
+        f"the checkpoint {checkpoint.path.name!r} is not of this model{at}: {'; '.join(said)}. Nothing was "
+        "loaded. Other names are declared with keys=, what may be left out with allow_missing= and "
+        "allow_unexpected= (or strict=False)."
+    )
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _some(names: Sequence[str], at_most: int = 5) -> str:
+    return ", ".join(names[:at_most]) + (", ..." if len(names) > at_most else "")

@@ -1,0 +1,165 @@
+"""One line about the whole model, over all ranks: what matters is when it is there, not which file is.
+
+Ranks add the bytes that they have read to a number in the store through which the process group met, a few
+times a second; rank 0 reads it. Nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any, TextIO
+
+import torch.distributed as dist
+
+from lightning_cp.checkpoint.pretrained.memory import peak_bytes
+from lightning_cp.checkpoint.pretrained.plan import LoadPlan
+
+EVERY = 0.5
+"""Seconds between two lines."""
+
+_lock = threading.Lock()
+_count = 0
+
+
+class Progress:
+    """Of one load; a context manager, so that the last line is written however it ends.
+
+    Args:
+        plan: this rank's.
+        total: bytes that all ranks read.
+        shown: rank 0 writes.
+        stream: where; standard error by default.
+    """
+
+    def __init__(
+        self, plan: LoadPlan, total: int, *, shown: bool = True, stream: TextIO | None = None
+    ) -> None:
+        self._model, self._total = plan.model_bytes, max(1, total)
+        self._stream = stream if stream is not None else sys.stderr
+        self._board = _Board()
+        self._shown = shown and self._board.rank == 0
+        self._layers = _layers(one.parameter for one in plan.slices)
+        self._name, self._pending = "", 0
+        self._started = self._last = time.monotonic()
+        self._written = 0
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._flush()
+        if not self._shown:
+            return
+        if kind is None:
+            self._write(self.line(1.0, "this rank is done"))
+        self._stream.write("\n" if self._written else "")
+        self._stream.flush()
+
+    def now(self, name: str) -> None:
+        """The parameter that is being read."""
+        self._name = name
+
+    def add(self, count: int) -> None:
+        """Bytes that were just read."""
+        self._pending += count
+        if time.monotonic() - self._last >= EVERY:
+            self._flush()
+            if self._shown:
+                self._write(self.line(self._board.read() / self._total))
+
+    def _flush(self) -> None:
+        self._last = time.monotonic()
+        self._board.add(self._pending)
+        self._pending = 0
+
+    def line(self, share: float, name: str | None = None) -> str:
+        """What is shown: of the whole model, by the ``share`` of all ranks' bytes that were read."""
+        share = min(1.0, share)
+        seconds = max(1e-9, time.monotonic() - self._started)
+        rate = share * self._model / seconds
+        left = (1 - share) * self._model / rate if rate else float("inf")
+        at, of = self._layers
+        layer = f", layer {at.get(self._name, '-')} of {of}" if of else ""
+        return (
+            f"loading {share:4.0%} {_size(share * self._model)} of {_size(self._model)}, "
+            f"{_size(rate)}/s, {_time(left)} left, {name or self._name}{'' if name else layer}, "
+            f"peak {self._board.peaks()}"
+        )
+
+    def _write(self, line: str) -> None:
+        end = "\r" if self._stream.isatty() else "\n"
+        padded = line.ljust(self._written) if end == "\r" else line
+        self._written = len(line)
+        self._stream.write(padded + end)
+        self._stream.flush()
+
+
+class _Board:
+    """Numbers of this load in the group's store; this rank's alone where there is none."""
+
+    def __init__(self) -> None:
+        global _count
+        with _lock:
+            _count += 1  # ranks load together, so they count alike
+            self._key = f"lightning_cp/loading/{_count}"
+        self._store: Any = _store()
+        together = dist.is_initialized()
+        self.rank = dist.get_rank() if together else 0
+        self._world = dist.get_world_size() if together else 1
+        self._own = 0
+
+    def add(self, count: int) -> None:
+        self._own += count
+        if self._store is None:
+            return
+        with suppress(RuntimeError):  # a store that is gone is no reason not to load
+            self._store.add(self._key, count)
+            self._store.set(f"{self._key}/{self.rank}", str(peak_bytes()))
+
+    def read(self) -> int:
+        """Bytes of all ranks."""
+        with suppress(RuntimeError):
+            if self._store is not None:
+                return int(self._store.add(self._key, 0))
+        return self._own * self._world
+
+    def peaks(self) -> str:
+        """The most memory of a rank, and which."""
+        known = {self.rank: peak_bytes()}
+        keys = {rank: f"{self._key}/{rank}" for rank in range(self._world)}
+        with suppress(RuntimeError):
+            if self._store is not None:
+                told = {rank: key for rank, key in keys.items() if self._store.check([key])}
+                known |= {rank: int(self._store.get(key)) for rank, key in told.items()}
+        worst = max(known, key=lambda rank: known[rank])
+        return f"{_size(known[worst])} (rank {worst})"
+
+
+def _store() -> Any:
+    """PyTorch's own, which has no public name."""
+    find = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return find() if find is not None and dist.is_initialized() else None
+
+
+def _layers(names: Any) -> tuple[dict[str, int], int]:
+    """The layer of each name, counted from 1, and how many there are: the first number in the name."""
+    found = {name: int(m[1]) + 1 for name in names if (m := re.search(r"\.(\d+)\.", f".{name}"))}
+    return found, max(found.values(), default=0)
+
+
+def _size(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count / 1e3:.1f} kB"
+
+
+def _time(seconds: float) -> str:
+    if seconds == float("inf"):
+        return "?"
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    return f"{minutes}:{rest:02d}"

@@ -1,0 +1,121 @@
+"""Checkpoints that transformers has written, and models of every sharding to load them into."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from lightning_cp import ContextParallelMesh
+
+
+def config(**changes: Any) -> Any:
+    """Of a Llama whose sizes divide by nothing in particular."""
+    from transformers import LlamaConfig
+
+    sizes = {
+        "vocab_size": 90,
+        "hidden_size": 24,
+        "intermediate_size": 36,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "tie_word_embeddings": False,
+    }
+    return LlamaConfig(**{**sizes, **changes})
+
+
+def make(dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any) -> Any:
+    """The model of ``config``, with the same values every time."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(5)
+    with torch.device(device):
+        model: Any = LlamaForCausalLM(config(**changes))
+    return model.to(dtype)
+
+
+def save(path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, torch.Tensor]:
+    """Have transformers write a checkpoint of several files; what is in it."""
+    model = make(dtype, **changes)
+    model.save_pretrained(path, max_shard_size="20KB")
+    return {name: x.detach().clone() for name, x in model.state_dict().items()}
+
+
+MESHES: dict[str, dict[str, int]] = {
+    "plain": {"ring_size": 2},
+    "fsdp": {"ring_size": 2, "data_parallel_shard_size": 2},
+    "hsdp": {"ring_size": 2, "data_parallel_replicate_size": 2},
+    "tp": {"tensor_parallel_size": 2},
+    "fsdp_tp": {"ring_size": 2, "tensor_parallel_size": 2},
+    "hsdp_tp": {
+        "ring_size": 2,
+        "data_parallel_replicate_size": 2,
+        "tensor_parallel_size": 2,
+    },
+}
+"""By name: sizes of the mesh."""
+
+
+def world_of(kind: str) -> int:
+    """Ranks that a kind takes."""
+    return torch.Size(MESHES[kind].values()).numel()
+
+
+def shard(model: Any, kind: str) -> ContextParallelMesh:
+    """Shard a Llama as ``kind`` says; the mesh."""
+    forget_meshes()
+    mesh = ContextParallelMesh(device_type="cpu", **MESHES[kind])
+    if "tp" in kind:
+        plan = {
+            "model.embed_tokens": RowwiseParallel(input_layouts=None),
+            "lm_head": ColwiseParallel(),
+        }
+        for layer in range(len(model.model.layers)):
+            at = f"model.layers.{layer}"
+            for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+                plan[f"{at}.{name}"] = ColwiseParallel()
+            plan |= {
+                f"{at}.self_attn.o_proj": RowwiseParallel(),
+                f"{at}.mlp.gate_proj": ColwiseParallel(),
+                f"{at}.mlp.up_proj": ColwiseParallel(),
+                f"{at}.mlp.down_proj": RowwiseParallel(),
+            }
+        plan.pop("model.embed_tokens")
+        parallelize_module(model, mesh.axis_mesh("tp"), plan)
+    if "sdp" in kind:
+        fsdp: Any = mesh.axis_mesh("fsdp")
+        if "hsdp" in kind:
+            fsdp = mesh.device_mesh["dp_replicate", "ring"]
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=fsdp)
+        fully_shard(model, mesh=fsdp)
+    return mesh
+
+
+def forget_meshes() -> None:
+    """DTensor remembers ways to redistribute by meshes that look alike, of cases that are over."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    debug._clear_sharding_prop_cache()
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer, gathered."""
+    with torch.no_grad():
+        return {
+            name: (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+            for name, x in model.state_dict().items()
+        }
