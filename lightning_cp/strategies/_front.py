@@ -28,6 +28,7 @@ from lightning_cp.strategies.engines.ddp import check_options, without_defaults
 from lightning_cp.strategies.launch import check_ranks, check_start_method
 from lightning_cp.strategies.loaders.order import agree_on_order
 from lightning_cp.strategies.loaders.shared import cp_group_of, shared_loader
+from lightning_cp.strategies.pretrained import Pretrained
 from lightning_cp.strategies.settings import Settings
 from lightning_cp.strategies.sweeps import refuse_foreign_launcher
 
@@ -77,6 +78,9 @@ class ContextParallelFront:
             waits when. ``None`` records nothing.
         profile_folder: where a folder ``step-3`` is made for each; by default ``profile`` in the Trainer's
             log folder, or with Fabric in the working directory.
+        pretrained: weights to begin with: the path of a Hugging Face checkpoint (safetensors), or a mapping
+            with ``path`` and options of ``load_pretrained`` (``dtype``, ``strict``, ``keys``, ...). The model
+            may be on the meta device.
         **kwargs: as for ``DDPStrategy`` (``process_group_backend``, ``timeout``, ``start_method``, ...).
 
     Raises:
@@ -110,6 +114,7 @@ class ContextParallelFront:
         parity_check: str | None = "off",
         profile: int | Sequence[int] | None = None,
         profile_folder: str | None = None,
+        pretrained: Any = None,
         **kwargs: Any,
     ) -> None:
         settings = Settings.take(locals())
@@ -119,6 +124,7 @@ class ContextParallelFront:
         check_start_method(self._start_method)
         self._core = ContextParallelCore(settings)
         self._engine = engine(data_parallel)
+        self._pretrained = Pretrained(settings.pretrained)
         self._loaders = 0
         self._replaced = Replaced()
 
@@ -184,7 +190,21 @@ class ContextParallelFront:
         return self._core.token_positions(x, dim)
 
     def _wrap(self: Any, module: nn.Module) -> nn.Module:
-        return self._engine.wrap(module, self.mesh, self.root_device, self._ddp_kwargs)
+        self._load_whole(module)
+        wrapped = self._engine.wrap(module, self.mesh, self.root_device, self._ddp_kwargs)
+        if not self._whole:
+            self._pretrained.load(module, self.root_device)
+        return wrapped
+
+    @property
+    def _whole(self) -> bool:
+        """Whether every rank holds whole parameters."""
+        return self._core.settings.data_parallel == "ddp"
+
+    def _load_whole(self: Any, module: nn.Module) -> None:
+        """Pretrained weights, before a module is moved and wrapped; what is sharded gets them afterwards."""
+        if self._whole:
+            self._pretrained.load(module, self.root_device)
 
     def _check_ranks(self: Any) -> None:
         check_ranks(

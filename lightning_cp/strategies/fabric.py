@@ -75,6 +75,11 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         return self._wrap(module)
 
     @override
+    def module_to_device(self, module: nn.Module) -> None:
+        self._load_whole(module)
+        super().module_to_device(module)
+
+    @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self._optimizers.append(optimizer)
         return super().setup_optimizer(optimizer)

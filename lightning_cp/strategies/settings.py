@@ -25,6 +25,7 @@ from lightning_cp.strategies.contradictions import (
     explicit_size,
     listed,
 )
+from lightning_cp.strategies.pretrained import check_pretrained
 
 MODE_ALIASES = {"ulysses_only": "ulysses", "ring_only": "ring"}
 SIZES = (
@@ -70,6 +71,7 @@ class Settings:
     parity_check: str | None = "off"
     profile: int | Sequence[int] | None = None
     profile_folder: str | None = None
+    pretrained: Any = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", MODE_ALIASES.get(self.mode, self.mode))
@@ -87,6 +89,7 @@ class Settings:
         check_mode(self)
         check_exchange(self)
         check_profile(self)
+        check_pretrained(self)
         explicit_size(self)
 
     @classmethod

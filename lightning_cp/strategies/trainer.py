@@ -75,6 +75,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         self._watch_precision()
         assert self._callback is not None
         self._callback.watch(trainer, module)
+        self._load_whole(module)
         super().setup(trainer)
 
     @override

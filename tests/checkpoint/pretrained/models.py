@@ -35,11 +35,13 @@ def config(**changes: Any) -> Any:
     return LlamaConfig(**{**sizes, **changes})
 
 
-def make(dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any) -> Any:
+def make(
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 5, **changes: Any
+) -> Any:
     """The model of ``config``, with the same values every time."""
     from transformers import LlamaForCausalLM
 
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     with torch.device(device):
         model: Any = LlamaForCausalLM(config(**changes))
     return model.to(dtype)

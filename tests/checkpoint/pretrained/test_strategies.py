@@ -1,0 +1,145 @@
+"""``pretrained=`` of both strategies: training begins with the weights of the files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric import Fabric
+
+from lightning_cp import UlyssesRingStrategy
+from lightning_cp.errors import CheckpointError, ConfigError
+from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
+from tests.checkpoint.pretrained.models import make, save, whole
+from tests.pool import run_ranks
+from tests.pool.environment import PoolEnvironment
+
+
+class Module(pl.LightningModule):
+    """A network under ``self.model``, as modules have it; its learning rate is 0."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.model = make(device=device)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    """Two of them, one row each."""
+    ids = torch.arange(32).reshape(2, 16)
+    return [{"input_ids": row[None], "labels": row[None]} for row in ids]
+
+
+def trainer_of(world: int, pretrained: Any, **settings: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=UlyssesRingStrategy(pretrained=pretrained, **settings),
+        plugins=[PoolEnvironment()],
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def fit(rank: int, world: int, path: Path, device: str, **settings: Any) -> dict[str, Any]:
+    module = Module(device)
+    loader: Any = torch.utils.data.DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+    trainer_of(world, {"path": path, "progress": False}, **settings).fit(module, loader)
+    return whole(module.model)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_trainer_begins_with_the_weights_of_the_files(device: str, tmp_path: Path) -> None:
+    wanted = save(tmp_path, seed=6)
+    for found in run_ranks(2, fit, tmp_path, device):
+        assert all(torch.equal(found[name], x) for name, x in wanted.items())
+
+
+def set_up(rank: int, world: int, path: Path, device: str, **settings: Any) -> dict[str, Any]:
+    strategy = FabricStrategy(pretrained={"path": str(path), "progress": False}, **settings)
+    fabric = Fabric(
+        accelerator="cpu", devices=world, strategy=strategy, plugins=[PoolEnvironment()]
+    )
+    fabric.launch()
+    model = make(device=device)
+    fabric.setup_module(model)
+    return whole(model)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_fabric_begins_with_the_weights_of_the_files(device: str, tmp_path: Path) -> None:
+    wanted = save(tmp_path, seed=6)
+    for found in run_ranks(2, set_up, tmp_path, device):
+        assert all(torch.equal(found[name], x) for name, x in wanted.items())
+
+
+def fit_twice(rank: int, world: int, path: Path) -> tuple[str, bool, bool]:
+    """A file that is damaged at first; then training goes on with the weights that were trained."""
+    file = path / "model-00001-of-00003.safetensors"
+    good = file.read_bytes()
+    torch.distributed.barrier()
+    if rank == 0:
+        file.write_bytes(good[:-4])
+    torch.distributed.barrier()
+    module = Module()
+    loader: Any = torch.utils.data.DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+    trainer = trainer_of(world, {"path": path, "progress": False})
+    with pytest.raises(CheckpointError, match="truncated") as raised:
+        trainer.fit(module, loader)
+    torch.distributed.barrier()
+    if rank == 0:
+        file.write_bytes(good)
+    torch.distributed.barrier()
+    trainer.fit(module, loader)
+    after_retry = whole(module.model)
+    with torch.no_grad():
+        module.model.lm_head.weight.fill_(3.0)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader)
+    from safetensors.torch import load_file
+
+    stored = {key: x for part in path.glob("*.safetensors") for key, x in load_file(part).items()}
+    right = all(torch.equal(after_retry[key], x) for key, x in stored.items())
+    return str(raised.value), right, bool((module.model.lm_head.weight == 3.0).all())
+
+
+def test_a_failed_load_is_tried_again_and_a_good_one_is_not(tmp_path: Path) -> None:
+    save(tmp_path, seed=6)
+    for message, right, kept in run_ranks(2, fit_twice, tmp_path):
+        assert "model-00001-of-00003.safetensors" in message
+        assert right
+        assert kept
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("nowhere", "'nowhere' does not exist"),
+        (3, "must be a path, or a mapping"),
+        ({"dtype": "bfloat16"}, "must be a path, or a mapping"),
+        ({"path": ".", "dtyp": "bfloat16"}, "unknown option.*dtyp"),
+        ({"path": ".", "dtype": "int8"}, "floating-point dtype"),
+        ({"path": ".", "strict": 1}, "strict must be True or False"),
+        ({"path": ".", "allow_missing": "x"}, "list of patterns"),
+        ({"path": ".", "keys": {"a + b": "c + d"}}, "one side only"),
+        ({"path": ".", "keys": {"a.*": "b"}}, "as many stars"),
+        ({"path": ".", "prefix": 3}, "prefix must be text"),
+    ],
+)
+@pytest.mark.parametrize("strategy", [UlyssesRingStrategy, FabricStrategy])
+def test_what_cannot_be_is_refused_before_processes_start(
+    strategy: Any, given: Any, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        strategy(pretrained=given)
