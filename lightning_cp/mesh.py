@@ -76,9 +76,11 @@ class ContextParallelMesh:
             self._meshes[flat] = self.device_mesh[names]._flatten(flat.value)
         self._groups = {axis: mesh.get_group() for axis, mesh in self._meshes.items()}
         self._ranks = {axis: mesh.get_local_rank() for axis, mesh in self._meshes.items()}
-        self._control: dict[Flat, dist.ProcessGroup] = {}
+        self._control: dict[Flat | None, dist.ProcessGroup] = {}
         if device_type != "cpu":
             self._control = {flat: _cpu_twin(self._groups[flat]) for flat in (Flat.CP, Flat.LOSS)}
+            alone = tensor_parallel_size == 1
+            self._control[None] = self._control[Flat.LOSS] if alone else _everyone()
         if device_type == "cuda" and ring_size > 1:
             _warm_up(self._groups[Axis.RING], torch.device("cuda", torch.cuda.current_device()))
         self._destroyed = False
@@ -146,6 +148,13 @@ class ContextParallelMesh:
     def control_group(self, flat: Flat) -> dist.ProcessGroup:
         """A group for small CPU messages (agreement): the group itself on CPU, a gloo twin otherwise."""
         return self._control.get(flat) or self.group(flat)
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """All ranks, also those that share a layer, for small CPU messages."""
+        world = dist.group.WORLD
+        assert world is not None
+        return self._control.get(None) or world
 
     def shard(
         self,
@@ -269,6 +278,12 @@ def _warm_up(ring: dist.ProcessGroup, device: torch.device) -> None:
     part in (the others have nothing to send at that hop), and they would wait for the rest forever.
     """
     dist.all_reduce(torch.zeros(1, device=device), group=ring)
+
+
+def _everyone() -> dist.ProcessGroup:
+    made = dist.new_group(backend="gloo")
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def _cpu_twin(mine: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -53,7 +53,7 @@ _WATCHED: tuple[tuple[Any, str, str | None], ...] = (
         for method in ("batch_to_device", "training_step", "backward", "optimizer_step", "reduce")
         for pair in ((UlyssesRingStrategy, method, STEP), (DDPStrategy, method, None))
     ),
-    (UlyssesRingStrategy, "_end_window", STEP),
+    (UlyssesRingStrategy, "_complete", STEP),
 )
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_cp.errors import ConfigError
@@ -31,6 +32,7 @@ from lightning_cp.strategies.loaders.shared import cp_group_of, shared_loader
 from lightning_cp.strategies.pretrained import Pretrained
 from lightning_cp.strategies.settings import Settings
 from lightning_cp.strategies.sweeps import refuse_foreign_launcher
+from lightning_cp.strategies.watch.finite import FiniteGuard, Step
 
 
 class ContextParallelFront:
@@ -81,6 +83,8 @@ class ContextParallelFront:
         pretrained: weights to begin with: the path of a Hugging Face checkpoint (safetensors), or a mapping
             with ``path`` and options of ``load_pretrained`` (``dtype``, ``strict``, ``keys``, ...). The model
             may be on the meta device.
+        check_finite: NaN or inf in a loss or a gradient of any rank is an error on all ranks, before any of
+            them steps. A ``GradScaler``, which expects them, is left alone. ``False`` steps all the same.
         **kwargs: as for ``DDPStrategy`` (``process_group_backend``, ``timeout``, ``start_method``, ...).
 
     Raises:
@@ -115,6 +119,7 @@ class ContextParallelFront:
         profile: int | Sequence[int] | None = None,
         profile_folder: str | None = None,
         pretrained: Any = None,
+        check_finite: bool = True,
         **kwargs: Any,
     ) -> None:
         settings = Settings.take(locals())
@@ -125,6 +130,7 @@ class ContextParallelFront:
         self._core = ContextParallelCore(settings)
         self._engine = engine(data_parallel)
         self._pretrained = Pretrained(settings.pretrained)
+        self._guard = FiniteGuard(check_finite)
         self._loaders = 0
         self._replaced = Replaced()
 
@@ -254,6 +260,14 @@ class ContextParallelFront:
         shared = shared_loader(dataloader, self._core, self._loaders, trains)
         shared.agree_on_length(training=training, at_most=at_most)
         return shared
+
+    def _before_step(
+        self: Any, number: int, optimizer: Optimizer, model: nn.Module, precision: object
+    ) -> None:
+        """Gradients have their final size: all ranks look at what they have, before anything is changed."""
+        step = Step(number, optimizer, model, self._core.batch)
+        group = self.mesh.everyone if self.world_size > 1 else None
+        self._guard.before_step(step, group, getattr(precision, "scaler", None))
 
     def _build_mesh(
         self: Any, model: nn.Module | None = None, num_heads: int | None = None

@@ -44,6 +44,15 @@ class StepValues(RunMesh):
         return self._handle is not None and self._handle.active
 
     @property
+    def batch(self) -> Any:
+        """This rank's part of the current batch, if it was sharded here."""
+        return None if self._part is None else self._part.batch
+
+    def own_loss(self, loss: torch.Tensor) -> torch.Tensor | None:
+        """This rank's own, where callbacks are shown the group's; ``None`` if it is the mean of nothing."""
+        return loss if self._loss is None else self._loss.own(loss)
+
+    @property
     def shares(self) -> list[float]:
         """Each cp rank's share of the current batch's targets."""
         return self._loss.shares if self._loss else [1 / self.mesh.cp_size] * self.mesh.cp_size

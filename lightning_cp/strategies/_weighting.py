@@ -39,6 +39,12 @@ class StepLoss:
         """Each cp rank's share of the group's targets: what averages over ranks are weighted by."""
         return [average_weight(self._valid, rank) for rank in range(len(self._valid))]
 
+    def own(self, loss: torch.Tensor) -> torch.Tensor | None:
+        """The mean over this rank's targets, of which ``loss`` may be the group's; ``None`` without any."""
+        if not self._valid[self._mesh.cp_rank]:
+            return None
+        return loss if self._own is None else self._own
+
     def scale(
         self, loss: torch.Tensor, optimizers: Iterable[Optimizer], *, automatic: bool = False
     ) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import ConfigError, LightningCPError
 from lightning_cp.strategies._front import ContextParallelFront, in_floating_point
 from lightning_cp.strategies.loaders.draws import going_on
 from lightning_cp.strategies.loaders.proxy import LoaderProxy
@@ -48,6 +48,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         self._shard_dataloaders = shard_dataloaders
         self._models = nn.ModuleList()
         self._optimizers: list[Optimizer] = []
+        self._steps = 0  # of optimizers
         weakref.finalize(self, self._core.detach)  # Fabric does not say when it ends
 
     # -- before the first batch ------------------------------------------------------------------
@@ -165,6 +166,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
             self._refuse_unfrozen()
             self._core.check_step()
             self._core.require_loss(tensor)
+            self._guard.note_loss(self._core.own_loss(tensor))
             scaled = self._core.scale_loss(tensor, self._optimizers)
             self._engine.expect(scaled)
             super().backward(scaled, module, *args, **kwargs)
@@ -189,20 +191,22 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
 
         Raises:
             ConfigError: parameters that are trained got no gradient, so others were not averaged.
+            NonFiniteError: on every rank, if some loss or gradient is not finite; nothing has changed.
         """
-        closure = kwargs.pop("closure", None)
-        if closure is None:
-            self._complete(optimizer)
-            stepped = super().optimizer_step(optimizer, **kwargs)
-            self._core.recorder.end()
-            return stepped
+        closure = kwargs.get("closure")
 
         def to_the_end() -> Any:
+            assert closure is not None
             result = closure()
             self._complete(optimizer)
             return result
 
-        stepped = super().optimizer_step(optimizer, closure=to_the_end, **kwargs)
+        if closure is None:
+            self._complete(optimizer)
+        else:
+            kwargs["closure"] = to_the_end
+        stepped = super().optimizer_step(optimizer, **kwargs)
+        self._steps += 1
         self._core.recorder.end()
         return stepped
 
@@ -224,10 +228,12 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         """Several backward passes may have filled the gradients; now they are averaged, in final size."""
         try:
             self._engine.require_averaged()
-        except ConfigError:
+            self._core.end_window(optimizer)
+            model = self._models[0] if len(self._models) == 1 else self._models
+            self._before_step(self._steps + 1, optimizer, model, self.precision)
+        except LightningCPError:
             self._core.end_step()
             raise
-        self._core.end_window(optimizer)
 
     @override
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

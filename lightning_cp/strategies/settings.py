@@ -72,6 +72,7 @@ class Settings:
     profile: int | Sequence[int] | None = None
     profile_folder: str | None = None
     pretrained: Any = None
+    check_finite: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", MODE_ALIASES.get(self.mode, self.mode))
@@ -84,8 +85,9 @@ class Settings:
             check_size(name, getattr(self, name))
         if self.context_parallel_size != "auto":
             check_size("context_parallel_size", self.context_parallel_size)
-        if type(self.padding) is not bool:
-            raise ConfigError(f"padding must be True or False, got {self.padding!r}.")
+        for name in ("padding", "check_finite"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         check_mode(self)
         check_exchange(self)
         check_profile(self)

@@ -157,6 +157,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
             NonFiniteError: a rank without targets has a loss that cannot be made to add nothing.
             RankFailure: that happened on another rank.
         """
+        self._guard.note_loss(self._core.own_loss(closure_loss))
         assert self.model is not None
         assert self.lightning_module is not None
         automatic = self.lightning_module.automatic_optimization
@@ -174,11 +175,15 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Step along gradients of their final size; see ``token_weighting``."""
+        """Step along gradients of their final size; see ``token_weighting``.
+
+        Raises:
+            NonFiniteError: on every rank, if some loss or gradient is not finite; nothing has changed.
+        """
 
         def to_the_end() -> Any:  # what reads gradients comes after it: hooks, clipping
             result = closure()
-            self._end_window(optimizer)
+            self._complete(optimizer)
             return result
 
         stepped = super().optimizer_step(optimizer, to_the_end, model, **kwargs)
@@ -221,12 +226,14 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
         if settings.profile_folder is None:
             self._core.recorder.folder = folder
 
-    def _end_window(self, optimizer: Optimizer) -> None:
+    def _complete(self, optimizer: Optimizer) -> None:
         """Lightning divides each loss by the same number, also where an epoch ends within a window."""
         module = self.lightning_module
         assert module is not None
         divided = module.trainer.accumulate_grad_batches if module.automatic_optimization else None
         self._core.end_window(optimizer, divided)
+        number = module.trainer.global_step + 1
+        self._before_step(number, optimizer, module, self.precision_plugin)
 
     @property
     def _shows_losses(self) -> bool:
@@ -262,8 +269,7 @@ class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
 
         self._replaced.undo()
         before_autograd(self._replaced, self.precision_plugin, follow)
-        if self._core.settings.weights_globally:
-            before_clipping(self._replaced, self.precision_plugin, self._end_window)
+        before_clipping(self._replaced, self.precision_plugin, self._complete)
 
     def _announce(self, module: LightningModule, swapped: list[str]) -> None:
         """Say once of each model, not at every stage, where its attention was swapped."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from lightning_cp.kernels.triton_fa2 import is_installed
 from tests.mutants.in_exchanges import EXCHANGE_MUTANTS
+from tests.mutants.in_guards import GUARD_MUTANTS
 from tests.mutants.in_kernels import KERNEL_MUTANTS
 from tests.mutants.in_layouts import LAYOUT_MUTANTS
 from tests.mutants.in_triton import TRITON_MUTANTS
@@ -26,6 +27,7 @@ EVERY = (
     *EXCHANGE_MUTANTS,
     *KERNEL_MUTANTS,
     *VOTE_MUTANTS,
+    *GUARD_MUTANTS,
     *(TRITON_MUTANTS if is_installed() else ()),  # without Triton their tests are skipped
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}

@@ -83,13 +83,13 @@ def fit(rank: int, world_size: int, run: Run) -> dict[str, int]:
     return watch.found[2]
 
 
-LOADER = BATCH = CALL = MASK = STEP = 1
+LOADER = BATCH = CALL = MASK = STEP = FINITE = 1
 VALUES = LIGHTNING = 1
 KINDS = {
-    "plain": (Run(RING), LOADER + BATCH + STEP, 1),
-    "Hugging Face": (Run(RING, model="hf"), LOADER + BATCH + CALL + STEP, 1),
-    "packed": (Run(RING, model="hf", packed=True), LOADER + BATCH + CALL + MASK + STEP, 1),
-    "two data ranks": (Run(TWO_GROUPS, sampler=True), LOADER + BATCH + STEP, 1),
+    "plain": (Run(RING), LOADER + BATCH + STEP + FINITE, 1),
+    "Hugging Face": (Run(RING, model="hf"), LOADER + BATCH + CALL + STEP + FINITE, 1),
+    "packed": (Run(RING, model="hf", packed=True), LOADER + BATCH + CALL + MASK + STEP + FINITE, 1),
+    "two data ranks": (Run(TWO_GROUPS, sampler=True), LOADER + BATCH + STEP + FINITE, 1),
 }
 
 

@@ -1,0 +1,182 @@
+"""NaN and infinity stop a run before they reach a weight: every rank raises, and nothing has changed.
+
+Once gradients have their final size, and before they are clipped (``clamp`` makes a large number of an
+infinite one) or stepped along, each rank looks at the losses and gradients it has; then all vote. That is one
+pass over the gradients and one sum of two numbers a step, which also carries what ranks wish for (to stop at
+this step, see ``signals``), so that all learn of it at the same step.
+
+The norm of the gradients tells in one fused pass: what is not finite in it makes it not finite. The opposite
+may be false, as squares of large numbers overflow, so then every gradient is looked at by itself.
+
+With a ``GradScaler`` (``precision="16-mixed"``) gradients may be infinite by design, and the scaler skips
+such a step: it is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from lightning_cp.comm.agreement import gathered_lists, tell
+from lightning_cp.comm.vote import tally
+from lightning_cp.containers import tensors_of
+from lightning_cp.errors import NonFiniteError
+
+WHAT = "end of a step"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is about to be stepped along."""
+
+    number: int
+    """Of the optimizer step; the first one is 1."""
+    optimizer: Optimizer
+    model: nn.Module
+    batch: Any
+    """This rank's part of the last batch, where it is known."""
+
+
+class FiniteGuard:
+    """Looks at what a step has computed, together with all other ranks.
+
+    Args:
+        checks: whether values that are not finite are an error.
+    """
+
+    def __init__(self, checks: bool) -> None:
+        self._checks = checks
+        self._bad_loss: torch.Tensor | None = None
+        self._voted: set[int] = set()  # optimizers, since the last backward
+        self.wish: Callable[[], int] = _nothing
+        """What this rank tells the others with every vote: a number."""
+        self.wishes = 0
+        """The sum of what all ranks told in the last vote."""
+
+    def note_loss(self, loss: torch.Tensor | None) -> None:
+        """Before a backward: remember whether this rank's loss is finite, without waiting for it.
+
+        Args:
+            loss: ``None`` on a rank without targets: the mean of nothing says nothing.
+        """
+        self._voted.clear()
+        if self._checks and loss is not None:
+            bad = ~loss.detach().isfinite().all()
+            self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
+
+    def before_step(self, step: Step, group: dist.ProcessGroup | None, scaler: object) -> None:
+        """Gradients have their final size; called by all ranks, before they are clipped and stepped along.
+
+        Args:
+            step: what is looked at, once after each backward.
+            group: all ranks, with a backend that moves CPU tensors; ``None`` for a single one.
+            scaler: the precision's ``GradScaler``, which has a way of its own.
+
+        Raises:
+            NonFiniteError: on every rank, if there is a loss or a gradient on any that is not finite.
+        """
+        if id(step.optimizer) in self._voted:
+            return
+        self._voted.add(id(step.optimizer))
+        looks = self._checks and scaler is None
+        bad_loss, self._bad_loss = self._bad_loss, None
+        finite = not looks or _all_finite(step.optimizer, bad_loss)
+        number = self.wish()
+        if group is None:
+            total = number if finite else None
+        else:
+            total = tally(WHAT, group, dissents=not finite, number=number)
+        if total is not None:
+            self.wishes = total
+        elif group is None:
+            _refuse(step.number, [_findings(step, bad_loss)])
+        else:
+            tell({"step": step.number}, group, what=WHAT)  # ranks at different calls hear of that
+            found = _findings(step, bad_loss) if not finite else []
+            _refuse(step.number, gathered_lists(found, group))
+
+
+def _nothing() -> int:
+    return 0
+
+
+def _all_finite(optimizer: Optimizer, bad_loss: torch.Tensor | None) -> bool:
+    """Whether the losses and gradients of this rank are; waits for the device once."""
+    norm = get_total_norm(list(_local_gradients(optimizer)))
+    bad = ~norm.isfinite()
+    if bad_loss is not None:
+        bad = bad | bad_loss.to(bad.device)
+    if not bad:
+        return True
+    return not bad_loss and all(bool(x.isfinite().all()) for x in _local_gradients(optimizer))
+
+
+def _local_gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield _local(parameter.grad)
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it."""
+    local = gradient.detach()
+    if isinstance(local, DTensor):
+        local = local.to_local()
+    return local.coalesce().values() if local.is_sparse else local
+
+
+def _findings(step: Step, bad_loss: torch.Tensor | None) -> list[tuple[str, str]]:
+    """What is not finite on this rank, as (kind, name)."""
+    found: list[tuple[str, str]] = []
+    if bad_loss is not None and bad_loss:
+        found.append(("loss", ""))
+    names = {id(p): name for name, p in step.model.named_parameters()}
+    parameters = (p for group in step.optimizer.param_groups for p in group["params"])
+    bad = (p for p in parameters if p.grad is not None and not _local(p.grad).isfinite().all())
+    found += [("gradient", names.get(id(p), "a parameter of the optimizer")) for p in bad]
+    for name, x in tensors_of(step.batch):
+        if x.is_floating_point() and not x.isfinite().all():
+            found.append(("batch", name))
+    return found
+
+
+def _refuse(number: int, of_ranks: list[list[tuple[str, str]]]) -> None:
+    losses, gradients, batch = (
+        {rank: [name for its, name in found if its == kind] for rank, found in enumerate(of_ranks)}
+        for kind in ("loss", "gradient", "batch")
+    )
+    said: list[str] = []
+    if ranks := _ranks(losses):
+        said.append(f"the loss of {_listed(ranks)}")
+    if ranks := _ranks(gradients):
+        names = gradients[ranks[0]]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        said.append(f"gradients on {_listed(ranks)}, first that of {names[0]}{more}")
+    source = ""
+    if ranks := _ranks(batch):
+        source = f" The batch holds NaN or inf in {batch[ranks[0]][0]!r} on {_listed(ranks)}."
+    raise NonFiniteError(
+        f"step {number}: NaN or inf in {', and in '.join(said)}.{source} No rank has stepped: parameters and "
+        "optimizer state are those of the step before. To find where it begins: "
+        "Trainer(detect_anomaly=True), or torch.autograd.set_detect_anomaly(True). A micro-batch without any "
+        "target has no mean (0/0): leave such out. check_finite=False steps along whatever there is."
+    )
+
+
+def _ranks(found: dict[int, list[str]]) -> list[int]:
+    return [rank for rank, names in found.items() if names]
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    """``rank 1``, ``ranks 0, 1 and 3``."""
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
