@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
-from torch.utils.data import DataLoader
 
 from lightning_cp import UlyssesRingStrategy
 from lightning_cp.errors import ConfigError, NonFiniteError
