@@ -85,6 +85,9 @@ class ContextParallelFront:
             may be on the meta device.
         check_finite: NaN or inf in a loss or a gradient of any rank is an error on all ranks, before any of
             them steps. A ``GradScaler``, which expects them, is left alone. ``False`` steps all the same.
+        checkpoint: ``full``: one file that plain PyTorch and Lightning read; ``sharded``: a folder in which
+            every rank writes what it holds.
+        async_save: write checkpoints while training goes on, from a copy in memory.
         **kwargs: as for ``DDPStrategy`` (``process_group_backend``, ``timeout``, ``start_method``, ...).
 
     Raises:
@@ -120,6 +123,8 @@ class ContextParallelFront:
         profile_folder: str | None = None,
         pretrained: Any = None,
         check_finite: bool = True,
+        checkpoint: str = "full",
+        async_save: bool = False,
         **kwargs: Any,
     ) -> None:
         settings = Settings.take(locals())
@@ -133,9 +138,11 @@ class ContextParallelFront:
         self._guard = FiniteGuard(check_finite)
         self._loaders = 0
         self._replaced = Replaced()
+        self._prepare_saves()
 
     _ddp_kwargs: dict[str, Any]  # a DDPStrategy's, as all else that is looked up on `self: Any`
     _start_method: str
+    _prepare_saves: Callable[[], None]
 
     def __repr__(self) -> str:
         """Lightning shows it where it is given another Lightning's strategy."""

@@ -45,6 +45,7 @@ CHOICES: dict[str, Choice] = {
     ),
     "labels": Choice(("auto", "aligned", "shift")),
     "batch_sync": Choice(("check", "broadcast")),
+    "checkpoint": Choice(("full", "sharded")),
     "parity_check": Choice(
         ("off",),
         ("first_batch", "every_n"),

@@ -18,9 +18,10 @@ from lightning_cp.errors import ConfigError, LightningCPError
 from lightning_cp.strategies._front import ContextParallelFront, in_floating_point
 from lightning_cp.strategies.loaders.draws import going_on
 from lightning_cp.strategies.loaders.proxy import LoaderProxy
+from lightning_cp.strategies.saves.fabric import FabricSaves
 
 
-class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
+class UlyssesRingStrategy(FabricSaves, ContextParallelFront, DDPStrategy):
     """The Trainer's strategy of the same name, for Fabric; the arguments are the same, and one more.
 
     A step begins when a batch is sharded and lasts until the next one is, or until ``end_step``::

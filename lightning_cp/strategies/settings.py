@@ -73,6 +73,8 @@ class Settings:
     profile_folder: str | None = None
     pretrained: Any = None
     check_finite: bool = True
+    checkpoint: str = "full"
+    async_save: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", MODE_ALIASES.get(self.mode, self.mode))
@@ -86,6 +88,7 @@ class Settings:
         if self.context_parallel_size != "auto":
             check_size("context_parallel_size", self.context_parallel_size)
         for name in ("padding", "check_finite"):
+        for name in ("padding", "async_save"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         check_mode(self)

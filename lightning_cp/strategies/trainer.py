@@ -31,9 +31,10 @@ from lightning_cp.strategies._lightning import (
 )
 from lightning_cp.strategies.loaders.draws import going_on
 from lightning_cp.strategies.loaders.shared import unshared
+from lightning_cp.strategies.saves.trainer import TrainerSaves
 
 
-class UlyssesRingStrategy(ContextParallelFront, DDPStrategy):
+class UlyssesRingStrategy(TrainerSaves, ContextParallelFront, DDPStrategy):
     __doc__ = ContextParallelFront.__doc__
 
     _made_for = "lightning.pytorch.Trainer; for Fabric take lightning_cp.fabric.UlyssesRingStrategy"

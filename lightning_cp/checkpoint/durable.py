@@ -1,0 +1,155 @@
+"""Writing that survives a kill or a power cut: what has a checkpoint's name is complete.
+
+All of a checkpoint is written beside its place, on the same file system, and made durable (``fsync``) before
+it gets its name by a rename. A file replaces a file in that one rename. A folder cannot replace a folder, so
+the old one is set aside under a name that :func:`found` knows until the new one has its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import socket
+from pathlib import Path
+
+SAVING, BEFORE, REMOVED = "saving", "before", "removed"
+_LEFT = re.compile(
+    r"^\.(?P<name>.+)\.(?P<why>saving|before|removed)-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-"
+)
+
+
+def beside(target: Path, why: str) -> Path:
+    """A name next to ``target`` that nobody else has; tells who wrote there, so that leftovers can go."""
+    owner = f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return target.with_name(f".{target.name}.{why}-{owner}")
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a new file and have it on the disk."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def put_in_place(staged: Path, target: Path) -> None:
+    """Give what was written completely its name; whatever had that name is removed afterwards."""
+    if staged.is_dir():
+        sync_folder(staged)
+    aside = None
+    if staged.is_dir() or (target.is_dir() and not target.is_symlink()):
+        aside = _set_aside(target, BEFORE)
+    staged.replace(target)
+    sync_folder(target.parent)
+    if aside is not None:
+        discard(aside)
+
+
+def replace_text(target: Path, text: str) -> None:
+    """Write a small file, in one step for whoever reads it."""
+    staged = beside(target, SAVING)
+    try:
+        write_durably(staged, text.encode())
+        put_in_place(staged, target)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def replace_link(link: Path, to: Path) -> None:
+    """Have ``link`` point to ``to``, in one step; relative, so that the folder may be moved."""
+    staged = beside(link, SAVING)
+    staged.symlink_to(os.path.relpath(to, link.parent))
+    try:
+        if link.is_dir() and not link.is_symlink():
+            aside = _set_aside(link, BEFORE)
+            staged.replace(link)
+            if aside is not None:
+                discard(aside)
+        else:
+            staged.replace(link)
+    finally:
+        staged.unlink(missing_ok=True)
+    sync_folder(link.parent)
+
+
+def remove(target: Path) -> None:
+    """Take a checkpoint away in one step; what is left of it has another name while it is deleted."""
+    aside = _set_aside(target, REMOVED)
+    if aside is not None:
+        sync_folder(target.parent)
+        discard(aside)
+
+
+def discard(path: Path) -> None:
+    """Delete a file, a link or a folder; nothing happens if it is gone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def found(target: Path) -> Path:
+    """Where the checkpoint of this name is: elsewhere only if a save was killed while replacing a folder."""
+    if os.path.lexists(target):
+        return target
+    kept = [path for path, left in leftovers(target.parent) if left == (target.name, BEFORE)]
+    return max(kept, key=lambda path: path.stat().st_mtime) if kept else target
+
+
+def leftovers(folder: Path) -> list[tuple[Path, tuple[str, str]]]:
+    """What saves have left in a folder: the path, the checkpoint's name, and why it is there."""
+    if not folder.is_dir():
+        return []
+    matches = ((path, _LEFT.match(path.name)) for path in folder.iterdir())
+    return [(path, (match["name"], match["why"])) for path, match in matches if match]
+
+
+def sweep(folder: Path) -> None:
+    """Tidy up after processes of this machine that are gone, and put back what they had set aside."""
+    for path, (name, why) in leftovers(folder):
+        if _is_alive(path):
+            continue
+        if why == BEFORE and not os.path.lexists(folder / name):
+            path.rename(folder / name)
+        else:
+            discard(path)
+
+
+def _set_aside(target: Path, why: str) -> Path | None:
+    if not os.path.lexists(target):
+        return None
+    aside = beside(target, why)
+    target.rename(aside)
+    return aside
+
+
+def _is_alive(path: Path) -> bool:
+    """Whether the process that has left this may still be writing: of another machine nobody knows."""
+    match = _LEFT.match(path.name)
+    assert match is not None
+    if match["host"] != _host():
+        return True
+    try:
+        os.kill(int(match["pid"]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _host() -> str:
+    """Which machine this is, without its name."""
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]

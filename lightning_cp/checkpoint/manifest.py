@@ -1,0 +1,174 @@
+"""What a checkpoint consists of: sizes and hashes of its files, and of itself; any changed byte shows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_cp.errors import CheckpointError
+
+NAME = "manifest.json"
+VERSION = 1
+_FORMAT = "lightning_cp checkpoint"
+_CHUNK = 2**22
+
+
+@dataclass(frozen=True)
+class About:
+    """What was saved, for people and for whoever loads it.
+
+    Args:
+        step: optimizer steps until then, if the saver knows.
+        mesh: axis -> size.
+        engine: how parameters were spread.
+    """
+
+    step: int | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    engine: str = ""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All files of a checkpoint.
+
+    Args:
+        form: ``full`` or ``sharded``.
+        save: which save it was; every shard says it too.
+        about: what was saved.
+        files: name -> size and hash.
+    """
+
+    form: str
+    save: str
+    about: About
+    files: Mapping[str, FileEntry]
+
+    def render(self) -> str:
+        """JSON, with a hash of the rest of it."""
+        body = {
+            "format": _FORMAT,
+            "version": VERSION,
+            "form": self.form,
+            "save": self.save,
+            "step": self.about.step,
+            "mesh": dict(self.about.mesh),
+            "engine": self.about.engine,
+            "files": {name: asdict(entry) for name, entry in self.files.items()},
+        }
+        return _signed(body)
+
+
+def parse(text: str, where: str) -> Manifest:
+    """Read a manifest.
+
+    Args:
+        text: what ``render`` gave.
+        where: its name, for messages.
+
+    Raises:
+        CheckpointError: another format or version, or a changed byte.
+    """
+    try:
+        body = json.loads(text)
+        if body["format"] != _FORMAT:
+            raise CheckpointError(f"{where} is no manifest of a checkpoint of lightning_cp.")
+        version = body["version"]
+        if version != VERSION:
+            raise CheckpointError(
+                f"{where} has format version {version!r}; this release of lightning_cp reads version "
+                f"{VERSION}. "
+                "Load it with the release that wrote it."
+            )
+        signed = _signed({key: body[key] for key in body if key != "sha256"})
+        files = {str(name): FileEntry(**entry) for name, entry in body["files"].items()}
+        about = About(body["step"], body["mesh"], body["engine"])
+        manifest = Manifest(body["form"], body["save"], about, files)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{where} is damaged: it is no manifest ({type(error).__name__})."
+        ) from None
+    if signed != text:
+        raise CheckpointError(f"{where} is damaged: its own hash does not fit.")
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a sharded checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder.name} has no {NAME}: its save did not end, or it is no checkpoint of lightning_cp. "
+            "Nothing "
+            "was loaded."
+        )
+    manifest = parse(path.read_text(errors="replace"), f"{folder.name}/{NAME}")
+    for name in manifest.files:
+        if name != Path(name).name or name in ("", ".", ".."):
+            raise CheckpointError(
+                f"{folder.name}/{NAME} names {name!r}, which is outside its folder."
+            )
+    return manifest
+
+
+def verify(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:
+    """Compare files with the manifest, byte by byte.
+
+    Args:
+        folder: where they are.
+        manifest: what they should be.
+        names: which of them; all by default.
+
+    Raises:
+        CheckpointError: naming the first file that is missing or different.
+    """
+    for name in manifest.files if names is None else names:
+        _verify_file(folder / name, f"{folder.name}/{name}", manifest.files[name])
+
+
+def _verify_file(path: Path, shown: str, entry: FileEntry) -> None:
+    if path.is_symlink() or not path.is_file():
+        raise CheckpointError(f"{shown} is missing. Nothing was loaded.")
+    size = path.stat().st_size
+    if size != entry.bytes:
+        raise CheckpointError(
+            f"{shown} is damaged: it has {size} bytes, and had {entry.bytes} when it was saved. Nothing "
+            "was loaded."
+        )
+    if hash_of(path) != entry.sha256:
+        raise CheckpointError(
+            f"{shown} is damaged: its sha256 is not the manifest's. Nothing was loaded."
+        )
+
+
+def hash_of(path: Path, end: int | None = None) -> str:
+    """sha256 of a file, or of its first ``end`` bytes."""
+    digest = hashlib.sha256()
+    left = path.stat().st_size if end is None else end
+    with path.open("rb") as file:
+        while left and (data := file.read(min(_CHUNK, left))):
+            digest.update(data)
+            left -= len(data)
+    return digest.hexdigest()
+
+
+def _signed(body: dict[str, Any]) -> str:
+    text = json.dumps(body, indent=1, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return json.dumps({**body, "sha256": digest}, indent=1, sort_keys=True)

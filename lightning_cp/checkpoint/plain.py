@@ -1,0 +1,188 @@
+"""State as plain containers, numbers, strings and tensors: what can be written without pickling code.
+
+What PyTorch's ``weights_only`` loading would refuse becomes plain, and a note says what it was: a Hydra
+``DictConfig`` in hyperparameters is written as a dict, and is a ``DictConfig`` again once read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_cp.errors import CheckpointError
+
+Path_ = tuple[Any, ...]
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+@dataclass
+class Plain:
+    """A tree made plain.
+
+    Args:
+        tree: dicts, lists, tuples, sets, atoms and tensors.
+        notes: places, and what was there.
+        left_out: names of what could not be written and may be missing.
+    """
+
+    tree: Any
+    notes: list[list[Any]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def plain(tree: Any, may_lack: Sequence[str] = ()) -> Plain:
+    """Make a tree plain; the tensors stay the same objects.
+
+    Args:
+        tree: what is to be saved.
+        may_lack: keys of the top level whose entries are left out if they cannot be written.
+
+    Raises:
+        CheckpointError: something else cannot be written; names it.
+    """
+    made = Plain(None)
+    made.tree = _Maker(made, frozenset(may_lack)).make(tree, ())
+    return made
+
+
+def restored(tree: Any, notes: Sequence[Sequence[Any]]) -> Any:
+    """The tree with what the notes say was there; innermost first, as they were written."""
+    for place, kind in notes:
+        tree = _replaced(tree, tuple(place), _RESTORE.get(kind, lambda value: value))
+    return tree
+
+
+def map_leaves(
+    tree: Any, visit: Callable[[str, Any], Any], name: str = "", leaf: type = torch.Tensor
+) -> Any:
+    """The same plain tree with every tensor (or ``leaf``) replaced by ``visit(dotted name, tensor)``."""
+    if isinstance(tree, leaf):
+        return visit(name, tree)
+    prefix = f"{name}." if name else ""
+    if isinstance(tree, dict):
+        kind = OrderedDict if type(tree) is OrderedDict else dict
+        return kind((k, map_leaves(v, visit, f"{prefix}{k}", leaf)) for k, v in tree.items())
+    if type(tree) in (list, tuple):
+        return type(tree)(map_leaves(v, visit, f"{prefix}{i}", leaf) for i, v in enumerate(tree))
+    return tree
+
+
+class _Maker:
+    def __init__(self, made: Plain, may_lack: frozenset[str]) -> None:
+        self._made, self._may_lack = made, may_lack
+
+    def make(self, value: Any, place: Path_) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach()
+        if type(value) in (*_ATOMS, torch.Size):
+            return value
+        special = self._special(value, place)
+        if special is not None:
+            return special[0]
+        if isinstance(value, Mapping):
+            return self._mapping(value, place)
+        if isinstance(value, (list, tuple)):
+            items = [self.make(item, (*place, at)) for at, item in enumerate(value)]
+            return tuple(items) if isinstance(value, tuple) else items
+        if isinstance(value, (set, frozenset)):
+            return {self.make(item, (*place, "a set's member")) for item in value}
+        for kind in (bool, int, float, str):  # their subclasses, such as enumerations of strings
+            if isinstance(value, kind):
+                return kind(value)
+        raise CheckpointError(
+            f"{_dotted(place)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
+            "saved: "
+            "checkpoints hold tensors, numbers, strings and plain containers, so that loading one never runs "
+            "code. Keep it out of the state, or save what it can be made from."
+        )
+
+    def _special(self, value: Any, place: Path_) -> tuple[Any] | None:
+        kind, made = _kind_of(value)
+        if kind is None:
+            return None
+        made = self.make(made, place)
+        self._made.notes.append([list(place), kind])
+        return (made,)
+
+    def _mapping(self, value: Mapping[Any, Any], place: Path_) -> dict[Any, Any]:
+        made: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        for key, item in value.items():
+            if type(key) not in (str, int, float, bool, tuple, type(None)):
+                raise CheckpointError(
+                    f"a key of {_dotted(place)} is a {type(key).__qualname__}; keys must be strings or "
+                    "numbers."
+                )
+            try:
+                made[key] = self.make(item, (*place, key))
+            except CheckpointError:
+                if not place or place[0] not in self._may_lack:
+                    raise
+                self._made.left_out.append(_dotted((*place, key)))
+        return made
+
+
+def _kind_of(value: Any) -> tuple[str | None, Any]:
+    omegaconf = sys.modules.get("omegaconf")  # what has it was made by it
+    if omegaconf is not None:
+        for kind in ("DictConfig", "ListConfig"):
+            made_by = getattr(omegaconf, kind)
+            if isinstance(value, made_by):
+                return kind, omegaconf.OmegaConf.to_container(value, resolve=False)
+            if value is made_by:
+                return f"class {kind}", None
+    if isinstance(value, PurePath):
+        return "path", str(value)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return "array", torch.from_numpy(np.ascontiguousarray(value).copy())
+    if isinstance(value, np.generic):
+        return "number", value.item()
+    return None, None
+
+
+def _config(value: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.create(value)
+
+
+def _class(name: str) -> Callable[[Any], Any]:
+    def load(value: Any) -> Any:
+        import omegaconf
+
+        return getattr(omegaconf, name)
+
+    return load
+
+
+_RESTORE: dict[str, Callable[[Any], Any]] = {
+    "DictConfig": _config,
+    "ListConfig": _config,
+    "class DictConfig": _class("DictConfig"),
+    "class ListConfig": _class("ListConfig"),
+    "array": lambda value: value.numpy(),
+}
+"""Paths and numbers stay the strings and numbers that they were written as."""
+
+
+def _replaced(tree: Any, place: Path_, make: Callable[[Any], Any]) -> Any:
+    if not place:
+        return make(tree)
+    key, *rest = place
+    if isinstance(tree, tuple):
+        items = list(tree)
+        items[key] = _replaced(items[key], tuple(rest), make)
+        return tuple(items)
+    if (isinstance(tree, dict) and key in tree) or isinstance(tree, list):
+        tree[key] = _replaced(tree[key], tuple(rest), make)
+    return tree
+
+
+def _dotted(place: Path_) -> str:
+    return ".".join(map(str, place)) or "the state"

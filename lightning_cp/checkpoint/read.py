@@ -1,0 +1,180 @@
+"""Opening a checkpoint of either form: it is verified first, and tensors are read when they are wanted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from lightning_cp.checkpoint.durable import found
+from lightning_cp.checkpoint.encode import decode, dtype_named
+from lightning_cp.checkpoint.failures import shown
+from lightning_cp.checkpoint.full import OURS, load_file, manifest_of_file, verify_file
+from lightning_cp.checkpoint.manifest import Manifest, read_manifest, verify
+from lightning_cp.checkpoint.plain import map_leaves, restored
+from lightning_cp.checkpoint.shard_file import mapped, said_by
+from lightning_cp.checkpoint.sharded import INDEX, STATE
+from lightning_cp.checkpoint.tensors import Chunk, Stored, fill, like, stored_whole
+from lightning_cp.comm.objects import World
+from lightning_cp.errors import CheckpointError
+
+
+@dataclass
+class Checkpoint:
+    """An opened checkpoint.
+
+    Args:
+        path: where it is.
+        manifest: ``None`` if another program wrote the file, so that nothing could be verified.
+        tree: what was saved, with ``Stored`` for tensors.
+        ours: what the saver noted beside it.
+    """
+
+    path: Path
+    manifest: Manifest | None
+    tree: Any
+    ours: dict[str, Any]
+
+    def read(self, template: Callable[[str], torch.Tensor | None] = lambda key: None) -> Any:
+        """The tree with tensors.
+
+        Args:
+            template: gives, for a dotted name, the tensor that this one is to be spread like.
+
+        Returns:
+            New tensors: ``DTensor`` where the template is one of that shape, whole ones on the CPU elsewhere.
+        """
+        targets: dict[str, torch.Tensor] = {}
+        stored: dict[str, Stored] = {}
+
+        def visit(name: str, leaf: Stored) -> torch.Tensor:
+            wanted = template(name)
+            if not isinstance(wanted, DTensor) or tuple(wanted.shape) != leaf.shape:
+                return leaf.whole()
+            stored[name] = leaf
+            targets[name] = like(wanted, leaf)
+            return targets[name]
+
+        tree = map_stored(self.tree, visit)
+        fill(targets, stored)
+        return restored(tree, self.ours.get("notes", []))
+
+
+def open_checkpoint(path: Path, world: World | None = None) -> Checkpoint:
+    """Verify a checkpoint and read all of it but the tensors' values.
+
+    Args:
+        path: a file or a folder.
+        world: the ranks that open it together, who share the work of hashing; this process alone by default.
+
+    Raises:
+        CheckpointError: on every rank: it is missing, incomplete, damaged or no checkpoint; names the file.
+    """
+    world = world or _alone()
+    path = found(Path(path))
+    opened = world.together(
+        lambda: _verified(path, world),
+        lambda said: CheckpointError(f"{shown(path)} was refused by another rank ({said})."),
+    )
+    manifests = {manifest.render() if manifest else "" for manifest in opened}
+    if len(manifests) > 1:
+        raise CheckpointError(
+            f"ranks see different checkpoints at {shown(path)}: it must be on a file system that all "
+            "share, and "
+            "nobody may write it meanwhile."
+        )
+    return (_open_folder if path.is_dir() else _open_file)(path, opened[world.rank])
+
+
+def _alone() -> World:
+    world = World()
+    world.size, world.rank = 1, 0
+    return world
+
+
+def _verified(path: Path, world: World) -> Manifest | None:
+    if not path.exists():
+        near = sorted(x.name for x in path.parent.iterdir()) if path.parent.is_dir() else []
+        near = [name for name in near if not name.startswith(".")]
+        there = f" That folder has: {', '.join(near[:5])}." if near else ""
+        raise CheckpointError(f"there is no checkpoint {shown(path)}.{there}")
+    if path.is_dir():
+        return _verified_folder(path, world)
+    manifest = manifest_of_file(path)
+    if manifest is not None and world.rank == 0:
+        verify_file(path, manifest)
+    return manifest
+
+
+def _verified_folder(path: Path, world: World) -> Manifest:
+    manifest = read_manifest(path)
+    own = sorted(manifest.files)[world.rank :: world.size]
+    try:
+        verify(path, manifest, own)
+    except CheckpointError as error:
+        _say_which_save(path, manifest, own, error)
+        raise
+    return manifest
+
+
+def _say_which_save(
+    path: Path, manifest: Manifest, names: list[str], error: CheckpointError
+) -> None:
+    """A shard that another save has left is worth naming as that."""
+    for name in names:
+        said = said_by(path / name) if name.startswith("shard-") else {}
+        if said.get("save") not in (None, manifest.save):
+            raise CheckpointError(
+                f"{path.name}/{name} belongs to another save, of step {said.get('step')}: this checkpoint "
+                "is of "
+                f"step {manifest.about.step}. Nothing was loaded."
+            ) from error
+
+
+def _open_file(path: Path, manifest: Manifest | None) -> Checkpoint:
+    tree = load_file(path)
+    ours = tree.pop(OURS, {}) if isinstance(tree, dict) else {}
+    return Checkpoint(path, manifest, _stored(tree), ours if isinstance(ours, dict) else {})
+
+
+def _open_folder(path: Path, manifest: Manifest | None) -> Checkpoint:
+    try:
+        index = json.loads((path / INDEX).read_text())["tensors"]
+        state = json.loads((path / STATE).read_text())
+        stored = {key: _stored_in(path, key, entry) for key, entry in index.items()}
+        tree = decode(state["tree"], lambda key: stored[key])
+        ours = decode(state["ours"], lambda key: stored[key])
+    except (KeyError, ValueError, TypeError, OSError) as error:
+        raise CheckpointError(
+            f"{shown(path)} cannot be read ({type(error).__name__}: {error}). Nothing was loaded."
+        ) from None
+    return Checkpoint(path, manifest, tree, ours)
+
+
+def _stored_in(folder: Path, key: str, entry: dict[str, Any]) -> Stored:
+    dtype = dtype_named(entry["dtype"])
+    chunks = [
+        Chunk(
+            tuple(x["offsets"]),
+            tuple(x["sizes"]),
+            partial(mapped, folder / x["file"], x["begin"], x["sizes"], dtype),
+        )
+        for x in entry["chunks"]
+    ]
+    return Stored(key, dtype, tuple(entry["shape"]), tuple(chunks))
+
+
+def _stored(tree: Any) -> Any:
+    """The tree of a file, with ``Stored`` for tensors."""
+    return map_leaves(tree, lambda key, x: stored_whole(key, x))
+
+
+def map_stored(tree: Any, visit: Callable[[str, Stored], Any]) -> Any:
+    """The tree with every ``Stored`` replaced."""
+    return map_leaves(tree, visit, leaf=Stored)

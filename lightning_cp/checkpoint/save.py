@@ -1,0 +1,156 @@
+"""Saving a state, at once or in the background; every rank learns whether it worked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from lightning_cp.checkpoint.durable import sweep
+from lightning_cp.checkpoint.failures import failed_save, why
+from lightning_cp.checkpoint.full import plan_full
+from lightning_cp.checkpoint.manifest import About
+from lightning_cp.checkpoint.plain import plain
+from lightning_cp.checkpoint.sharded import plan_sharded
+from lightning_cp.comm.objects import World
+from lightning_cp.errors import CheckpointError
+
+FORMS = {"full": plan_full, "sharded": plan_sharded}
+LIMIT = 1800.0
+"""Seconds that the first rank waits in the background for the others' parts."""
+
+
+class Save(Protocol):
+    """One save, as one rank sees it."""
+
+    @property
+    def target(self) -> Path:
+        """The checkpoint."""
+        ...
+
+    @property
+    def world(self) -> World:
+        """All ranks."""
+        ...
+
+    def copy(self) -> None:
+        """Take the values as they are now."""
+
+    def write(self) -> Any:
+        """Write this rank's part."""
+
+    def commit(self, parts: list[Any]) -> None:
+        """Complete the checkpoint."""
+
+    def give_up(self) -> None:
+        """Remove what was written so far."""
+
+    def finish_alone(self, limit: float) -> None:
+        """All of it without communication."""
+
+
+def plan(
+    tree: dict[str, Any],
+    target: Path,
+    *,
+    form: str = "full",
+    about: About | None = None,
+    ours: dict[str, Any] | None = None,
+    may_lack: Sequence[str] = (),
+) -> tuple[Save, list[str]]:
+    """Begin a save: what is sent between ranks is sent here. Collective.
+
+    Args:
+        tree: the state; what differs between ranks is the first rank's, but for ``DTensor``.
+        target: the checkpoint.
+        form: ``full`` or ``sharded``.
+        about: for the manifest.
+        ours: noted beside the state; plain.
+        may_lack: keys of the top level whose entries are left out if they cannot be written.
+
+    Returns:
+        The save, and names of what was left out.
+
+    Raises:
+        CheckpointError: on every rank: something cannot be written.
+    """
+    world = World()
+    target = Path(target)
+
+    def begin() -> Any:
+        made = plain(tree, may_lack)
+        if world.rank == 0:
+            sweep(target.parent)
+        return made
+
+    mine: list[Any] = []
+    try:
+        world.together(lambda: mine.append(begin()), lambda said: failed_save(target, said))
+    except OSError as error:
+        raise failed_save(target, why(error)) from error
+    made = mine[0]
+    notes = {**(ours or {}), "notes": made.notes}
+    try:
+        planned = FORMS[form](made.tree, notes, target, about or About())
+    except OSError as error:
+        raise failed_save(target, why(error)) from error
+    return planned, made.left_out
+
+
+def finish(save: Save) -> None:
+    """Write and complete a save. Collective.
+
+    Raises:
+        CheckpointError: on every rank: it could not be written; what was there before still is.
+    """
+    try:
+        failure = _other(save)
+        parts = save.world.together(save.write, failure)
+        save.world.together(lambda: save.commit(parts) if save.world.rank == 0 else None, failure)
+    except CheckpointError:
+        save.give_up()
+        raise
+    except Exception as error:
+        save.give_up()
+        raise failed_save(save.target, why(error)) from error
+
+
+def _other(save: Save) -> Any:
+    return lambda said: failed_save(save.target, said)
+
+
+def save(tree: dict[str, Any], target: str | Path, **options: Any) -> list[str]:
+    """Save a state: ``plan`` and ``finish``, with the options of ``plan``."""
+    planned, left_out = plan(tree, Path(target), **options)
+    finish(planned)
+    return left_out
+
+
+class Background:
+    """A save that goes on while training does: in a thread that neither sends nor waits for tensors.
+
+    Args:
+        planned: the save; its values are copied before anything goes on.
+        limit: seconds that the first rank waits for the others' parts.
+    """
+
+    def __init__(self, planned: Save, limit: float = LIMIT) -> None:
+        self.target = planned.target
+        self.error: Exception | None = None
+        planned.copy()
+        self._thread = threading.Thread(target=self._run, args=(planned, limit), name="checkpoint")
+        self._thread.start()
+
+    def _run(self, planned: Save, limit: float) -> None:
+        try:
+            planned.finish_alone(limit)
+        except Exception as error:
+            made = failed_save(self.target, why(error))
+            made.__cause__ = error
+            self.error = made
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it has ended; whether it has."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()

@@ -1,0 +1,237 @@
+"""The sharded form: a folder in which every rank has written its own part, in three steps.
+
+    1. all ranks    plan: which rank writes which block (``torch.distributed.checkpoint``'s planner)
+    2. every rank   write: its blocks into ``shard-00003-of-00008.safetensors`` of a folder beside the target
+    3. first rank   commit: ``index.json`` (where blocks are), ``state.json`` (all that is no tensor),
+                    ``manifest.json``, and only then the name
+
+Steps 2 and 3 need not communicate, so that they can be done in the background: a rank leaves a note in the
+folder once its part is on the disk, and the first rank waits for the notes of all.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
+
+from lightning_cp.checkpoint.durable import (
+    SAVING,
+    beside,
+    discard,
+    put_in_place,
+    replace_text,
+    sync_folder,
+    write_durably,
+)
+from lightning_cp.checkpoint.encode import encode
+from lightning_cp.checkpoint.failures import failed_save, why
+from lightning_cp.checkpoint.latest import point_to
+from lightning_cp.checkpoint.manifest import NAME, About, FileEntry, Manifest, hash_of
+from lightning_cp.checkpoint.shard_file import Block, Written, blocks_by_key, write_shard
+from lightning_cp.comm.objects import World
+from lightning_cp.errors import CheckpointError
+
+INDEX, STATE = "index.json", "state.json"
+_NOTE, _PAUSE = "done-", 0.02
+
+
+@dataclass
+class Part:
+    """What one rank has written: its file, and where its blocks are in it."""
+
+    file: str = ""
+    sha256: str = ""
+    bytes: int = 0
+    blocks: list[Written] = field(default_factory=list)
+
+
+@dataclass
+class ShardedSave:
+    """One save, as one rank sees it.
+
+    Args:
+        target: the checkpoint.
+        staging: the folder beside it.
+        save: which save this is.
+        about: for the manifest.
+        world: all ranks.
+        blocks: what this rank writes.
+        state: on the first rank, the tree as JSON holds it.
+    """
+
+    target: Path
+    staging: Path
+    save: str
+    about: About
+    world: World
+    blocks: list[Block]
+    state: Any
+
+    def copy(self) -> None:
+        """Take the values as they are now; a shard may be the very weights that training goes on with."""
+        for at, block in enumerate(self.blocks):
+            data = torch.empty(block.data.shape, dtype=block.data.dtype, device="cpu")
+            data.copy_(block.data)
+            self.blocks[at] = Block(block.key, block.shape, block.offsets, data)
+
+    def write(self) -> Part:
+        """Write this rank's blocks; nothing if it has none.
+
+        Raises:
+            OSError: they could not be written.
+        """
+        if not self.blocks:
+            return Part()
+        said = {"format": "lightning_cp shard", "save": self.save, "step": str(self.about.step)}
+        written, digest, size = write_shard(self.staging / self._file, self.blocks, said)
+        return Part(self._file, digest, size, written)
+
+    def commit(self, parts: list[Part]) -> None:
+        """Complete the checkpoint, on the first rank.
+
+        Raises:
+            OSError: it could not be completed; what was there before still is.
+        """
+        entries = {part.file: FileEntry(part.sha256, part.bytes) for part in parts if part.file}
+        index = _index([block for part in parts for block in part.blocks])
+        for name, content in ((INDEX, index), (STATE, self.state)):
+            path = self.staging / name
+            write_durably(path, json.dumps(content).encode())
+            entries[name] = FileEntry(hash_of(path), path.stat().st_size)
+        sync_folder(self.staging)
+        manifest = Manifest("sharded", self.save, self.about, entries)
+        write_durably(self.staging / NAME, manifest.render().encode())
+        put_in_place(self.staging, self.target)
+        point_to(self.target)
+
+    def give_up(self) -> None:
+        """Remove what was written so far."""
+        if self.world.rank == 0:
+            discard(self.staging)
+
+    def finish_alone(self, limit: float) -> None:
+        """Write, and on the first rank commit once the others' notes are there; nothing is sent.
+
+        Args:
+            limit: seconds that the first rank waits for the others.
+
+        Raises:
+            OSError: this rank's part could not be written.
+            CheckpointError: another's could not, or did not come.
+        """
+        note = self.staging / f"{_NOTE}{self.world.rank:05d}.json"
+        try:
+            part = self.write()
+            if self.world.rank:
+                replace_text(note, json.dumps(asdict(part)))
+                return
+            self.commit([part, *(self._part_of(rank, limit) for rank in range(1, self.world.size))])
+        except Exception as error:
+            if self.world.rank == 0:
+                self.give_up()
+            elif self.staging.is_dir():
+                (self.staging / self._file).unlink(missing_ok=True)  # makes room for the note
+                replace_text(note, json.dumps({"failed": why(error)}))
+            raise
+
+    def _part_of(self, rank: int, limit: float) -> Part:
+        note, until = self.staging / f"{_NOTE}{rank:05d}.json", time.monotonic() + limit
+        while not note.exists():
+            if time.monotonic() > until:
+                raise CheckpointError(f"rank {rank} has not written its part within {limit:g} s")
+            time.sleep(_PAUSE)
+        said = json.loads(note.read_text())
+        note.unlink()
+        if "failed" in said:
+            raise CheckpointError(f"rank {rank}: {said['failed']}")
+        return Part(**{**said, "blocks": [Written(**x) for x in said["blocks"]]})
+
+    @property
+    def _file(self) -> str:
+        return f"shard-{self.world.rank:05d}-of-{self.world.size:05d}.safetensors"
+
+
+def plan_sharded(
+    tree: dict[str, Any], ours: dict[str, Any], target: Path, about: About
+) -> ShardedSave:
+    """Decide who writes what, and make the folder. Collective.
+
+    Tensors that are spread (``DTensor``) are written by the ranks that hold them, replicas once; all else is
+    the first rank's.
+
+    Args:
+        tree: plain.
+        ours: what is noted beside it, plain and without tensors.
+        target: the checkpoint.
+        about: for the manifest.
+
+    Raises:
+        CheckpointError: on every rank, that the folder cannot be made on the first.
+    """
+    world = World()
+    tensors: dict[str, torch.Tensor] = {}
+    state = {
+        "tree": encode(tree, lambda key, x: _named(tensors, key, x)),
+        "ours": encode(ours, lambda key, x: _named(tensors, key, x)),
+    }
+    if world.rank > 0:
+        tensors = {key: x for key, x in tensors.items() if isinstance(x, DTensor)}
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(tensors, is_coordinator=world.rank == 0)
+
+    def begin() -> tuple[SavePlan, str, str]:
+        staging = beside(target, SAVING)
+        if world.rank == 0:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            staging.mkdir()
+        return planner.create_local_plan(), staging.name, secrets.token_hex(8)
+
+    begun = world.together(begin, lambda said: failed_save(target, said))
+    plans, _ = planner.create_global_plan([plan for plan, _, _ in begun])
+    plan = planner.finish_plan(plans[world.rank])
+    blocks = [_block(item, planner) for item in plan.items]
+    _, staging, save = begun[0]
+    return ShardedSave(
+        target,
+        target.with_name(staging),
+        save,
+        about,
+        world,
+        blocks,
+        state if world.rank == 0 else None,
+    )
+
+
+def _named(tensors: dict[str, torch.Tensor], key: str, tensor: torch.Tensor) -> str:
+    while key in tensors:  # keys 1 and "1" of one dictionary
+        key += "'"
+    tensors[key] = tensor
+    return key
+
+
+def _block(item: WriteItem, planner: DefaultSavePlanner) -> Block:
+    assert item.tensor_data is not None
+    data = planner.resolve_data(item)
+    assert isinstance(data, torch.Tensor)
+    chunk = item.tensor_data.chunk
+    return Block(item.index.fqn, tuple(item.tensor_data.size), tuple(chunk.offsets), data.detach())
+
+
+def _index(blocks: list[Written]) -> dict[str, Any]:
+    tensors = {}
+    for key, written in blocks_by_key(blocks):
+        chunks = [{k: v for k, v in asdict(w).items() if k in _PLACE} for w in written]
+        tensors[key] = {"dtype": written[0].dtype, "shape": written[0].shape, "chunks": chunks}
+    return {"tensors": tensors}
+
+
+_PLACE = ("offsets", "sizes", "file", "begin")

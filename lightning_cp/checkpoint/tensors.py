@@ -1,0 +1,161 @@
+"""Tensors of a checkpoint: stored in pieces, read into whatever shards a run has; and whole, for one file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import StorageReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A block of a tensor that lies in one place.
+
+    Args:
+        offsets: of its first element in the tensor.
+        sizes: its shape.
+        read: gives it, on the CPU; mapped from the file, so that what is not used is not read.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that is in a checkpoint and has not been read."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    def whole(self) -> torch.Tensor:
+        """All of it, on the CPU, in memory of its own."""
+        made = torch.empty(self.shape, dtype=self.dtype)
+        for chunk in self.chunks:
+            _block(made, chunk.offsets, chunk.sizes).copy_(chunk.read())
+        return made
+
+
+def stored_whole(key: str, tensor: torch.Tensor) -> Stored:
+    """A tensor that is at hand as if it were stored in one piece."""
+    chunk = Chunk((0,) * tensor.dim(), tuple(tensor.shape), lambda: tensor)
+    return Stored(key, tensor.dtype, tuple(tensor.shape), (chunk,))
+
+
+def whole(tensor: torch.Tensor, *, keep: bool = True) -> torch.Tensor | None:
+    """A tensor on the CPU, assembled if it is spread over ranks.
+
+    Collective for a ``DTensor``: every rank of its mesh has to come here with the same one. Shards that were
+    offloaded to the CPU of a CUDA mesh travel through the device, one tensor at a time.
+
+    Args:
+        tensor: any; shape and dtype stay.
+        keep: this rank wants it; the others take part and get ``None``.
+    """
+    made = tensor.detach()
+    if isinstance(made, DTensor):
+        local, mesh = made.to_local(), made.device_mesh
+        if local.device.type != mesh.device_type:
+            made = DTensor.from_local(
+                local.to(mesh.device_type),
+                mesh,
+                made.placements,
+                run_check=False,
+                shape=made.shape,
+                stride=made.stride(),
+            )
+        made = made.full_tensor()
+    return made.cpu() if keep else None
+
+
+def fill(targets: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> None:
+    """Read into tensors of the same keys and shapes, for ``DTensor`` this rank's shards only.
+
+    No communication. Only what a shard needs is read, however the checkpoint was cut.
+    """
+    reader = StoredTensors({key: stored[key] for key in targets})
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(targets), reader.read_metadata(), is_coordinator=True)
+    plan = planner.finish_plan(planner.create_local_plan())
+    reader.read_data(plan, planner).wait()
+
+
+def like(template: torch.Tensor, stored: Stored) -> torch.Tensor:
+    """An empty tensor of a checkpoint's dtype, spread as ``template`` is; on its device."""
+    return torch.empty_like(template.detach(), dtype=stored.dtype)
+
+
+class StoredTensors(StorageReader):
+    """What ``torch.distributed.checkpoint`` reads through: blocks of tensors, no pickles."""
+
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
+        self._stored = stored
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept between loads."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Shapes and blocks of every tensor."""
+        return Metadata({key: _metadata_of(item) for key, item in self._stored.items()})
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing to do."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy every block that the plan asks for."""
+        for item in plan.items:
+            self._read(item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
+        offset = tuple(item.storage_index.offset or ())
+        chunks = self._stored[item.storage_index.fqn].chunks
+        chunk = next(x for x in chunks if x.offsets == offset)
+        source = _block(chunk.read(), item.storage_offsets, item.lengths)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(source)
+        planner.commit_tensor(item, target)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Readers are made by hand."""
+        return False
+
+
+def _metadata_of(item: Stored) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(x.offsets), torch.Size(x.sizes)) for x in item.chunks]
+    return TensorStorageMetadata(TensorProperties(item.dtype), torch.Size(item.shape), chunks)
+
+
+def _block(x: torch.Tensor, offsets: Any, sizes: Any) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        x = x.narrow(dim, offset, size)
+    return x

@@ -1,0 +1,60 @@
+"""Small objects of every rank for all ranks, and work that all of them do or none has done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+_LONGEST = 500
+"""Characters of another rank's message: enough to name what failed, and no more."""
+
+
+class World:
+    """All ranks of the run; one process alone is a world too."""
+
+    def __init__(self) -> None:
+        alone = not (dist.is_available() and dist.is_initialized())
+        self.size = 1 if alone else dist.get_world_size()
+        self.rank = 0 if alone else dist.get_rank()
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's ``value``, in rank order."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def together(self, action: Callable[[], T], failure: Callable[[str], Exception]) -> list[T]:
+        """Do something on every rank and exchange the results; an error on one is an error on all.
+
+        Args:
+            action: makes this rank's result; does not communicate.
+            failure: makes what the other ranks raise, of ``rank 2: OSError: ...``.
+
+        Raises:
+            Exception: on the rank where ``action`` failed its own error, on the others ``failure``'s.
+        """
+        mine, error = None, None
+        try:
+            mine = action()
+        except Exception as raised:
+            error = raised
+        every = self.gather((mine, None if error is None else _said(error)))
+        if error is not None:
+            raise error
+        failed = [
+            f"rank {rank}: {said}" for rank, (_, said) in enumerate(every) if said is not None
+        ]
+        if failed:
+            more = f" (and on {len(failed) - 1} other ranks)" if len(failed) > 1 else ""
+            raise failure(failed[0] + more)
+        return [result for result, _ in every]  # type: ignore[misc]
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:_LONGEST]

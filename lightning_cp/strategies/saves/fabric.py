@@ -1,0 +1,143 @@
+"""How Fabric's strategy saves and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.types import _Stateful
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_cp.checkpoint.manifest import About
+from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.comm.objects import World
+from lightning_cp.errors import CheckpointError
+from lightning_cp.strategies.saves.front import SavesOfBoth
+from lightning_cp.strategies.saves.optimizers import (
+    fitting_state,
+    named_parameters,
+    names_of,
+)
+from lightning_cp.strategies.saves.reading import load_module, require_weights_only, spread_of
+from lightning_cp.strategies.saves.saver import local_path
+
+State = dict[str, Any]
+Filter = Mapping[str, Callable[[str, Any], bool]]
+_STEPS = ("global_step", "step", "iteration", "iter_num")
+
+
+class FabricSaves(SavesOfBoth):
+    """Comes before Fabric's ``DDPStrategy``: ``fabric.save`` and ``fabric.load`` end up here."""
+
+    def save_checkpoint(
+        self: Any,
+        path: str | Path,
+        state: State,
+        storage_options: Any = None,
+        filter: Filter | None = None,
+    ) -> None:
+        """Save modules, optimizers and whatever else is in ``state``; called on every rank.
+
+        Raises:
+            CheckpointError: on every rank: it cannot be written.
+        """
+        self._require_local(storage_options)
+        modules, optimizers = _modules(state), _optimizers(state)
+        named = named_parameters(modules or {"": self._models})
+        names = {key: names_of(optimizer, named) for key, optimizer in optimizers.items()}
+        tree = self._convert_stateful_objects_in_state(state, filter=dict(filter or {}))
+        step = next((state[k] for k in _STEPS if type(state.get(k)) is int), None)
+        sizes = {str(axis): size for axis, size in self.mesh.sizes.items()} if modules else {}
+        about = About(step, sizes, self._core.settings.data_parallel)
+        self._saver.save(tree, path, about, {"parameters": names})
+
+    def load_checkpoint(
+        self: Any,
+        path: str | Path,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> State:
+        """Verify a checkpoint and load it, all or nothing; called on every rank.
+
+        Args:
+            path: the checkpoint.
+            state: a dictionary of objects to be restored; one module or optimizer if the file is that one's
+                state; or nothing: then the whole of it is returned.
+            strict: every key of ``state`` must be in the checkpoint, and names of modules must be the same.
+            weights_only: cannot be ``False``.
+
+        Returns:
+            What was not restored into ``state``.
+
+        Raises:
+            CheckpointError: on every rank: it is missing, damaged or does not fit; ``state`` is as it was.
+        """
+        require_weights_only(weights_only)
+        self._saver.finish()
+        opened = open_checkpoint(local_path(path), World())
+        if not state:
+            return opened.read()
+        if isinstance(state, (nn.Module, Optimizer)):
+            _restore({"": state}, {"": opened.read()}, {}, strict=strict)
+            return {}
+        missing = [key for key in state if key not in opened.tree]
+        if strict and missing:
+            raise CheckpointError(
+                f"the checkpoint has no {missing[0]!r}. It has: "
+                f"{', '.join(map(str, list(opened.tree)[:20]))}. "
+                "Nothing was loaded; strict=False loads what there is."
+            )
+        names = dict(opened.ours.get("parameters", {}))
+        modules = {key: _unwrapped(module) for key, module in _modules(state).items()}
+        checkpoint = opened.read(spread_of(modules, _optimizers(state), names))
+        return _restore(state, checkpoint, names, strict=strict)
+
+
+def _restore(
+    state: State, checkpoint: State, names: Mapping[str, list[str]], *, strict: bool
+) -> State:
+    """Check everything, then load; gives what is left of the checkpoint."""
+    present = {key: obj for key, obj in state.items() if key in checkpoint}
+    named = named_parameters(_modules(state))
+    fitted = {
+        key: fitting_state(checkpoint[key], obj, names.get(key, []), names_of(obj, named))
+        for key, obj in _optimizers(present).items()
+    }
+    load_modules(
+        {k: _unwrapped(m) for k, m in _modules(present).items()}, checkpoint, strict=strict
+    )
+    for key, obj in present.items():
+        value = checkpoint.pop(key)
+        if isinstance(obj, Optimizer):
+            obj.load_state_dict(fitted[key])
+        elif isinstance(obj, nn.Module):
+            continue
+        elif isinstance(obj, _Stateful):
+            obj.load_state_dict(value)
+        else:
+            state[key] = value
+    return checkpoint
+
+
+def load_modules(modules: Mapping[str, nn.Module], checkpoint: State, *, strict: bool) -> None:
+    """All of them, or none."""
+    for key, module in modules.items():
+        load_module(module, checkpoint[key], strict=strict, check_only=True)
+    for key, module in modules.items():
+        load_module(module, checkpoint[key], strict=strict)
+
+
+def _modules(state: Any) -> dict[str, nn.Module]:
+    return {key: obj for key, obj in state.items() if isinstance(obj, nn.Module)}
+
+
+def _optimizers(state: Any) -> dict[str, Optimizer]:
+    return {key: obj for key, obj in state.items() if isinstance(obj, Optimizer)}
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, DistributedDataParallel) else module

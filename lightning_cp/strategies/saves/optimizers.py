@@ -1,0 +1,116 @@
+"""Optimizers' state: which parameter each entry belongs to, and whether it fits, before it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_cp.checkpoint.tensors import Stored, fill, like, stored_whole
+from lightning_cp.errors import CheckpointError
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """In the order in which a state dict numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def names_of(optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> list[str]:
+    """The parameters' names, in the order in which a state dict numbers them; ``""`` for strangers."""
+    by_id = {id(parameter): name for name, parameter in named.items()}
+    return [by_id.get(id(parameter), "") for parameter in parameters_of(optimizer)]
+
+
+def named_parameters(modules: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
+    """Parameters by name, with the module's key before it if there are several modules."""
+    prefix = (lambda key: f"{key}.") if len(modules) > 1 else (lambda key: "")
+    return {
+        prefix(key) + name: parameter
+        for key, module in modules.items()
+        for name, parameter in module.named_parameters()
+    }
+
+
+def fitting_state(
+    state: Mapping[str, Any], optimizer: Optimizer, saved: Sequence[str], own: Sequence[str]
+) -> dict[str, Any]:
+    """A state dict as this optimizer loads it; nothing is loaded yet.
+
+    Args:
+        state: of a checkpoint.
+        optimizer: into which it is to go.
+        saved: the names that its numbers stood for; empty if nobody knows.
+        own: the names of this optimizer's parameters, in its order.
+
+    Raises:
+        CheckpointError: it is of other parameters, groups or shapes; names the first.
+    """
+    order = _order(saved, own)
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    found = [len(group["params"]) for group in state["param_groups"]]
+    if groups != found:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has parameter groups of {found} parameters, this one of "
+            f"{groups}. The "
+            "optimizer was left as it is. Make it as it was when the checkpoint was saved."
+        )
+    entries = {
+        at: state["state"][number] for at, number in enumerate(order) if number in state["state"]
+    }
+    parameters = parameters_of(optimizer)
+    for at, entry in entries.items():
+        name = own[at] if own and own[at] else f"parameter {at}"
+        _require_shapes(entry, parameters[at], name)
+    numbered: list[dict[str, Any]] = []
+    for group, now in zip(
+        state["param_groups"], optimizer.state_dict()["param_groups"], strict=True
+    ):
+        numbered.append({**group, "params": now["params"]})
+    fitted = {at: _spread(entry, parameters[at]) for at, entry in entries.items()}
+    return {**state, "state": fitted, "param_groups": numbered}
+
+
+def _order(saved: Sequence[str], own: Sequence[str]) -> list[int]:
+    """The number that each of this optimizer's parameters had."""
+    known = bool(saved) and all(saved) and all(own)
+    if not known:
+        return list(range(len(own)))
+    if sorted(saved) != sorted(own):
+        missing = [name for name in own if name not in saved] or [x for x in saved if x not in own]
+        raise CheckpointError(
+            f"the checkpoint's optimizer is of other parameters: only one of the two has {missing[0]}. The "
+            "optimizer was left as it is. Freeze and group parameters as they were when it was saved."
+        )
+    place = {name: at for at, name in enumerate(saved)}
+    return [place[name] for name in own]
+
+
+def _require_shapes(entry: Mapping[str, Any], parameter: torch.Tensor, name: str) -> None:
+    for key, value in entry.items():
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            continue
+        if value.dim() == parameter.dim() and value.shape != parameter.shape:
+            raise CheckpointError(
+                f"the optimizer's {key} of {name} has shape {list(value.shape)} in the checkpoint, the "
+                "parameter "
+                f"has {list(parameter.shape)}. The optimizer was left as it is."
+            )
+
+
+def _spread(entry: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """Whole tensors of the parameter's shape, as this rank's shards of it."""
+    if not isinstance(parameter, DTensor):
+        return dict(entry)
+    made, targets = dict(entry), {}
+    stored: dict[str, Stored] = {}
+    for key, value in entry.items():
+        plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if plain and value.dim() and value.shape == parameter.shape:
+            stored[key] = stored_whole(key, value)
+            targets[key] = like(parameter, stored[key])
+    fill(targets, stored)
+    return {**made, **targets}

@@ -1,0 +1,138 @@
+"""Reading a checkpoint into what a run has, once everything in it is known to fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_cp.checkpoint.compare import require_same
+from lightning_cp.checkpoint.tensors import Stored, fill, like, stored_whole
+from lightning_cp.errors import CheckpointError, ConfigError
+from lightning_cp.strategies.saves.optimizers import parameters_of
+
+_STATE = re.compile(r"^(?P<place>.+)\.state\.(?P<number>\d+)\.[^.]+$")
+
+
+class PlainCheckpointIO(TorchCheckpointIO):
+    """Lightning's, for what it moves between its own processes; never runs code from a file."""
+
+    @override
+    def load_checkpoint(
+        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        return super().load_checkpoint(path, map_location=map_location, weights_only=True)
+
+
+def require_ours(io: object) -> None:
+    """Refuse a plugin that would write checkpoints in another way.
+
+    Raises:
+        ConfigError: naming what to use instead.
+    """
+    if io is not None and type(io) not in (PlainCheckpointIO, TorchCheckpointIO):
+        raise ConfigError(
+            "checkpoints are written by this strategy itself, atomically and verified, so "
+            f"{type(io).__name__} "
+            "would never be asked. Leave the plugin out; async_save=True saves in the background."
+        )
+
+
+def require_weights_only(weights_only: bool | None) -> None:
+    """Refuse to run code from a file.
+
+    Raises:
+        CheckpointError: that was asked for.
+    """
+    if weights_only is False:
+        raise CheckpointError(
+            "weights_only=False would run code from the checkpoint, and this strategy never does. What "
+            "it saves "
+            "itself needs none. Open another program's file in plain PyTorch if you trust it, and save its "
+            "state_dict."
+        )
+
+
+def spread_of(
+    modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], names: Mapping[str, Any]
+) -> Any:
+    """What a checkpoint's tensors are to be spread like, by their dotted names.
+
+    Args:
+        modules: the key of each one's state -> module.
+        optimizers: the dotted name of each one's state -> optimizer.
+        names: the same -> names of the parameters that it numbered.
+    """
+    known: dict[str, torch.Tensor] = {
+        f"{key}.{name}": x
+        for key, module in modules.items()
+        for name, x in module.state_dict().items()
+    }
+    by_name = {n: p for module in modules.values() for n, p in module.named_parameters()}
+
+    def template(key: str) -> torch.Tensor | None:
+        match = _STATE.match(key)
+        if match is None or match["place"] not in optimizers:
+            return known.get(key)
+        number, saved = int(match["number"]), names.get(match["place"]) or []
+        if number < len(saved) and saved[number] in by_name:
+            return by_name[saved[number]]
+        parameters = parameters_of(optimizers[match["place"]])
+        return parameters[number] if number < len(parameters) else None
+
+    return template
+
+
+def load_module(
+    module: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    *,
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+    check_only: bool = False,
+) -> None:
+    """Load a module's state once all of it fits, whole or spread, into whole or spread parameters.
+
+    Args:
+        module: which may hold ``DTensor``.
+        state: by name; not changed.
+        strict: names must be the same.
+        dtype: that the module's floating-point parameters are going to have.
+        check_only: load nothing.
+
+    Raises:
+        CheckpointError: a name, shape or dtype differs; the module is as it was.
+    """
+    own = module.state_dict()
+    tensors = {name: x for name, x in own.items() if isinstance(x, torch.Tensor)}
+    if dtype is not None:
+        tensors = {name: _as_if(x, dtype) for name, x in tensors.items()}
+    given = {name: x for name, x in state.items() if isinstance(x, torch.Tensor)}
+    require_same(given, tensors, what="model", strict=strict)
+    if check_only:
+        return
+    made = dict(state)
+    targets: dict[str, torch.Tensor] = {}
+    stored: dict[str, Stored] = {}
+    for name, x in given.items():
+        if isinstance(own.get(name), DTensor) and not isinstance(x, DTensor):
+            stored[name] = stored_whole(name, x)
+            targets[name] = like(own[name], stored[name])
+    fill(targets, stored)
+    module.load_state_dict({**made, **targets}, strict=strict)
+
+
+def _as_if(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=dtype, device="meta") if x.is_floating_point() else x
+
+
+def listed_names(names: Sequence[Sequence[str]]) -> dict[str, list[str]]:
+    """Of Lightning's list of optimizers, by their dotted names."""
+    return {f"optimizer_states.{at}": list(each) for at, each in enumerate(names)}

@@ -1,0 +1,177 @@
+"""One run's saves: at most one at a time in the background, and nothing is removed before what replaces "
+"it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+
+from lightning_cp.checkpoint import manifest
+from lightning_cp.checkpoint.durable import remove, replace_link
+from lightning_cp.checkpoint.failures import failed_save, shown
+from lightning_cp.checkpoint.manifest import About
+from lightning_cp.checkpoint.save import Background, finish, plan
+from lightning_cp.comm.objects import World
+from lightning_cp.errors import CheckpointError
+
+_log = logging.getLogger("lightning_cp")
+
+
+class Saver:
+    """Saves, links and removes checkpoints in the order in which it was asked to.
+
+    Args:
+        form: ``full`` or ``sharded``.
+        in_background: saves may go on while training does.
+    """
+
+    def __init__(self, form: str, *, in_background: bool) -> None:
+        self._form, self._in_background = form, in_background
+        self._running: Background | None = None
+        self._later: list[Callable[[], bool]] = []
+        self._said: set[str] = set()
+
+    def save(
+        self,
+        tree: dict[str, Any],
+        path: str | Path,
+        about: About,
+        ours: dict[str, Any],
+        *,
+        may_lack: Sequence[str] = (),
+        wait: bool = False,
+    ) -> None:
+        """Save a state. Collective.
+
+        Args:
+            tree: the state.
+            path: the checkpoint.
+            about: for its manifest.
+            ours: noted beside the state.
+            may_lack: keys whose entries are left out if they cannot be written, which is said once.
+            wait: not in the background, whatever was set.
+
+        Raises:
+            CheckpointError: on every rank: it cannot be written, or the last one in the background was not.
+        """
+        self.finish()
+        target = local_path(path)
+        planned, left_out = plan(
+            tree, target, form=self._form, about=about, ours=ours, may_lack=may_lack
+        )
+        self._say_left_out(left_out)
+        if self._in_background and not wait:
+            self._running = Background(planned)
+        else:
+            finish(planned)
+
+    def finish(self) -> None:
+        """Wait for the save in the background, and do what had to wait for it. Collective.
+
+        Raises:
+            CheckpointError: on every rank: it failed on some.
+        """
+        if self._in_background:
+            running, self._running = self._running, None
+            if running is not None:
+                self._require_done(running)
+        self._do_later()
+
+    def _require_done(self, running: Background) -> None:
+        def done() -> None:
+            running.wait()
+            if running.error is not None:
+                raise running.error
+
+        try:
+            World().together(done, lambda said: failed_save(running.target, said))
+        except CheckpointError:
+            self._later.clear()  # what was to be replaced is still needed
+            raise
+
+    def abandon(self, seconds: float = 60.0) -> None:
+        """Let the save in the background end, without asking the other ranks; says what became of it."""
+        running, self._running = self._running, None
+        self._later.clear()
+        if running is None:
+            return
+        if not running.wait(seconds):
+            _log.error("the save of %s did not end within %g s", shown(running.target), seconds)
+        elif running.error is not None:
+            _log.error("%s", running.error)
+
+    def remove(self, path: str | Path) -> None:
+        """Remove a checkpoint once nothing needs it any more; called on every rank, done by the first."""
+        target = local_path(path)
+        self._soon(lambda: self._remove(target))
+
+    def link(self, to: str | Path, link: str | Path) -> None:
+        """Have a link point to a checkpoint once that is complete; called on every rank."""
+        target, linked = local_path(to), local_path(link)
+        if target != linked:
+            self._soon(lambda: self._link(target, linked))
+
+    def _soon(self, action: Callable[[], bool]) -> None:
+        if World().rank:
+            return
+        self._later.append(action)
+        if self._running is None:
+            self._do_later()
+
+    def _do_later(self) -> None:
+        self._later = [action for action in self._later if not action()]
+
+    def _remove(self, target: Path) -> bool:
+        """Whether it is done with; a checkpoint that a link still names has to wait."""
+        if not target.exists() and not target.is_symlink():
+            return True
+        if any(x.is_symlink() and x.resolve() == target.resolve() for x in target.parent.iterdir()):
+            return False
+        if target.is_dir() and not (target / manifest.NAME).is_file():
+            self._say_once(
+                f"{shown(target)} is not removed: it has no {manifest.NAME}, so it is no complete checkpoint "
+                "of lightning_cp."
+            )
+            return True
+        remove(target)
+        return True
+
+    def _link(self, target: Path, link: Path) -> bool:
+        replace_link(link, target)
+        return True
+
+    def _say_left_out(self, names: Sequence[str]) -> None:
+        if names:
+            self._say_once(
+                f"{', '.join(names[:3])}{', ...' * (len(names) > 3)} cannot be saved and is left out of "
+                "checkpoints: they hold tensors, numbers, strings and plain containers. Nothing is lost "
+                "where "
+                "the module is made by your own code; say save_hyperparameters(ignore=[...]) to agree."
+            )
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            rank_zero_warn(text)
+
+
+def local_path(path: str | Path) -> Path:
+    """A path of this machine's file system.
+
+    Raises:
+        CheckpointError: it is somewhere else.
+    """
+    text = str(path)
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    if "://" in text:
+        raise CheckpointError(
+            "checkpoints are written to and read from local or mounted folders, got "
+            f"{text.split('://')[0]}://... "
+            "Save to a folder, and copy what is complete (it is renamed into place, so whatever is there is)."
+        )
+    return Path(text).absolute()

@@ -1,0 +1,189 @@
+"""How the Trainer's strategy saves and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_cp.checkpoint.manifest import About
+from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.comm.objects import World
+from lightning_cp.errors import CheckpointError
+from lightning_cp.strategies._replaced import Replaced
+from lightning_cp.strategies.saves.front import SavesOfBoth
+from lightning_cp.strategies.saves.optimizers import fitting_state, names_of
+from lightning_cp.strategies.saves.reading import (
+    listed_names,
+    load_module,
+    require_weights_only,
+    spread_of,
+)
+from lightning_cp.strategies.saves.saver import local_path
+
+_HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+_DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+
+
+class TrainerSaves(SavesOfBoth):
+    """Comes before a Trainer's ``DDPStrategy``: ``ModelCheckpoint`` and ``ckpt_path`` end up here."""
+
+    def setup(self: Any, trainer: Trainer) -> None:
+        """Have callbacks save as several ranks can."""
+        super().setup(trainer)  # type: ignore[misc]
+        _adopt_callbacks(self._adopted, trainer, self._saver)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Spread parameters are loaded as shards, so they have to be spread first."""
+        return self._core.settings.data_parallel != "ddp"
+
+    def save_checkpoint(
+        self: Any, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Save the Trainer's state; called on every rank.
+
+        Raises:
+            CheckpointError: on every rank: it cannot be written; or this rank is leaving with an error, and
+                the others are not going to take part.
+        """
+        trainer = self.lightning_module.trainer
+        if trainer.state.status == TrainerStatus.INTERRUPTED and World().size > 1:
+            raise CheckpointError(f"{Path(filepath).name} is not saved: {_ALONE}")
+        self._require_local(storage_options)
+        named = dict(self.lightning_module.named_parameters())
+        names = [names_of(optimizer, named) for optimizer in self.optimizers]
+        self._saver.save(
+            checkpoint,
+            filepath,
+            self._about(checkpoint.get("global_step")),
+            {"parameters": listed_names(names)},
+            may_lack=_HYPERPARAMETERS,
+            wait=not self._trains_on,
+        )
+
+    def _about(self: Any, step: int | None) -> About:
+        sizes = {str(axis): size for axis, size in self.mesh.sizes.items()}
+        return About(step, sizes, self._core.settings.data_parallel)
+
+    def load_checkpoint(
+        self: Any, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Verify a checkpoint and read it; called on every rank.
+
+        Raises:
+            CheckpointError: on every rank: it is missing, damaged or no checkpoint.
+        """
+        require_weights_only(weights_only)
+        opened = open_checkpoint(local_path(checkpoint_path), World())
+        if opened.manifest is None:
+            rank_zero_info(
+                f"{opened.path.name} was written by another program: it has no manifest to be verified "
+                "against."
+            )
+        self._saved_names = dict(opened.ours.get("parameters", {}))
+        if not self.restore_checkpoint_after_setup:
+            return opened.read()
+        optimizers = {f"optimizer_states.{at}": x for at, x in enumerate(self.optimizers)}
+        modules = {"state_dict": self.lightning_module}
+        return opened.read(spread_of(modules, optimizers, self._saved_names))
+
+    def load_model_state_dict(
+        self: Any, checkpoint: Mapping[str, Any], strict: bool = True
+    ) -> None:
+        """Load the weights, once all of the checkpoint is known to fit.
+
+        Raises:
+            CheckpointError: a name, shape or dtype differs; the model and the optimizers are as they were.
+        """
+        if self.restore_checkpoint_after_setup and self.optimizers:
+            self._fitting_states(checkpoint)
+        dtype = _DTYPES.get(str(self.precision_plugin.precision))
+        load_module(self.lightning_module, checkpoint["state_dict"], strict=strict, dtype=dtype)
+
+    def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' state, all or none.
+
+        Raises:
+            CheckpointError: it is of other optimizers; these are as they were.
+        """
+        states = self._fitting_states(checkpoint)
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+    def _fitting_states(self: Any, checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
+        states = checkpoint.get("optimizer_states", [])
+        if len(states) != len(self.optimizers):
+            raise CheckpointError(
+                f"the checkpoint has the state of {len(states)} optimizers, the module has "
+                f"{len(self.optimizers)}. They were left as they are."
+            )
+        named = dict(self.lightning_module.named_parameters())
+        return [
+            fitting_state(
+                state,
+                optimizer,
+                self._saved_names.get(f"optimizer_states.{at}", []),
+                names_of(optimizer, named),
+            )
+            for at, (state, optimizer) in enumerate(zip(states, self.optimizers, strict=True))
+        ]
+
+    def on_train_start(self: Any) -> None:
+        """From here on saves may go on in the background."""
+        super().on_train_start()  # type: ignore[misc]
+        self._trains_on = True
+
+    def on_train_end(self: Any) -> None:
+        """The end waits for the save in the background.
+
+        Raises:
+            CheckpointError: on every rank: it failed on some.
+        """
+        super().on_train_end()  # type: ignore[misc]
+        self._trains_on = False
+        self._saver.finish()
+
+    def teardown(self: Any) -> None:
+        """Leave nothing running."""
+        self._trains_on = False
+        self._saver.abandon()
+        self._adopted.undo()
+        super().teardown()  # type: ignore[misc]
+
+
+def _adopt_callbacks(replaced: Replaced, trainer: Trainer, saver: Any) -> None:
+    """Have links made once they have something to point to, and nobody save alone when a rank fails."""
+    replaced.undo()
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    for callback in callbacks:
+        if isinstance(callback, ModelCheckpoint) and hasattr(callback, "_link_checkpoint"):
+            replaced.replace(callback, "_link_checkpoint", lambda own: _linking(saver))
+        saves = isinstance(callback, (ModelCheckpoint, OnExceptionCheckpoint))
+        if saves and World().size > 1 and getattr(callback, "save_on_exception", True):
+            replaced.replace(callback, "on_exception", lambda own: _not_alone)
+
+
+def _linking(saver: Any) -> Any:
+    def link(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        saver.link(filepath, linkpath)
+        trainer.strategy.barrier()
+
+    return link
+
+
+def _not_alone(trainer: Trainer, module: LightningModule, error: BaseException) -> None:
+    rank_zero_info(f"no checkpoint is saved on {type(error).__name__}: {_ALONE}")
+
+
+_ALONE = (
+    "a rank that leaves with an error cannot save for all, because the others are not going to take "
+    "part. The last "
+    "complete checkpoint is the one to resume from."
+)
