@@ -123,7 +123,10 @@ class Saver:
             self._do_later()
 
     def _do_later(self) -> None:
-        self._later = [action for action in self._later if not action()]
+        before = None
+        while before != len(self._later):  # a removal may wait for a link that comes after it
+            before = len(self._later)
+            self._later = [action for action in self._later if not action()]
 
     def _remove(self, target: Path) -> bool:
         """Whether it is done with; a checkpoint that a link still names has to wait."""
