@@ -9,16 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_cp.checkpoint.latest import latest as latest
+    from lightning_cp.checkpoint.latest import latest_checkpoint as latest_checkpoint
     from lightning_cp.checkpoint.pretrained.load import load_pretrained as load_pretrained
     from lightning_cp.checkpoint.read import open_checkpoint as open_checkpoint
-    from lightning_cp.checkpoint.save import save as save
+    from lightning_cp.checkpoint.save import save_checkpoint as save_checkpoint
     from lightning_cp.checkpoint.tensors import whole as whole
 
 _HOME = {
-    "latest": "lightning_cp.checkpoint.latest",
+    "latest_checkpoint": "lightning_cp.checkpoint.latest",
     "open_checkpoint": "lightning_cp.checkpoint.read",
-    "save": "lightning_cp.checkpoint.save",
+    "save_checkpoint": "lightning_cp.checkpoint.save",
     "whole": "lightning_cp.checkpoint.tensors",
     "load_pretrained": "lightning_cp.checkpoint.pretrained.load",
 }

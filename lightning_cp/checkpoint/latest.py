@@ -14,7 +14,7 @@ def point_to(target: Path) -> None:
     replace_text(target.with_name(NAME), target.name + "\n")
 
 
-def latest(folder: Path) -> Path | None:
+def latest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint that was completed last, if it is still there.
 
     What it names has not been verified; reading it does that.

@@ -120,7 +120,7 @@ def _other(save: Save) -> Any:
     return lambda said: failed_save(save.target, said)
 
 
-def save(tree: dict[str, Any], target: str | Path, **options: Any) -> list[str]:
+def save_checkpoint(tree: dict[str, Any], target: str | Path, **options: Any) -> list[str]:
     """Save a state: ``plan`` and ``finish``, with the options of ``plan``."""
     planned, left_out = plan(tree, Path(target), **options)
     finish(planned)

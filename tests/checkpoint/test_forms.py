@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_cp.checkpoint.latest import latest
+from lightning_cp.checkpoint.latest import latest_checkpoint
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.read import open_checkpoint
-from lightning_cp.checkpoint.save import Background, plan, save
+from lightning_cp.checkpoint.save import Background, plan, save_checkpoint
 from lightning_cp.checkpoint.tensors import whole
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.meshes import mesh_of
@@ -28,7 +28,7 @@ FORMS = ("full", "sharded")
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_saved_is_read(form: str, tmp_path: Path) -> None:
     for step in (1, 2):  # the second one replaces the first
-        save(
+        save_checkpoint(
             state_of(step), tmp_path / "last.ckpt", form=form, about=About(step, {"ring": 2}, "ddp")
         )
         opened = open_checkpoint(tmp_path / "last.ckpt")
@@ -36,11 +36,11 @@ def test_what_is_saved_is_read(form: str, tmp_path: Path) -> None:
         assert opened.manifest is not None
         assert opened.manifest.about == About(step, {"ring": 2}, "ddp")
     assert sorted(x.name for x in tmp_path.iterdir()) == ["last.ckpt", "latest"]
-    assert latest(tmp_path) == tmp_path / "last.ckpt"
+    assert latest_checkpoint(tmp_path) == tmp_path / "last.ckpt"
 
 
 def test_the_full_form_is_plain_pytorch(tmp_path: Path) -> None:
-    save(state_of(3), tmp_path / "a.ckpt")
+    save_checkpoint(state_of(3), tmp_path / "a.ckpt")
     (tmp_path / "elsewhere").mkdir()
     moved = (tmp_path / "a.ckpt").rename(tmp_path / "elsewhere" / "b.pt")
     loaded = torch.load(moved, weights_only=True)
@@ -63,7 +63,7 @@ def test_nothing_but_tensors_and_plain_containers_is_written(form: str, tmp_path
         "array": np.arange(3),
         "hparams": {"good": 1, "bad": print},
     }
-    left_out = save(state, tmp_path / "a", form=form, may_lack=("hparams",))
+    left_out = save_checkpoint(state, tmp_path / "a", form=form, may_lack=("hparams",))
     assert left_out == ["hparams.bad"]
     got = open_checkpoint(tmp_path / "a").read()
     assert isinstance(got["config"], DictConfig)
@@ -74,7 +74,7 @@ def test_nothing_but_tensors_and_plain_containers_is_written(form: str, tmp_path
     assert isinstance(got["array"], np.ndarray)
     assert got["array"].tolist() == [0, 1, 2]
     with pytest.raises(CheckpointError, match=r"a\.0\.b is a builtins\.builtin_function_or_method"):
-        save({"a": [{"b": print}]}, tmp_path / "b", form=form)
+        save_checkpoint({"a": [{"b": print}]}, tmp_path / "b", form=form)
     assert not (tmp_path / "b").exists()
 
 
@@ -119,7 +119,7 @@ def saves_and_reads(rank: int, world_size: int, form: str, background: bool) -> 
             assert running.wait(30)
             assert running.error is None, running.error
         else:
-            save(state, path, form=form)
+            save_checkpoint(state, path, form=form)
         dist.barrier()
         assert same(open_checkpoint(path).read(), state_of(step))
         for other in layouts:  # any other spread reads it too
@@ -156,7 +156,7 @@ def test_whole_assembles_for_who_wants_it() -> None:
 def fails_on_one(rank: int, world_size: int, form: str) -> str:
     state: dict[str, Any] = {"weight": torch.ones(3), "odd": print if rank == 1 else 1}
     with pytest.raises(CheckpointError) as raised:
-        save(state, Path("a"), form=form)
+        save_checkpoint(state, Path("a"), form=form)
     assert list(Path().iterdir()) == []
     return str(raised.value)
 

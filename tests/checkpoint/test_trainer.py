@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_cp.checkpoint.latest import latest
+from lightning_cp.checkpoint.latest import latest_checkpoint
 from lightning_cp.checkpoint.read import open_checkpoint
 from tests.checkpoint.states import same
 from tests.pool import run_ranks
@@ -68,7 +68,7 @@ def saves_and_resumes(rank: int, world_size: int, form: str, background: bool) -
     names = sorted(x.name for x in Path("saved").iterdir())
     assert names == ["epoch=1-step=2.ckpt", "last.ckpt", "latest"]
     assert Path("saved/last.ckpt").is_symlink()
-    assert latest(Path("saved")) == Path("saved/epoch=1-step=2.ckpt")
+    assert latest_checkpoint(Path("saved")) == Path("saved/epoch=1-step=2.ckpt")
     opened = open_checkpoint(Path("saved/last.ckpt"))
     assert opened.manifest is not None
     assert (opened.manifest.form, opened.manifest.about.step) == (form, 2)
