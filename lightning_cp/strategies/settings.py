@@ -87,8 +87,7 @@ class Settings:
             check_size(name, getattr(self, name))
         if self.context_parallel_size != "auto":
             check_size("context_parallel_size", self.context_parallel_size)
-        for name in ("padding", "check_finite"):
-        for name in ("padding", "async_save"):
+        for name in ("padding", "check_finite", "async_save"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         check_mode(self)
