@@ -22,8 +22,8 @@ from lightning_cp.errors import CheckpointError
 Initialize = Callable[[nn.Module], object]
 """Sets all values of a module's own parameters and buffers."""
 
-RESETS = ("reset_buffers", "reset_parameters", "init_weights")
-"""Methods by which modules set their own values, in this order."""
+Ways = dict[nn.Module, list[Initialize]]
+"""What may set a module's values, in the order in which it is tried."""
 
 
 def unsaved_on_meta(model: nn.Module) -> dict[str, nn.Module]:
@@ -38,27 +38,25 @@ def unsaved_on_meta(model: nn.Module) -> dict[str, nn.Module]:
 
 def ways_to_reset(
     model: nn.Module, owners: Collection[nn.Module], initialize: Initialize | None
-) -> dict[nn.Module, Initialize]:
-    """How each owner's values are made again.
+) -> Ways:
+    """How each owner's values are made again: ``initialize`` alone, if it is given.
+
+    Otherwise the owner's ``reset_buffers()``, then ``_init_weights(owner)`` of the innermost model around it
+    that has one (as transformers' do), then the owner's ``reset_parameters()``.
 
     Raises:
         CheckpointError: nothing makes them.
     """
     names = {module: plain(path) for path, module in model.named_modules()}
-    above = [
-        module for module in model.modules() if callable(getattr(module, "_init_weights", None))
-    ]
-    ways: dict[nn.Module, Initialize] = {}
+    above = [x for x in model.modules() if callable(getattr(x, "_init_weights", None))]
+    ways: Ways = {}
     for owner in owners:
-        own = next((x for x in RESETS[:2] if callable(getattr(owner, x, None))), None)
-        family = [module for module in above if any(owner is x for x in module.modules())]
-        if initialize is not None:
-            ways[owner] = initialize
-        elif own is not None:
-            ways[owner] = _method(own)
-        elif family:  # transformers': the innermost model that holds it knows
-            ways[owner] = family[-1]._init_weights  # pyright: ignore[reportArgumentType]
-        else:
+        family = [x for x in above if any(owner is inner for inner in x.modules())]
+        found = [initialize, _own(owner, "reset_buffers")]
+        found += [getattr(x, "_init_weights", None) for x in family[-1:]]
+        found += [_own(owner, "reset_parameters")]
+        ways[owner] = [way for way in found if way is not None][: 1 if initialize else None]
+        if not ways[owner]:
             raise CheckpointError(
                 f"{names[owner]} ({type(owner).__name__}) has buffers or parameters on the meta device that "
                 "the checkpoint does not hold, and nothing says what their values are. Give the module a "
@@ -68,27 +66,32 @@ def ways_to_reset(
     return ways
 
 
-def _method(name: str) -> Initialize:
-    return lambda module: getattr(module, name)()
+def _own(owner: nn.Module, name: str) -> Initialize | None:
+    method = getattr(owner, name, None)
+    return (lambda _: method()) if callable(method) else None
 
 
-def make_again(ways: dict[nn.Module, Initialize], names: dict[nn.Module, list[str]]) -> None:
+def make_again(ways: Ways, names: dict[nn.Module, list[str]]) -> None:
     """Set values, and see that all of the named ones were set.
 
     Raises:
         CheckpointError: a value that was left as it was.
     """
-    for module, way in ways.items():
+    for module, tried in ways.items():
         for name in names[module]:
             _poison(_local(getattr(module, name)))
-        with torch.no_grad():
-            way(module)
-        for name in names[module]:
-            if _poisoned(_local(getattr(module, name))):
-                raise CheckpointError(
-                    f"{type(module).__name__} left its {name} without a value when it was made again. Have "
-                    "its reset_buffers() or reset_parameters() set it, or pass initialize=."
-                )
+        unset = names[module]
+        for way in tried:
+            with torch.no_grad():
+                way(module)
+            unset = [name for name in names[module] if _poisoned(_local(getattr(module, name)))]
+            if not unset:
+                break
+        if unset:
+            raise CheckpointError(
+                f"{type(module).__name__} left its {unset[0]} without a value when it was made again. Have "
+                "its reset_buffers() or reset_parameters() set it, or pass initialize=."
+            )
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:

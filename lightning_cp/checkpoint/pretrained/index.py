@@ -127,8 +127,9 @@ def _inside(directory: Path, name: str) -> Path:
     file = directory / name
     if not os.path.lexists(file):
         _refuse(directory, f"{name} is named, but there is no such file")
-    real = file.resolve()
-    if not real.exists():
+    try:
+        real = file.resolve(strict=True)
+    except (OSError, RuntimeError):  # Python 3.12 raises the former for a loop of links
         _refuse(directory, f"{name} is a link to a file that is not there")
     if not any(real.is_relative_to(root) for root in _roots(directory)):
         _refuse(directory, f"{name} is a link that leads out of the directory")

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.checkpoint.pretrained.fresh import (
     Initialize,
+    Ways,
     local_view,
     make_again,
     materialize,
@@ -26,6 +26,7 @@ from lightning_cp.checkpoint.pretrained.incomplete import incomplete_until_done
 from lightning_cp.checkpoint.pretrained.index import open_checkpoint
 from lightning_cp.checkpoint.pretrained.keys import rules_of
 from lightning_cp.checkpoint.pretrained.memory import no_room, peak_bytes, require_memory
+from lightning_cp.checkpoint.pretrained.names import plain, tensors_of
 from lightning_cp.checkpoint.pretrained.plan import LoadPlan, plan_load
 from lightning_cp.checkpoint.pretrained.progress import Progress
 from lightning_cp.checkpoint.pretrained.reader import SliceReader
@@ -105,8 +106,8 @@ def load_pretrained(
     share_outcome(error, own_device.type, what="loading pretrained weights")
     assert planned is not None
     plan, ways, unset = planned
-    total, fewest = summed_over_world([plan.nbytes, 1], own_device.type)
-    progress = Progress(plan, total, shown=chosen.progress and fewest > 0)
+    (total,) = summed_over_world([plan.nbytes], own_device.type)
+    progress = Progress(plan, total, shown=chosen.progress)
     with incomplete_until_done(model):
         try:
             with progress:
@@ -159,7 +160,7 @@ def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
     raise ConfigError(f"dtype must be a floating-point dtype such as 'bfloat16', got {given!r}.")
 
 
-Planned = tuple[LoadPlan, dict[nn.Module, Initialize], dict[nn.Module, list[str]]]
+Planned = tuple[LoadPlan, Ways, dict[nn.Module, list[str]]]
 
 
 def _prepare(
@@ -189,8 +190,6 @@ def _prepare(
 
 def _submodule(model: nn.Module, path: str) -> nn.Module:
     """By its plain name."""
-    from lightning_cp.checkpoint.pretrained.names import plain
-
     return next(module for name, module in model.named_modules() if plain(name) == path)
 
 
@@ -208,7 +207,7 @@ def _require_room(plan: LoadPlan, dtype: torch.dtype | None, device: torch.devic
 def _load(
     model: nn.Module,
     plan: LoadPlan,
-    ways: dict[nn.Module, Initialize],
+    ways: Ways,
     unset: dict[nn.Module, list[str]],
     options: Options,
     device: torch.device,
@@ -221,8 +220,6 @@ def _load(
         name, x = _first_without_memory(model)
         raise no_room(name, x, device, error) from error
     make_again(ways, unset)
-    from lightning_cp.checkpoint.pretrained.names import tensors_of
-
     tensors = tensors_of(model, plan.prefix).by_name
     with torch.no_grad(), SliceReader(progress.add) as reader:
         for one in plan.slices:
@@ -261,8 +258,3 @@ def _device(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def world_size() -> int:
-    """Ranks that load together."""
-    return dist.get_world_size() if dist.is_initialized() else 1

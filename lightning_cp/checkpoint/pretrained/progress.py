@@ -6,6 +6,7 @@ times a second; rank 0 reads it. Nobody waits for anybody.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import threading
@@ -85,7 +86,7 @@ class Progress:
         at, of = self._layers
         layer = f", layer {at.get(self._name, '-')} of {of}" if of else ""
         return (
-            f"loading {share:4.0%} {_size(share * self._model)} of {_size(self._model)}, "
+            f"loading {math.floor(100 * share):3d}% {_size(share * self._model)} of {_size(self._model)}, "
             f"{_size(rate)}/s, {_time(left)} left, {name or self._name}{'' if name else layer}, "
             f"peak {self._board.peaks()}"
         )
