@@ -76,11 +76,7 @@ class ContextParallelMesh:
             self._meshes[flat] = self.device_mesh[names]._flatten(flat.value)
         self._groups = {axis: mesh.get_group() for axis, mesh in self._meshes.items()}
         self._ranks = {axis: mesh.get_local_rank() for axis, mesh in self._meshes.items()}
-        self._control: dict[Flat | None, dist.ProcessGroup] = {}
-        if device_type != "cpu":
-            self._control = {flat: _cpu_twin(self._groups[flat]) for flat in (Flat.CP, Flat.LOSS)}
-            alone = tensor_parallel_size == 1
-            self._control[None] = self._control[Flat.LOSS] if alone else _everyone()
+        self._control = self._control_groups()
         if device_type == "cuda" and ring_size > 1:
             _warm_up(self._groups[Axis.RING], torch.device("cuda", torch.cuda.current_device()))
         self._destroyed = False
@@ -107,6 +103,16 @@ class ContextParallelMesh:
         return self.ring_size * self.ulysses_size
 
     @property
+    def tp_size(self) -> int:
+        """Ranks that share each layer."""
+        return self.sizes[Axis.TP]
+
+    @property
+    def sample_size(self) -> int:
+        """Ranks that are given the same sample: each has a part of its tokens, of its layers, or of both."""
+        return self.cp_size * self.tp_size
+
+    @property
     def data_size(self) -> int:
         """Groups of ranks with different samples."""
         return self.sizes[Axis.DP_REPLICATE] * self.sizes[Axis.DP_SHARD]
@@ -125,6 +131,16 @@ class ContextParallelMesh:
     def cp_rank(self) -> int:
         """This rank's place among those that share its sample."""
         return self._ranks[Flat.CP]
+
+    @property
+    def tp_rank(self) -> int:
+        """This rank's place among those that share its layers."""
+        return self._ranks[Axis.TP]
+
+    @property
+    def sample_rank(self) -> int:
+        """This rank's place among those that are given its sample, and in the control group of ``cp``."""
+        return self.cp_rank * self.tp_size + self.tp_rank
 
     @property
     def data_rank(self) -> int:
@@ -146,7 +162,11 @@ class ContextParallelMesh:
         return self._groups[_member(axis)]
 
     def control_group(self, flat: Flat) -> dist.ProcessGroup:
-        """A group for small CPU messages (agreement): the group itself on CPU, a gloo twin otherwise."""
+        """A group for small CPU messages (agreement), with the tensor-parallel ranks that go along.
+
+        ``cp``: the ``sample_size`` ranks that are given one sample; ``loss``: all ranks. Without tensor
+        parallelism the group itself on CPU, a gloo twin otherwise.
+        """
         return self._control.get(flat) or self.group(flat)
 
     @property
@@ -154,7 +174,15 @@ class ContextParallelMesh:
         """All ranks, also those that share a layer, for small CPU messages."""
         world = dist.group.WORLD
         assert world is not None
-        return self._control.get(None) or world
+        return self._control.get(Flat.LOSS) or world
+
+    def _control_groups(self) -> dict[Flat, dist.ProcessGroup]:
+        if self.device_type == "cpu" and self.tp_size == 1:
+            return {}
+        shape = (self.data_size, self.sample_size)
+        together = {Flat.CP: torch.arange(math.prod(shape)).view(shape)}
+        together[Flat.LOSS] = together[Flat.CP].reshape(1, -1)
+        return {flat: _gloo_group(ranks) for flat, ranks in together.items()}
 
     def shard(
         self,
@@ -280,21 +308,12 @@ def _warm_up(ring: dist.ProcessGroup, device: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device=device), group=ring)
 
 
-def _everyone() -> dist.ProcessGroup:
-    made = dist.new_group(backend="gloo")
-    assert isinstance(made, dist.ProcessGroup)
-    return made
-
-
-def _cpu_twin(mine: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A gloo group over the same ranks, and the same for every other group of this kind."""
-    ranks = dist.get_process_group_ranks(mine)
-    everyone: list[list[int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, ranks)
-    twin: Any = None
-    for members in sorted({tuple(members) for members in everyone if members}):
-        made = dist.new_group(list(members), backend="gloo")
-        if list(members) == ranks:
-            twin = made
-    assert twin is not None
-    return twin
+def _gloo_group(partition: torch.Tensor) -> dist.ProcessGroup:
+    """This rank's of the groups that all ranks make together, for CPU messages: ``[groups, ranks]``."""
+    world = dist.group.WORLD
+    assert world is not None
+    if len(partition) == 1 and dist.get_backend(world) == "gloo":
+        return world
+    own, _ = dist.new_subgroups_by_enumeration(partition.tolist(), backend="gloo")
+    assert isinstance(own, dist.ProcessGroup)
+    return own

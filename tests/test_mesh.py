@@ -18,7 +18,7 @@ import torch.distributed as dist
 import lightning_cp.mesh as mesh_module
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import SequenceLayout
-from lightning_cp.mesh import Axis, ContextParallelMesh, Flat, _cpu_twin, factorise
+from lightning_cp.mesh import Axis, ContextParallelMesh, Flat, _gloo_group, factorise
 from tests.pool import expect_on_every_rank, run_ranks
 
 GRIDS = [(2, 1), (1, 2), (3, 1), (2, 2), (4, 2), (2, 4)]
@@ -259,7 +259,7 @@ def test_a_device_mesh_outlives_what_made_it() -> None:
 def twin(rank: int, world_size: int) -> list[int]:
     """What a mesh on CUDA adds: a gloo group for each of its groups of one kind."""
     mesh = ContextParallelMesh(ring_size=2, data_parallel_shard_size=2)
-    made = _cpu_twin(mesh.group(Flat.CP))
+    made = _gloo_group(torch.arange(4).view(2, 2))
     assert dist.get_process_group_ranks(made) == dist.get_process_group_ranks(mesh.group(Flat.CP))
     ranks = torch.tensor([rank])
     gathered = [torch.empty_like(ranks) for _ in range(made.size())]

@@ -224,7 +224,7 @@ def _agree_on_call(
     """
     stash = current_stash()
     agreed = stash is not None and stash.replaying  # when what is repeated now was recorded
-    if mesh.cp_size == 1 or agreed:
+    if mesh.sample_size == 1 or agreed:
         return
     agree(
         {name: fingerprint(value) for name, value in facts.items()},

@@ -67,7 +67,8 @@ def agree_on_calls(
     group, error = mesh.control_group(flat), step.error
     part = 0 if flat is Flat.CP else mesh.data_rank
     own_facts = (step.checks, step.need_gradients)
-    place = (part, mesh.cp_size)
+    size = mesh.sample_size
+    place = (part, size)
     votes = tally(("log", own), group, dissents=error is not None, of=place, own=own_facts)
     if votes is not None:
         step.compared()
@@ -75,7 +76,7 @@ def agree_on_calls(
     marks = {"calls of log": hashed(own), "checks": hashed(step.checks)}
     marks["gradients"] = hashed(step.need_gradients)
     table = tell(marks, group, what="step", error=error)
-    groups = [range(at, at + mesh.cp_size) for at in range(0, len(table), mesh.cp_size)]
+    groups = [range(at, at + size) for at in range(0, len(table), size)]
     _require_same_checks(table, groups, group, step)
     apart = [of for of in groups if len({table[rank]["gradients"] for rank in of}) > 1]
     if apart and to_backward:

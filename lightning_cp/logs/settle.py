@@ -118,13 +118,16 @@ class StepLog:
             (call.key, call.kind.value, call.where, call.name, call.options) for call in calls
         )
         lists = agree_on_calls(own, ranks, flat, to_backward=to_backward)
-        if not _losses_fit(lists, mesh.cp_size):
+        if not _losses_fit(lists, mesh.sample_size):
             calls = [call for call in calls if not call.where.startswith(STEP_LOSS)]
         calls += self._joined(own, lists)
         _settle_ratios(sorted(filter(_is_ratio, calls), key=_key), mesh, flat)
-        first = 0 if flat is Flat.CP else mesh.data_rank * mesh.cp_size
+        first = 0 if flat is Flat.CP else mesh.data_rank * mesh.sample_size
         self._settle_rest(
-            calls, lists[first : first + mesh.cp_size], mesh, ranks.shares if of_a_batch else None
+            calls,
+            lists[first : first + mesh.sample_size],
+            mesh,
+            ranks.shares if of_a_batch else None,
         )
         for call in calls:
             call.emit()
@@ -210,12 +213,12 @@ def _is_ratio(call: Call) -> bool:
     return call.kind is Kind.RATIO
 
 
-def _losses_fit(lists: list[list[Any]], cp_size: int) -> bool:
+def _losses_fit(lists: list[list[Any]], size: int) -> bool:
     """Whether all have a loss that is shown, and all or none a graph; the shape is each data rank's own."""
     losses = [
         {key: where for key, _, where, *_ in one if where.startswith(STEP_LOSS)} for one in lists
     ]
-    groups = [losses[first : first + cp_size] for first in range(0, len(losses), cp_size)]
+    groups = [losses[first : first + size] for first in range(0, len(losses), size)]
     kinds = {where for one in losses for where in one.values()}
     return len(kinds) == 1 and all(set.intersection(*map(set, group)) for group in groups)
 

@@ -97,7 +97,7 @@ class Checks:
         waiting = self.take()
         error = waiting.error or error
         try:
-            if waiting.names and self._mesh.cp_size > 1:
+            if waiting.names and self._mesh.sample_size > 1:
                 facts = {", ".join(waiting.names): 0}
                 agree(facts, self._mesh.control_group(Flat.CP), what="step", error=error)
             if error is not None:

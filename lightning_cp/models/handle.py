@@ -203,7 +203,7 @@ class SwapHandle:
         Raises:
             ConfigError: on every rank, naming the ranks that would wait for the others.
         """
-        if self.state is None or self.mesh.cp_size == 1:
+        if self.state is None or self.mesh.sample_size == 1:
             return
         self.checks.tell()
         needs = self.state.need_gradients

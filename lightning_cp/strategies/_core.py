@@ -22,6 +22,7 @@ from lightning_cp.batch import BatchRules
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.api import Request, explain_kernels
 from lightning_cp.layout import CostModel, LayoutChoice
+from lightning_cp.layout.cost import Heads
 from lightning_cp.models.expected import expected_heads, expected_mask
 from lightning_cp.models.facts import PositionFacts
 from lightning_cp.models.swap import StepState, hf_models, swap_attention
@@ -105,6 +106,9 @@ class ContextParallelCore(StepValues):
     def _cost_for(self, model: nn.Module) -> CostModel:
         """How dear communication is for the heads that a ring rank has."""
         heads, size = expected_heads(model), self.mesh.ulysses_size
+        sharing = self.mesh.tp_size
+        if heads is not None and not heads.query % sharing and not heads.kv % sharing:
+            heads = Heads(heads.query // sharing, heads.kv // sharing, heads.dim)
         if heads is None or heads.query % heads.kv or heads.query % size:
             return self.cost  # other attention than that one is shared, then
         return self.cost.with_heads(heads.of_ulysses_rank(size))
@@ -203,7 +207,7 @@ class ContextParallelCore(StepValues):
         asked = self._positions_taken or self.rules.reads_masks  # Hugging Face models are told
         if not asked and self._part is not None and self._part.positions_ignored:
             self._positions_taken = True
-            if self.mesh.cp_rank == 0 and self.mesh.data_rank == 0:
+            if self.mesh.sample_rank == 0 and self.mesh.data_rank == 0:
                 _log.warning(_NO_POSITIONS)
 
     def end_step(self) -> None:

@@ -41,7 +41,7 @@ class ContextParallelFront:
     An unmodified ``training_step`` gives the loss, gradients and weights of one process.
 
     Args:
-        context_parallel_size: ranks that share a sample; ``auto``: all that data parallelism leaves.
+        context_parallel_size: ranks that share a sample; ``auto``: all that the others leave.
         mode: ``auto`` (Ulysses as far as the heads allow, ring for the rest), ``ulysses``, ``ring``,
             ``hybrid``, or ``zigzag_llama3`` (a ring axis with ``exchange="all_gather"``; also around
             Ulysses, with ``ulysses_size``); ``ulysses_only`` and ``ring_only`` are aliases.
@@ -59,7 +59,7 @@ class ContextParallelFront:
         data_parallel: the engine: ``ddp``.
         data_parallel_size: groups of ranks with different samples.
         data_parallel_replicate_size: 1.
-        tensor_parallel_size: 1.
+        tensor_parallel_size: ranks that share each layer, next to each other; with ``fsdp`` or ``hsdp``.
         layout: which tokens a rank holds: ``contiguous``, ``zigzag`` (even work on one causal document),
             ``balanced`` (even work on packed and padded rows), or ``auto``: the one that is predicted to be
             the fastest for each batch. All are exact.
@@ -88,6 +88,9 @@ class ContextParallelFront:
         checkpoint: ``full``: one file that plain PyTorch and Lightning read; ``sharded``: a folder in which
             every rank writes what it holds.
         async_save: write checkpoints while training goes on, from a copy in memory.
+        tensor_parallel_plan: which layers are shared, and how: ``None`` finds those of llama-like models; or
+            patterns of module names with styles (``{"layers.*.mlp.up_proj": "colwise"}``), or a function of
+            (module, device_mesh).
         **kwargs: as for ``DDPStrategy`` (``process_group_backend``, ``timeout``, ``start_method``, ...).
 
     Raises:
@@ -125,6 +128,7 @@ class ContextParallelFront:
         check_finite: bool = True,
         checkpoint: str = "full",
         async_save: bool = False,
+        tensor_parallel_plan: Any = None,
         **kwargs: Any,
     ) -> None:
         settings = Settings.take(locals())

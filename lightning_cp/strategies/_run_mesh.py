@@ -39,10 +39,11 @@ class RunMesh:
         return self._mesh
 
     def data_rank(self, global_rank: int, world_size: int) -> int:
-        """Which sample this rank works on; known before the mesh, as context-parallel ranks are the inner."""
+        """Which sample this rank works on; known before the mesh, as those that share it are the inner."""
         if self._mesh is not None:
             return self._mesh.data_rank
-        return global_rank // self.settings.context_size(world_size)
+        sharing = self.settings.context_size(world_size) * self.settings.tensor_parallel_size
+        return global_rank // sharing
 
     def build_mesh(
         self,
@@ -57,31 +58,38 @@ class RunMesh:
         Args:
             world_size: all ranks.
             device_type: ``cpu`` or ``cuda``.
-            ranks_per_node: the largest useful Ulysses size.
+            ranks_per_node: with fast links between them.
             model: where the number of heads is looked for, if it is needed and not given.
             num_heads: what the model declares; the setting of the same name goes first.
 
         Raises:
             ConfigError: sizes that do not fit the world or the heads.
         """
-        cp_size = self.settings.context_size(world_size)
+        cp_size, tp_size = (
+            self.settings.context_size(world_size),
+            self.settings.tensor_parallel_size,
+        )
         heads = self.settings.known_heads(cp_size, model, num_heads)
         waits = heads is None and self.settings.needs_heads and cp_size > 1
         if self._mesh is not None or waits:
             return None
         if self.settings.attention_exchange.name == "all_gather":
             self.cost = CostModel.gathered()
-        elif ranks_per_node is not None and ranks_per_node % cp_size == 0:
+        elif ranks_per_node is not None and ranks_per_node % (cp_size * tp_size) == 0:
             self.cost = CostModel.in_node()
         if cp_size == 1:
             factors = Factors(1, 1, "one rank per sample")
         else:
-            factors = self.settings.factors(cp_size, heads, ranks_per_node)
+            near = ranks_per_node and max(
+                1, ranks_per_node // tp_size
+            )  # tp ranks are the innermost
+            factors = self.settings.factors(cp_size, heads, near)
         self._mesh = ContextParallelMesh(
             ring_size=factors.ring_size,
             ulysses_size=factors.ulysses_size,
             device_type=device_type,
             data_parallel_replicate_size=self.settings.data_parallel_size,
+            tensor_parallel_size=tp_size,
         )
         weakref.finalize(self, self._mesh.destroy)  # with the strategy, or when the process ends
         return factors

@@ -55,7 +55,7 @@ def shard_agreed(
     """This rank's part of a batch that every rank of its cp group holds whole.
 
     Before anything else the ranks agree that it is the same batch, so that an error on one rank is
-    an error on all.
+    an error on all. Tensor-parallel ranks are given one part of one batch, and agree as well.
 
     Args:
         batch: the whole batch.
@@ -160,21 +160,21 @@ def _agree_on_batch(
     In training all ranks agree: their gradients are averaged, so all must know of ranks without targets.
     Elsewhere only a cp group does: data ranks may have different numbers of batches.
     """
-    size, cp = mesh.data_size if training else 1, mesh.cp_size
+    size, of = mesh.data_size if training else 1, mesh.sample_size
     group = mesh.control_group(Flat.LOSS if training else Flat.CP)
     part = mesh.data_rank if training else 0
     own, dissents = tuple(facts.items()), error is not None
     number = 0 if error else _EMPTY * facts["targets"] + facts["ranks without targets"]
-    total = tally("batch", group, dissents=dissents, number=number, of=(part, cp), own=own)
+    total = tally("batch", group, dissents=dissents, number=number, of=(part, of), own=own)
     if total is None:
-        groups = [range(at * cp, (at + 1) * cp) for at in range(size)]
+        groups = [range(at * of, (at + 1) * of) for at in range(size)]
         find_difference(facts, group, what="batch", within=groups, error=error, texts=texts)
         raise BatchMismatchError("batch: the ranks' votes differ, and nothing that they said does.")
-    return total // _EMPTY // cp, total % _EMPTY
+    return total // _EMPTY // of, total % _EMPTY
 
 
 _EMPTY = 2**24
-"""Ranks without targets and targets travel as one number: more than all ranks x those of a cp group."""
+"""Ranks without targets and targets travel as one number: more than all ranks x those that share a sample."""
 
 
 def _facts(whole: WholeBatch, layout: SequenceLayout, valid: tuple[int, ...]) -> dict[str, int]:

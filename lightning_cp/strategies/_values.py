@@ -36,7 +36,7 @@ class StepValues(RunMesh):
     @property
     def enabled(self) -> bool:
         """Whether there is anything to do: ranks that share a sample, or targets to be counted."""
-        return self.mesh.cp_size > 1 or self._windows is not None
+        return self.mesh.sample_size > 1 or self._windows is not None
 
     @property
     def in_step(self) -> bool:

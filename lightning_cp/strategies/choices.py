@@ -55,7 +55,6 @@ CHOICES: dict[str, Choice] = {
 
 LATER_SIZES: dict[str, str] = {
     "data_parallel_replicate_size": "data_parallel_size, the groups of ranks with different samples",
-    "tensor_parallel_size": "context_parallel_size, with the whole model on every rank",
 }
 """Sizes that can only be 1 now, and what to use instead."""
 

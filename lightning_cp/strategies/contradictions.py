@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -146,11 +147,81 @@ def check_factors(settings: Settings, factors: Factors, cp_size: int, heads: int
         )
     if heads is not None and heads % factors.ulysses_size:
         works = [n for n in divisors(cp_size) if heads % n == 0]
+        tensor = settings.tensor_parallel_size
+        left = f" that tensor_parallel_size={tensor} leaves to a rank" if tensor > 1 else ""
         raise ConfigError(
-            f"ulysses_size={factors.ulysses_size} does not divide the model's {heads} attention heads. With "
-            f"{cp_size} ranks, ulysses_size can be {listed(works)} and the ring the rest; mode='auto' "
+            f"ulysses_size={factors.ulysses_size} does not divide the model's {heads} attention heads{left}. "
+            f"With {cp_size} ranks, ulysses_size can be {listed(works)} and the ring the rest; mode='auto' "
             "chooses. If the attention to be shared has other heads than that, pass num_heads=."
         )
+
+
+def check_tensor_parallel(settings: Settings) -> None:
+    """Refuse what tensor parallelism does not go together with.
+
+    Raises:
+        ConfigError: an engine that cannot wrap sharded layers, or a plan that nothing uses.
+    """
+    size, engine, plan = (
+        getattr(settings, name)
+        for name in ("tensor_parallel_size", "data_parallel", "tensor_parallel_plan")
+    )
+    if size is None:
+        raise ConfigError("tensor_parallel_size must be an integer of at least 1, got None.")
+    if plan is not None and not (isinstance(plan, Mapping) or callable(plan)):
+        raise ConfigError(
+            "tensor_parallel_plan must be None (automatic), a mapping from module names ('layers.*.q_proj') "
+            f"to parallel styles, or a function of (model, device_mesh), got {plan!r}."
+        )
+    if plan is not None and size == 1:
+        raise ConfigError(
+            "tensor_parallel_plan says how layers are shared, but tensor_parallel_size=1 shares none. Give a "
+            "size, or leave the plan out."
+        )
+    if size > 1 and engine not in TENSOR_PARALLEL_ENGINES:
+        why = {
+            "ddp": "DistributedDataParallel cannot wrap layers that are sharded (DTensors)",
+            "zero1": "it keeps whole layers on every rank",
+        }
+        raise ConfigError(
+            f"tensor_parallel_size={size} does not go with data_parallel={engine!r}: "
+            f"{why.get(engine, 'it does not know of sharded layers')}. Use "
+            f"data_parallel={' or '.join(map(repr, TENSOR_PARALLEL_ENGINES))}."
+        )
+
+
+TENSOR_PARALLEL_ENGINES = ("fsdp", "hsdp")
+
+
+def does_not_divide(settings: Settings, world_size: int) -> str:
+    """What is said where data and tensor parallelism leave no whole number of context-parallel ranks."""
+    data, tensor = settings.data_parallel_size, settings.tensor_parallel_size
+    if tensor == 1 or world_size % tensor:
+        name, value = ("data", data) if tensor == 1 else ("tensor", tensor)
+        return (
+            f"{name}_parallel_size={value} does not divide the world size {world_size}. With {world_size} "
+            f"ranks, {name}_parallel_size can be {listed(divisors(world_size))}."
+        )
+    return (
+        f"data_parallel_size={data} x tensor_parallel_size={tensor} does not divide the world size "
+        f"{world_size}. With {world_size} ranks and tensor_parallel_size={tensor}, data_parallel_size can be "
+        f"{listed(divisors(world_size // tensor))}."
+    )
+
+
+def of_tensor_parallel_rank(settings: Settings, heads: int | None) -> int | None:
+    """The query heads that are left to a rank by tensor parallelism.
+
+    Raises:
+        ConfigError: they do not divide.
+    """
+    size = settings.tensor_parallel_size
+    if heads is not None and heads % size:
+        raise ConfigError(
+            f"tensor_parallel_size={size} does not divide the model's {heads} attention heads. With {heads} "
+            f"heads, tensor_parallel_size can be {listed(divisors(heads))}."
+        )
+    return None if heads is None else heads // size
 
 
 def divisors(number: int) -> list[int]:

@@ -21,9 +21,10 @@ from lightning_cp.strategies.contradictions import (
     check_factors,
     check_mode,
     check_profile,
-    divisors,
+    check_tensor_parallel,
+    does_not_divide,
     explicit_size,
-    listed,
+    of_tensor_parallel_rank,
 )
 from lightning_cp.strategies.pretrained import check_pretrained
 
@@ -34,6 +35,7 @@ SIZES = (
     "num_heads",
     "kv_heads_per_gather",
     "data_parallel_size",
+    "tensor_parallel_size",
     *LATER_SIZES,
 )
 
@@ -75,6 +77,7 @@ class Settings:
     check_finite: bool = True
     checkpoint: str = "full"
     async_save: bool = False
+    tensor_parallel_plan: Any = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", MODE_ALIASES.get(self.mode, self.mode))
@@ -95,6 +98,7 @@ class Settings:
         check_profile(self)
         check_pretrained(self)
         explicit_size(self)
+        check_tensor_parallel(self)
 
     @classmethod
     def take(cls, arguments: Mapping[str, Any]) -> Settings:
@@ -112,41 +116,42 @@ class Settings:
             ConfigError: the sizes do not multiply to the world size.
         """
         wanted = explicit_size(self)
+        data = self.data_parallel_size
+        others = data * self.tensor_parallel_size
         if wanted is None:
-            if world_size % self.data_parallel_size:
-                raise ConfigError(
-                    f"data_parallel_size={self.data_parallel_size} does not divide the world size "
-                    f"{world_size}. With {world_size} ranks, data_parallel_size can be "
-                    f"{listed(divisors(world_size))}."
-                )
-            return world_size // self.data_parallel_size
-        if wanted * self.data_parallel_size != world_size:
-            shown = [f"data_parallel_size={self.data_parallel_size}"]
+            if world_size % others:
+                raise ConfigError(does_not_divide(self, world_size))
+            return world_size // others
+        if wanted * others != world_size:
+            shown = [f"data_parallel_size={data}"]
             for name in ("context_parallel_size", "ring_size", "ulysses_size"):
                 value = getattr(self, name)
                 shown += [f"{name}={value}"] if value not in (None, "auto") else []
-            rest, left = divmod(world_size, wanted)
+            inner = wanted * self.tensor_parallel_size
+            if self.tensor_parallel_size > 1:
+                shown.append(f"tensor_parallel_size={self.tensor_parallel_size}")
+            rest, left = divmod(world_size, inner)
             fix = (
                 f"data_parallel_size={rest}"
                 if not left
                 else (
-                    f"{wanted} devices, or a multiple of it with data_parallel_size=<that multiple>"
+                    f"{inner} devices, or a multiple of it with data_parallel_size=<that multiple>"
                 )
             )
             raise ConfigError(
                 f"the mesh sizes must multiply to the world size {world_size}, got "
                 f"{' x '.join(shown)}, which is "
-                f"{wanted * self.data_parallel_size} ranks. What would work: {fix}."
+                f"{wanted * others} ranks. What would work: {fix}."
             )
         return wanted
 
     def known_heads(
         self, cp_size: int, model: nn.Module | None, declared: int | None
     ) -> int | None:
-        """Query heads: as set, or as the model declares them, or as its modules tell; else ``None``.
+        """Query heads of a tensor-parallel rank; ``None`` if nobody tells.
 
-        A split that does not depend on the heads is checked against them here, so that setup refuses what
-        the first attention call would.
+        They are as set, or as the model declares them, or as its modules tell. A split that does not depend
+        on the heads is checked against them here, so that setup refuses what the first attention call would.
 
         Args:
             cp_size: ranks that share a sample.
@@ -162,6 +167,7 @@ class Settings:
         if heads is None and model is not None:
             with nullcontext() if self.needs_heads else suppress(ConfigError):
                 heads = num_heads_of(model)
+        heads = of_tensor_parallel_rank(self, heads)
         if heads is not None and not self.needs_heads:
             self.factors(cp_size, heads, None)
         return heads

@@ -144,9 +144,19 @@ def fit(
         ({"parity_check": "first_batch"}, "not available yet.*parity_check='off'"),
         (
             {"tensor_parallel_size": 2},
-            "tensor_parallel_size=2 is not available yet.*=1; use context",
+            "tensor_parallel_size=2 does not go with data_parallel='ddp': DistributedDataParallel "
+            r"cannot wrap layers that are sharded \(DTensors\). Use data_parallel='fsdp' or 'hsdp'",
         ),
-        ({"tensor_parallel_size": None}, "tensor_parallel_size=None is not"),
+        ({"tensor_parallel_size": None}, "tensor_parallel_size must be an integer of at least 1"),
+        (
+            {"tensor_parallel_size": 0},
+            "tensor_parallel_size must be an integer of at least 1, got 0",
+        ),
+        (
+            {"tensor_parallel_plan": {"layers.*.up": "colwise"}},
+            "but tensor_parallel_size=1 shares none",
+        ),
+        ({"tensor_parallel_plan": "colwise"}, "tensor_parallel_plan must be None .*got 'colwise'"),
         ({"data_parallel_replicate_size": 2}, "not available yet.*use data_parallel_size"),
         ({"data_parallel_replicate_size": 0}, "must be an integer of at least 1, got 0"),
     ],

@@ -56,7 +56,7 @@ class Pass(Iterator[Any]):
         self._mesh, self._trains, self._is_stream = mesh, trains, is_stream
         self._name = fingerprint(("loader", number))
         self._shares = mesh.control_group(Flat.CP) if broadcasts else None
-        self._reads = self._shares is None or mesh.cp_rank == 0
+        self._reads = self._shares is None or mesh.sample_rank == 0
         self._read, self._ended = 0, False
         self._error: Exception | None = None
         self._batches: Iterator[Any] = iter(())
@@ -137,7 +137,7 @@ class Pass(Iterator[Any]):
             self._ended = True
             raise StopIteration
         if watches:
-            refuse_same_stream([row["first"] for row in table[:: self._mesh.cp_size]])
+            refuse_same_stream([row["first"] for row in table[:: self._mesh.sample_size]])
 
 
 def _mark(batch: Any) -> int:

@@ -86,7 +86,7 @@ class SharedLoader(LoaderProxy):
         mesh = self._mesh()
         if mesh is None:
             return
-        reads = not self._broadcasts or mesh.cp_rank == 0
+        reads = not self._broadcasts or mesh.sample_rank == 0
         error: Exception | None = None
         own = RECEIVES
         try:
@@ -99,8 +99,8 @@ class SharedLoader(LoaderProxy):
         group = mesh.control_group(Flat.LOSS)
         table = agree({"batches": own}, group, what="loader's length", within=[], error=error)
         lengths = [row["batches"] for row in table]
-        refuse_lengths(lengths, group, mesh.cp_size, training=training, at_most=at_most)
-        self._length = lengths[mesh.data_rank * mesh.cp_size]
+        refuse_lengths(lengths, group, mesh.sample_size, training=training, at_most=at_most)
+        self._length = lengths[mesh.data_rank * mesh.sample_size]
 
     @property
     def _broadcasts(self) -> bool:

@@ -15,7 +15,7 @@ UNSIZED, RECEIVES = -1, -2
 def refuse_lengths(
     lengths: Sequence[int],
     group: dist.ProcessGroup,
-    cp_size: int,
+    sample_size: int,
     *,
     training: bool,
     at_most: int | None,
@@ -25,14 +25,14 @@ def refuse_lengths(
     Args:
         lengths: of every rank of ``group``, ``UNSIZED`` or ``RECEIVES``.
         group: all ranks; those that share samples follow each other.
-        cp_size: ranks that share samples.
+        sample_size: ranks that share samples.
         training: all ranks go together, and not just those that share samples.
         at_most: batches that are used.
 
     Raises:
         BatchMismatchError: naming every rank's length.
     """
-    together = len(lengths) if training else cp_size
+    together = len(lengths) if training else sample_size
     for first in range(0, len(lengths), together):
         ranks = [rank for rank in range(first, first + together) if lengths[rank] != RECEIVES]
         used = {lengths[rank] if at_most is None else min(lengths[rank], at_most) for rank in ranks}

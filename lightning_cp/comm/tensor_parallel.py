@@ -1,0 +1,91 @@
+"""What tensor-parallel ranks exchange: each has a part of every layer, and all have what is between layers.
+
+An activation that all ranks of a group hold whole is *replicated*: so are its gradient and every parameter
+that it alone flows through. One of which each has its own part of the last dimension is *sharded*.
+
+| function | forward | backward |
+|---|---|---|
+| ``enter`` (replicated -> used by sharded layers) | nothing | sum over ranks |
+| ``leave`` (partial sums -> replicated) | sum over ranks | nothing |
+| ``gather_last`` (sharded -> replicated, and used alike) | all-gather | own part |
+| ``gather_last_for_parts`` (sharded -> whole, each uses another part) | all-gather | sum, own part |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_cp.comm.all_gather import all_gather
+from lightning_cp.named_ranges import named
+
+
+def enter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """A replicated activation for sharded layers, each rank's of which adds to its gradient."""
+    return _Enter.apply(x, group)  # type: ignore[no-any-return]
+
+
+def leave(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of what the ranks' layers have made, replicated; every rank passes the same shape."""
+    return _Leave.apply(x, group)  # type: ignore[no-any-return]
+
+
+def gather_last(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """``[..., n] -> [..., n * ranks]``, of which all ranks go on to make the same."""
+    return _GatherLast.apply(x, group)  # type: ignore[no-any-return]
+
+
+def gather_last_for_parts(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """``[..., n] -> [..., n * ranks]``, of which each rank uses what it likes."""
+    return torch.cat(all_gather(x, group), dim=-1)
+
+
+class _Enter(torch.autograd.Function):
+    """``x [...] -> x``; backward: all-reduce of ``dx [...]``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _summed(gradients[0], ctx.group), None
+
+
+class _Leave(torch.autograd.Function):
+    """All-reduce of ``x [...]``; backward: ``dx``, which is replicated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+class _GatherLast(torch.autograd.Function):
+    """All-gather ``x [..., n]`` to ``[..., n * ranks]``; backward: this rank's ``[..., n]``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.rank, ctx.size = group.rank(), x.shape[-1]
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        with named("tensor-parallel all-gather"):
+            dist.all_gather(parts, x, group=group)
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0].narrow(-1, ctx.rank * ctx.size, ctx.size), None
+
+
+def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    with named("tensor-parallel sum"):
+        dist.all_reduce(total, group=group)
+    return total

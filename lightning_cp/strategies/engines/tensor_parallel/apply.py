@@ -1,0 +1,160 @@
+"""Sharing a model's layers by a plan, once, before an engine wraps it."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from lightning_cp.comm.broadcast import broadcast_values
+from lightning_cp.errors import ConfigError
+from lightning_cp.mesh import Axis, ContextParallelMesh
+from lightning_cp.strategies.engines.tensor_parallel.automatic import Plan, automatic_plan
+from lightning_cp.strategies.engines.tensor_parallel.given import given_plan
+from lightning_cp.strategies.engines.tensor_parallel.local_heads import leave_local_heads
+
+Given = Mapping[str, Any] | Callable[..., Any] | None
+
+
+def share_layers(
+    module: nn.Module,
+    mesh: ContextParallelMesh,
+    given: Given = None,
+    before_data: Callable[[], None] = lambda: None,
+) -> None:
+    """Have the ranks of each ``tp`` group share the layers of ``module``; nothing if they do, or are alone.
+
+    Afterwards all of them have the same values of what is not shared, and will draw the same random numbers.
+
+    Args:
+        module: in place.
+        mesh: the process groups.
+        given: ``None``: the automatic plan; or the user's own: patterns of names with styles, or a
+            function of (module, device_mesh).
+        before_data: called before layers exchange anything; a method is held weakly.
+
+    Raises:
+        ConfigError: a plan that does not fit the model, or heads that do not divide.
+    """
+    if mesh.tp_size == 1 or is_shared(module):
+        return
+    tied = _tied(module)
+    if callable(given):
+        _call(given, module, mesh)
+    else:
+        plan = (
+            automatic_plan(module, mesh.tp_size)
+            if given is None
+            else given_plan(module, given, mesh.tp_size)
+        )
+        for name, style in plan.styles.items():
+            parallelize_module(module.get_submodule(name), mesh.axis_mesh(Axis.TP), style)
+        for attention in plan.attention:
+            leave_local_heads(attention, mesh.tp_size)
+        rank_zero_info(_shown(plan, mesh.tp_size))
+    _tie(module, tied)
+    _tell_checks(module, before_data)
+    _make_alike(module, mesh)
+
+
+def is_shared(module: nn.Module) -> bool:
+    """Whether layers were shared already: at an earlier stage of the run, or by the user."""
+    return any(
+        isinstance(p.data, DTensor) and Axis.TP in (p.data.device_mesh.mesh_dim_names or ())
+        for p in module.parameters()
+    )
+
+
+def _call(given: Callable[..., Any], module: nn.Module, mesh: ContextParallelMesh) -> None:
+    returned = given(module, mesh.axis_mesh(Axis.TP))
+    if returned is not None and returned is not module:
+        raise ConfigError(
+            "tensor_parallel_plan returned another module than it was given: share layers in place, as "
+            "torch.distributed.tensor.parallel.parallelize_module does."
+        )
+    if not is_shared(module):
+        raise ConfigError(
+            "tensor_parallel_plan was called and shares nothing: no parameter is a DTensor over the tp axis. "
+            "Call parallelize_module(module, device_mesh, {...}) in it, or use tensor_parallel_size=1."
+        )
+
+
+def _tied(module: nn.Module) -> list[list[str]]:
+    """Names of parameters that are one and the same."""
+    by_id: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(parameter), []).append(name)
+    return [names for names in by_id.values() if len(names) > 1]
+
+
+def _tie(module: nn.Module, tied: list[list[str]]) -> None:
+    """Make parameters one again that were shared one by one.
+
+    Raises:
+        ConfigError: they were shared in different ways.
+    """
+    for first, *others in tied:
+        kept = module.get_parameter(first)
+        for name in others:
+            if _placement(module.get_parameter(name)) != _placement(kept):
+                raise ConfigError(
+                    f"tensor_parallel_plan shards {first} and {name} differently, but they are one parameter "
+                    f"({_placement(kept)} and {_placement(module.get_parameter(name))}). Give both modules "
+                    "styles of the same placement (vocabulary_embedding and vocabulary_head are), or none."
+                )
+            owner, _, last = name.rpartition(".")
+            module.get_submodule(owner).register_parameter(last, kept)
+
+
+def _placement(parameter: torch.Tensor) -> str:
+    data = parameter.data
+    return str(data.placements) if isinstance(data, DTensor) else "not sharded"
+
+
+def _tell_checks(module: nn.Module, before_data: Callable[[], None]) -> None:
+    """Have ranks tell each other what they have found before layers exchange anything."""
+    owner = getattr(before_data, "__self__", None)
+    call = before_data if owner is None else weakref.WeakMethod(before_data)  # type: ignore[arg-type]
+
+    def tell(*_: Any) -> None:
+        found = call() if owner is not None else before_data
+        if found is not None:
+            found()
+
+    for part in module.modules():
+        if any(isinstance(p.data, DTensor) for p in part.parameters(recurse=False)):
+            part.register_forward_pre_hook(tell, prepend=True)
+
+
+def _make_alike(module: nn.Module, mesh: ContextParallelMesh) -> None:
+    """Give all ranks of a group what its first one has: parameters and buffers left whole, random numbers."""
+    tensors = [x.data for x in (*module.parameters(), *module.buffers())]
+    whole = [x for x in tensors if not isinstance(x, DTensor) and not x.is_meta]
+    group = mesh.group(Axis.TP)
+    broadcast_values(whole, group)
+    state = torch.get_rng_state().to(mesh.device_type)
+    broadcast_values([state], group)
+    torch.set_rng_state(state.cpu())
+    if mesh.device_type == "cuda":
+        state = torch.cuda.get_rng_state().to("cuda")
+        broadcast_values([state], group)
+        torch.cuda.set_rng_state(state.cpu())
+
+
+def _shown(plan: Plan, size: int) -> str:
+    """The plan in a few lines: modules that differ in numbers only are one."""
+    counts = Counter(
+        (re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), type(style).__name__)
+        for name, style in plan.styles.items()
+    )
+    lines = [f"{name}: {style} ({count})" for (name, style), count in counts.items()]
+    lines += [f"{left.name}: whole on every rank, as {left.why}" for left in plan.whole]
+    return f"tensor parallel over {size} ranks:\n  " + "\n  ".join(lines)

@@ -1,0 +1,303 @@
+"""Layers that ranks share: losses and gradients of one process, for plain and Hugging Face models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.strategies.engines.tensor_parallel import share_layers
+from lightning_cp.strategies.engines.tensor_parallel.automatic import automatic_plan
+from lightning_cp.strategies.engines.tensor_parallel.names import KNOWN_TYPES
+from tests.pool import run_ranks
+from tests.strategies.plain_llama import PlainLlama
+
+PADDING = 30
+"""In the second rank's part of the vocabulary."""
+
+
+class TiedLlama(PlainLlama):
+    """Its head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+def make(kind: str, **options: Any) -> Any:
+    """A model whose weights are all different from what they begin with."""
+    torch.manual_seed(3)
+    torch.set_default_dtype(torch.float64)
+    plain = {"plain": PlainLlama, "tied": TiedLlama}
+    if kind in plain:
+        return plain[kind](**options)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        kind,
+        **{
+            "vocab_size": 48,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "pad_token_id": PADDING,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "use_cache": False,
+            "query_pre_attn_scalar": 8,
+            **options,
+        },
+    )
+    config._attn_implementation = "eager" if kind == "gemma2" else "sdpa"
+    model = AutoModelForCausalLM.from_config(config).double()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    """Of one batch, with a token of padding."""
+    ids = torch.randint(0, 48, (2, 13), generator=torch.Generator().manual_seed(5))
+    ids[0, 3] = PADDING
+    if isinstance(model, PlainLlama):
+        return F.cross_entropy(model(ids, torch.arange(13)[None]).flatten(0, 1), ids.flatten())
+    return model(input_ids=ids, labels=ids).loss
+
+
+def compare(rank: int, world_size: int, kind: str, plan: Any, options: dict[str, Any]) -> Any:
+    """Worst relative errors of the loss and of a gradient, and the names of what is sharded."""
+    alone, shared = make(kind, **options), make(kind, **options)
+    want = loss_of(alone)
+    want.backward()
+    if rank:  # what the group's first rank has counts
+        for parameter in shared.parameters():
+            parameter.data.zero_()
+    mesh = ContextParallelMesh(tensor_parallel_size=world_size)
+    given = PLANS.get(plan, plan) if isinstance(plan, str) else plan
+    share_layers(shared, mesh, given)
+    got = loss_of(shared)
+    got.backward()
+    gradients = {name: p.grad for name, p in alone.named_parameters()}
+    assert gradients.keys() == dict(shared.named_parameters()).keys()
+    worst, sharded = 0.0, []
+    for name, parameter in shared.named_parameters():
+        gradient: Any = parameter.grad
+        if isinstance(gradient, DTensor):
+            sharded.append(name)
+            gradient = gradient.full_tensor()
+        whole: Any = gradients[name]
+        worst = max(worst, float((gradient - whole).abs().max() / whole.abs().max()))
+    return abs(float(got.detach() - want.detach())), worst, sharded
+
+
+def by_hand(model: nn.Module, mesh: Any) -> None:
+    """A function of the user's, with PyTorch's own styles."""
+    assert isinstance(model, PlainLlama)
+    for block in model.blocks:
+        styles = {"up": ColwiseParallel(), "gate": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh, styles)
+
+
+PLANS: dict[str, Any] = {
+    "by hand": by_hand,
+    "automatic": None,
+    "styles": {
+        "blocks.*.q": ColwiseParallel(),
+        "blocks.*.k": "colwise",
+        "blocks.*.v": "colwise",
+        "blocks.*.o": RowwiseParallel(),
+        "embed": "vocabulary_embedding",
+    },
+}
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("plain", 2), ("tied", 2)])
+def test_plain_models_equal_one_process(kind: str, ranks: int) -> None:
+    for loss, gradient, sharded in run_ranks(ranks, compare, kind, None, {}):
+        assert loss <= 1e-12
+        assert gradient <= 1e-12
+        assert {"embed.weight", "blocks.1.q.weight", "blocks.0.down.weight"} <= set(sharded)
+        assert "head.weight" in sharded or kind == "tied"
+        assert "norm.weight" not in sharded
+
+
+def test_four_ranks_that_have_a_head_or_two() -> None:
+    for loss, gradient, _ in run_ranks(4, compare, "plain", None, {"num_kv_heads": 4}):
+        assert loss <= 1e-12
+        assert gradient <= 1e-12
+
+
+@pytest.mark.parametrize(("plan", "count"), [("by hand", 6), ("styles", 9)])
+def test_a_plan_of_the_users_own(plan: str, count: int) -> None:
+    for loss, gradient, sharded in run_ranks(2, compare, "plain", plan, {}):
+        assert loss <= 1e-12
+        assert gradient <= 1e-12
+        assert len(sharded) == count
+
+
+def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
+    for loss, gradient, sharded in run_ranks(2, compare, "plain", None, {"vocab": 49}):
+        assert loss <= 1e-12
+        assert gradient <= 1e-12
+        assert not {"embed.weight", "head.weight"} & set(sharded)
+
+
+QUICK = ("llama", "phi3", "qwen3")
+FAMILIES = [
+    kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KNOWN_TYPES
+]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families_of_hugging_face_equal_one_process(kind: str) -> None:
+    """Their norms and losses are float32 inside."""
+    for loss, gradient, sharded in run_ranks(2, compare, kind, None, {}, timeout=120):
+        assert loss <= 1e-6
+        assert gradient <= 1e-6
+        assert any(name.endswith("o_proj.weight") for name in sharded)
+        assert any("mlp" in name for name in sharded)
+
+
+@pytest.mark.parametrize("kind", ["llama"])
+def test_tied_embeddings_stay_tied(kind: str) -> None:
+    options = {"tie_word_embeddings": True}
+    for loss, gradient, sharded in run_ranks(2, compare, kind, None, options, timeout=120):
+        assert loss <= 1e-6
+        assert gradient <= 1e-6
+        assert "model.embed_tokens.weight" in sharded
+
+
+def refuse(rank: int, world_size: int, model: nn.Module, plan: Any, message: str) -> None:
+    mesh = ContextParallelMesh(tensor_parallel_size=world_size)
+    with pytest.raises(ConfigError, match=message):
+        share_layers(model, mesh, plan)
+
+
+def nothing_done(model: nn.Module, mesh: Any) -> None:
+    pass
+
+
+def another(model: nn.Module, mesh: Any) -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "heads": (
+        PlainLlama(num_heads=3, num_kv_heads=3),
+        None,
+        "does not divide the 3 attention heads and 3 key/value heads of blocks.0. With them, "
+        "tensor_parallel_size can be 1 or 3",
+    ),
+    "kv heads": (
+        PlainLlama(num_heads=6, num_kv_heads=3),
+        None,
+        "6 attention heads and 3 key/value heads.*can be 1 or 3",
+    ),
+    "nothing to share": (nn.Linear(4, 4), None, "finds nothing to share in Linear"),
+    "a name that nothing has": (
+        PlainLlama(),
+        {"blocks.*.qq": "colwise"},
+        r"no module is named 'blocks.\*.qq'. Did you mean",
+    ),
+    "no style": (
+        PlainLlama(),
+        {"blocks.*.q": "sideways"},
+        "must be a .*ParallelStyle or one of colwise",
+    ),
+    "a plan that does nothing": (
+        PlainLlama(),
+        nothing_done,
+        "shares nothing: no parameter is a DTensor",
+    ),
+    "a plan that returns another": (PlainLlama(), another, "returned another module"),
+    "tied apart": (
+        TiedLlama(),
+        {"embed": "vocabulary_embedding"},
+        "embed.weight and head.weight differently",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_shared_is_refused(name: str) -> None:
+    run_ranks(2, refuse, *REFUSED[name])
+
+
+def test_families_that_were_never_compared_are_refused() -> None:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        vocab_size=48,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+    )
+    with pytest.raises(
+        ConfigError, match="Hugging Face's gpt_neox, and a wrong one could be silent"
+    ):
+        automatic_plan(GPTNeoXForCausalLM(config), 2)
+
+
+class _Bare(nn.Module):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        for name in ("q", "k", "v", "o"):
+            setattr(self, name, nn.Linear(16, 16))
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def test_heads_that_nobody_tells_are_refused() -> None:
+    with pytest.raises(ConfigError, match="_Bare does not tell its number of heads"):
+        automatic_plan(_Bare(), 2)
+    assert automatic_plan(_Bare(head_dim=4), 2).attention[0].query_heads == 4
+
+
+def test_parameters_that_heads_may_share_keep_attention_whole() -> None:
+    """Gradients would be those of one rank's heads only."""
+    model = nn.Sequential(_Bare(head_dim=4, scale=nn.Parameter(torch.ones(4))), PlainLlama())
+    plan = automatic_plan(model, 2)
+    assert [whole.name for whole in plan.whole] == ["0"]
+    assert "scale" in plan.whole[0].why
+    assert not any(name.startswith("0.") for name in plan.styles)
+
+
+def shares(rank: int, world_size: int) -> None:
+    torch.manual_seed(rank)
+    model = PlainLlama()
+    mesh = ContextParallelMesh(tensor_parallel_size=2)
+    share_layers(model, mesh)
+    again = dict(model.named_parameters())
+    share_layers(model, mesh)  # at the next stage of a run
+    assert all(p is again[name] for name, p in model.named_parameters())
+    block: Any = model.blocks[0]
+    assert (block.num_heads, block.num_kv_heads, block.head_dim) == (4, 1, 8)
+    assert block.q.weight.placements == (Shard(0),)
+    assert block.o.weight.placements == (Shard(1),)
+    assert block.q.weight.to_local().shape == (32, 64)
+    drawn = torch.rand(1)
+    assert drawn == mesh_first(drawn)
+
+
+def mesh_first(x: torch.Tensor) -> torch.Tensor:
+    import torch.distributed as dist
+
+    first = x.clone()
+    dist.broadcast(first, 0)
+    return first
+
+
+def test_ranks_draw_the_same_numbers_and_share_once() -> None:
+    run_ranks(2, shares)

@@ -1,0 +1,140 @@
+"""Logits of a sharded vocabulary: losses and gradients are those of whole rows, whatever is done."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from lightning_cp.comm.sharded_cross_entropy import sharded_cross_entropy
+from lightning_cp.comm.sharded_logits import ShardedLogits, whole_logits
+from tests.pool import run_ranks
+
+VOCABULARY, SHAPE = 12, (2, 5, 12)
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+STAYS_SHARDED: dict[str, Loss] = {
+    "flattened": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()),
+    "viewed": lambda z, y: F.cross_entropy(z.view(-1, VOCABULARY), y.view(-1)),
+    "by its size": lambda z, y: F.cross_entropy(z.reshape(-1, z.size(-1)), y.view(-1)),
+    "by its shape": lambda z, y: F.cross_entropy(z.view(-1, z.shape[2]), y.view(-1)),
+    "summed": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="sum"),
+    "of each token": lambda z, y: (
+        F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="none").square().sum()
+    ),
+    "smoothed": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten(), label_smoothing=0.1),
+    "another ignored": lambda z, y: F.cross_entropy(
+        z.flatten(0, 1), y.clamp(3).flatten(), ignore_index=3
+    ),
+    "capped": lambda z, y: F.cross_entropy(
+        (torch.tanh(z / 3) * 3).view(-1, VOCABULARY), y.view(-1)
+    ),
+    "large": lambda z, y: F.cross_entropy((z * 700).view(-1, VOCABULARY), y.view(-1)),
+}
+IS_GATHERED: dict[str, Loss] = {
+    "by class": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
+    "weighted": lambda z, y: F.cross_entropy(
+        z.flatten(0, 1), y.flatten(), weight=torch.arange(1.0, 13.0).to(z.dtype)
+    ),
+    "probabilities": lambda z, y: F.cross_entropy(z, torch.full_like(z, 1 / VOCABULARY)),
+    "by hand": lambda z, y: -z.log_softmax(-1).gather(-1, y.clamp(0)[..., None]).mean(),
+    "of z": lambda z, y: (
+        F.cross_entropy(z.flatten(0, 1), y.flatten()) + 0.1 * torch.logsumexp(z, -1).square().mean()
+    ),
+    "a column": lambda z, y: z[..., 7].sum() + z.max(),
+    "with another": lambda z, y: (torch.ones(VOCABULARY, dtype=z.dtype) * z).square().sum(),
+    "stacked": lambda z, y: torch.stack([z, z.sigmoid()]).square().sum(),
+}
+
+
+def compare(rank: int, world_size: int, name: str) -> tuple[float, float, int]:
+    """Errors of a loss and of its gradient, and how many rows were gathered for it."""
+    loss = {**STAYS_SHARDED, **IS_GATHERED}[name]
+    torch.manual_seed(0)
+    values = torch.randn(SHAPE, dtype=torch.float64)
+    target = torch.randint(0, VOCABULARY, SHAPE[:2])
+    target[0, :2] = -100
+    whole = values.clone().requires_grad_()
+    want = loss(whole, target)
+    want.backward()
+    local = values.chunk(world_size, -1)[rank].clone().requires_grad_()
+    logits = ShardedLogits.of(local * 1, dist.group.WORLD)  # type: ignore[arg-type]
+    assert logits.shape == SHAPE
+    assert logits.numel() == values.numel()
+    gathered: list[int] = []
+    gather = dist.all_gather
+    dist.all_gather = lambda *args, **kwargs: (gathered.append(1), gather(*args, **kwargs))[1]  # type: ignore[assignment]
+    try:
+        got = loss(logits, target)
+    finally:
+        dist.all_gather = gather
+    got.backward()
+    assert type(got) is torch.Tensor
+    assert whole.grad is not None
+    assert local.grad is not None
+    error = (local.grad - whole.grad.chunk(world_size, -1)[rank]).abs().max()
+    return abs(float(got.detach() - want.detach())), float(error), len(gathered)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", STAYS_SHARDED)
+def test_cross_entropy_of_parts(name: str, ranks: int) -> None:
+    for loss, gradient, gathered in run_ranks(ranks, compare, name):
+        assert loss <= 1e-12
+        assert gradient <= 1e-13
+        assert not gathered
+
+
+@pytest.mark.parametrize("name", IS_GATHERED)
+def test_anything_else_is_given_whole_rows(name: str) -> None:
+    for loss, gradient, gathered in run_ranks(2, compare, name):
+        assert loss <= 1e-12
+        assert gradient <= 1e-13
+        assert gathered
+
+
+def look_at(rank: int, world_size: int) -> None:
+    local = torch.arange(6.0).view(1, 6)[:, 3 * rank : 3 * rank + 3]
+    logits = ShardedLogits.of(local, dist.group.WORLD)  # type: ignore[arg-type]
+    want = torch.arange(6.0).view(1, 6)
+    assert torch.equal(whole_logits(logits), want)
+    assert logits.tolist() == want.tolist()
+    assert torch.equal(pickle.loads(pickle.dumps(logits)), want)
+    assert torch.equal(copy.deepcopy(logits), want)
+    assert torch.equal(logits.detach().cpu(), want)
+    assert logits.to(torch.float64).shape == (1, 6)
+    assert len(logits) == 1
+    if rank == 0:  # alone
+        assert "shape=(1, 6)" in repr(logits)
+        assert f"{logits.shape} {logits.dtype} {logits.device}"
+
+
+def test_they_look_whole() -> None:
+    run_ranks(2, look_at)
+
+
+def miss(rank: int, world_size: int) -> None:
+    with pytest.raises(IndexError, match="out of bounds of the vocabulary of 6"):
+        sharded_cross_entropy(torch.zeros(1, 3), torch.tensor([6]), dist.group.WORLD)  # type: ignore[arg-type]
+
+
+def test_a_target_outside_of_the_vocabulary() -> None:
+    run_ranks(2, miss)
+
+
+def nothing_counts(rank: int, world_size: int) -> None:
+    local = torch.zeros(2, 3, requires_grad=True)
+    loss = sharded_cross_entropy(local, torch.full((2,), -100), dist.group.WORLD)  # type: ignore[arg-type]
+    assert loss.isnan()  # as in one process
+    loss.backward()
+    assert local.grad is not None
+    assert not local.grad.any()
+
+
+def test_no_targets_at_all() -> None:
+    run_ranks(2, nothing_counts)
