@@ -19,6 +19,7 @@ from lightning_cp.axes import FLATTENED, Axis, Flat
 from lightning_cp.axes import Factors as Factors
 from lightning_cp.axes import factorise as factorise
 from lightning_cp.comm.all_gather import all_gather
+from lightning_cp.comm.dtensor_caches import forget_meshes
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 
@@ -56,6 +57,7 @@ class ContextParallelMesh:
             Axis.TP: tensor_parallel_size,
         }
         _check_sizes(self.sizes)
+        forget_meshes()
         self.device_type = device_type
         make = _gloo_mesh if device_type == "cpu" else init_device_mesh
         self.device_mesh: DeviceMesh = make(

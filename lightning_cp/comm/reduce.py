@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -11,3 +14,27 @@ def all_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     total = x.detach().clone()
     dist.all_reduce(total, group=group)
     return total
+
+
+def all_max(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The largest ``x`` of the ranks of ``group``, element by element; ``x`` is left as it is."""
+    largest = x.detach().clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest
+
+
+def from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite tensors by those of the group's first rank: in place, one at a time."""
+    for x in tensors:
+        if x.numel() and group.size() > 1:
+            sent = x.detach().contiguous()
+            dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
+            if sent.data_ptr() != x.data_ptr():
+                x.detach().copy_(sent)
+
+
+def summed_later(x: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Any]:
+    """Add ``x`` over the ranks of ``group`` in place, while this rank goes on; gives ``[x]``."""
+    work = dist.all_reduce(x, group=group, async_op=True)
+    assert work is not None
+    return work.get_future()

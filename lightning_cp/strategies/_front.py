@@ -25,6 +25,7 @@ from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.strategies._core import ContextParallelCore
 from lightning_cp.strategies._replaced import Replaced
 from lightning_cp.strategies.engines import engine
+from lightning_cp.strategies.engines.checks import check_ddp_options
 from lightning_cp.strategies.engines.ddp import check_options, without_defaults
 from lightning_cp.strategies.launch import check_ranks, check_start_method
 from lightning_cp.strategies.loaders.order import agree_on_order
@@ -56,9 +57,11 @@ class ContextParallelFront:
         backward_execution: likewise.
         kv_heads_per_gather: of ``all_gather``: K/V heads gathered at a time, which bounds its memory;
             ``None`` gathers all heads at once.
-        data_parallel: the engine: ``ddp``.
+        data_parallel: how parameters are kept: ``ddp`` (whole on every rank), ``fsdp`` (sharded over all
+            ranks), ``hsdp`` (sharded within groups of ranks that have a copy each), ``zero1`` (optimizer
+            state and gradients sharded, parameters whole from a step's forward to its backward).
         data_parallel_size: groups of ranks with different samples.
-        data_parallel_replicate_size: 1.
+        data_parallel_replicate_size: of ``hsdp``: copies of the model; must divide ``data_parallel_size``.
         tensor_parallel_size: ranks that share each layer, next to each other; with ``fsdp`` or ``hsdp``.
         layout: which tokens a rank holds: ``contiguous``, ``zigzag`` (even work on one causal document),
             ``balanced`` (even work on packed and padded rows), or ``auto``: the one that is predicted to be
@@ -91,6 +94,12 @@ class ContextParallelFront:
         tensor_parallel_plan: which layers are shared, and how: ``None`` finds those of llama-like models; or
             patterns of module names with styles (``{"layers.*.mlp.up_proj": "colwise"}``), or a function of
             (module, device_mesh).
+        wrap_modules: of engines that shard: what is gathered together, as class names or patterns of module
+            names (``"LlamaDecoderLayer"``, ``"model.layers.*"``); ``None`` finds the blocks.
+        mixed_precision: of engines that shard: the dtype in which parameters are gathered and used
+            (``"bfloat16"``; gradients are then added in float32), or a ``MixedPrecisionPolicy``.
+        cpu_offload: of engines that shard: parameters, gradients and optimizer state in host memory.
+        bucket_cap_mb: of ``ddp``: MiB of gradients that are reduced together, or ``"per_parameter"``.
         **kwargs: as for ``DDPStrategy`` (``process_group_backend``, ``timeout``, ``start_method``, ...).
 
     Raises:
@@ -129,15 +138,21 @@ class ContextParallelFront:
         checkpoint: str = "full",
         async_save: bool = False,
         tensor_parallel_plan: Any = None,
+        wrap_modules: str | Sequence[str] | None = None,
+        mixed_precision: Any = None,
+        cpu_offload: bool = False,
+        bucket_cap_mb: float | str | None = None,
         **kwargs: Any,
     ) -> None:
         settings = Settings.take(locals())
         super().__init__(**kwargs)  # written like this, LightningCLI finds DDPStrategy's arguments
         self._ddp_kwargs = without_defaults(self._ddp_kwargs)
         check_options(self._ddp_kwargs)
+        check_ddp_options(data_parallel, self._ddp_kwargs, kwargs.get("ddp_comm_hook"))
         check_start_method(self._start_method)
         self._core = ContextParallelCore(settings)
-        self._engine = engine(data_parallel)
+        self._engine = engine(settings)
+        self._engine.before_data = self._core.before_data
         self._pretrained = Pretrained(settings.pretrained)
         self._guard = FiniteGuard(check_finite)
         self._loaders = 0
@@ -206,17 +221,18 @@ class ContextParallelFront:
         """int64 [B or 1, L]: the positions of a step's tokens in the whole sequence, 0 for padding."""
         return self._core.token_positions(x, dim)
 
-    def _wrap(self: Any, module: nn.Module) -> nn.Module:
+    def _wrap(self: Any, module: nn.Module, methods: Sequence[str] = ()) -> nn.Module:
         self._load_whole(module)
-        wrapped = self._engine.wrap(module, self.mesh, self.root_device, self._ddp_kwargs)
+        options = self._ddp_kwargs
+        wrapped = self._engine.wrap(module, self.mesh, self.root_device, options, methods)
         if not self._whole:
             self._pretrained.load(module, self.root_device)
         return wrapped
 
     @property
-    def _whole(self) -> bool:
+    def _whole(self: Any) -> bool:
         """Whether every rank holds whole parameters."""
-        return self._core.settings.data_parallel == "ddp"
+        return not self._engine.shards
 
     def _load_whole(self: Any, module: nn.Module) -> None:
         """Pretrained weights, before a module is moved and wrapped; what is sharded gets them afterwards."""

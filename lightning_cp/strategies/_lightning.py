@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.strategies._replaced import Replaced
+from lightning_cp.strategies.engines import Engine
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -85,3 +86,22 @@ def before_clipping(
         return clip
 
     replaced.replace(precision, "clip_gradients", in_final_size)
+
+
+def clip_by(replaced: Replaced, precision: Any, engine: Engine) -> None:
+    """Have gradients clipped by an engine that knows who holds which part of them."""
+
+    def by_norm(own: Callable[..., Any]) -> Callable[..., Any]:
+        def clip(optimizer: Optimizer, clip_val: float) -> None:
+            engine.clip_norm(precision.main_params(optimizer), clip_val)
+
+        return clip
+
+    def by_value(own: Callable[..., Any]) -> Callable[..., Any]:
+        def clip(optimizer: Optimizer, clip_val: float) -> None:
+            engine.clip_value(precision.main_params(optimizer), clip_val)
+
+        return clip
+
+    replaced.replace(precision, "clip_grad_by_norm", by_norm)
+    replaced.replace(precision, "clip_grad_by_value", by_value)

@@ -84,11 +84,13 @@ class RunMesh:
                 1, ranks_per_node // tp_size
             )  # tp ranks are the innermost
             factors = self.settings.factors(cp_size, heads, near)
+        replicas, shards = self.settings.data_parallel_axes
         self._mesh = ContextParallelMesh(
             ring_size=factors.ring_size,
             ulysses_size=factors.ulysses_size,
             device_type=device_type,
-            data_parallel_replicate_size=self.settings.data_parallel_size,
+            data_parallel_replicate_size=replicas,
+            data_parallel_shard_size=shards,
             tensor_parallel_size=tp_size,
         )
         weakref.finalize(self, self._mesh.destroy)  # with the strategy, or when the process ends

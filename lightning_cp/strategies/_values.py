@@ -77,7 +77,7 @@ class StepValues(RunMesh):
         """What this rank raised when all ranks that share a sample knew that the step had failed."""
         return None if self._handle is None else self._handle.checks.take_refused()
 
-    def _before_data(self) -> None:
+    def before_data(self) -> None:
         """Ranks are about to exchange something, maybe between a model's call and the one inside it."""
         if self._handle is not None:
             self._handle.checks.before_data()
@@ -86,13 +86,13 @@ class StepValues(RunMesh):
         """The mean over the cp group, weighted by targets: what one process would have computed."""
         if self._loss is None:
             return value
-        self._before_data()
+        self.before_data()
         (rows,) = side_by_side([value], self.mesh)
         return weighted_mean(rows, self.shares).to(value)
 
     def token_mean(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         """(sum of totals) / (sum of counts) over the ranks that share a sample."""
-        self._before_data()
+        self.before_data()
         sums = torch.stack([where_counted(total.double(), count), count.double()])
         if self.enabled:
             sums = all_sum(sums.to(self.mesh.device_type), self.mesh.group(Flat.CP))
@@ -110,7 +110,7 @@ class StepValues(RunMesh):
 
     def unshard_tensor(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """A local tensor of the current step, whole, in original order and length; differentiable."""
-        self._before_data()
+        self.before_data()
         return x if self._part is None else self.mesh.unshard(x, self._part.layout, dim=dim)
 
     def token_positions(self, x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -32,11 +32,7 @@ CHOICES: dict[str, Choice] = {
     "exchange": Choice(EXCHANGES),
     "forward_execution": Choice(EXECUTIONS),
     "backward_execution": Choice(EXECUTIONS),
-    "data_parallel": Choice(
-        ("ddp",),
-        ("fsdp", "hsdp", "zero1"),
-        "data_parallel='ddp', with the whole model on every rank",
-    ),
+    "data_parallel": Choice(("ddp", "fsdp", "hsdp", "zero1")),
     "layout": Choice(("auto", *LAYOUT_KINDS)),
     "kernel": Choice(("auto", *ALIASES, *kernels())),
     "token_weighting": Choice(("micro_batch", "global")),
@@ -52,11 +48,6 @@ CHOICES: dict[str, Choice] = {
         "parity_check='off', and comparing the first losses with those of one process",
     ),
 }
-
-LATER_SIZES: dict[str, str] = {
-    "data_parallel_replicate_size": "data_parallel_size, the groups of ranks with different samples",
-}
-"""Sizes that can only be 1 now, and what to use instead."""
 
 
 def check_choice(name: str, value: object) -> None:
@@ -75,7 +66,7 @@ def check_choice(name: str, value: object) -> None:
 
 
 def check_size(name: str, value: object) -> None:
-    """Check that a size is unset or a positive integer, and 1 where more is not available yet.
+    """Check that a size is unset or a positive integer.
 
     Raises:
         ConfigError: it is not.
@@ -83,10 +74,6 @@ def check_size(name: str, value: object) -> None:
     if value is not None and (type(value) is not int or value < 1):
         none = ", or None for all heads at once" if name == "kv_heads_per_gather" else ""
         raise ConfigError(f"{name} must be an integer of at least 1{none}, got {value!r}.")
-    if name in LATER_SIZES and value != 1:
-        raise ConfigError(
-            f"{name}={value} is not available yet. What works now: {name}=1; use {LATER_SIZES[name]}."
-        )
 
 
 def refuse_unknown(unknown: Sequence[str], settings: Sequence[str], others: Sequence[str]) -> None:

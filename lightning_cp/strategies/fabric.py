@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
@@ -16,6 +18,7 @@ from typing_extensions import override
 
 from lightning_cp.errors import ConfigError, LightningCPError
 from lightning_cp.strategies._front import ContextParallelFront, in_floating_point
+from lightning_cp.strategies.engines import Engine
 from lightning_cp.strategies.loaders.draws import going_on
 from lightning_cp.strategies.loaders.proxy import LoaderProxy
 from lightning_cp.strategies.saves.fabric import FabricSaves
@@ -50,6 +53,8 @@ class UlyssesRingStrategy(FabricSaves, ContextParallelFront, DDPStrategy):
         self._models = nn.ModuleList()
         self._optimizers: list[Optimizer] = []
         self._steps = 0  # of optimizers
+        if self._engine.shards:
+            self._backward_sync_control = _LeaveOnRanks(self._engine)
         weakref.finalize(self, self._core.detach)  # Fabric does not say when it ends
 
     # -- before the first batch ------------------------------------------------------------------
@@ -79,10 +84,12 @@ class UlyssesRingStrategy(FabricSaves, ContextParallelFront, DDPStrategy):
     @override
     def module_to_device(self, module: nn.Module) -> None:
         self._load_whole(module)
-        super().module_to_device(module)
+        if not self._engine.shards:  # which places a model by itself, part by part
+            super().module_to_device(module)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        self._engine.adopt(optimizer)
         self._optimizers.append(optimizer)
         return super().setup_optimizer(optimizer)
 
@@ -208,22 +215,31 @@ class UlyssesRingStrategy(FabricSaves, ContextParallelFront, DDPStrategy):
             kwargs["closure"] = to_the_end
         stepped = super().optimizer_step(optimizer, **kwargs)
         self._steps += 1
+        self._engine.after_step()
         self._core.recorder.end()
         return stepped
 
     @override
     def clip_gradients_norm(
-        self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
         self._complete(optimizer)
-        return super().clip_gradients_norm(module, optimizer, *args, **kwargs)
+        self.precision.unscale_gradients(optimizer)
+        parameters = self.precision.main_params(optimizer)
+        return self._engine.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
     @override
     def clip_gradients_value(
-        self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any
+        self, module: nn.Module, optimizer: Optimizer, clip_val: float
     ) -> None:
         self._complete(optimizer)
-        return super().clip_gradients_value(module, optimizer, *args, **kwargs)
+        self.precision.unscale_gradients(optimizer)
+        self._engine.clip_value(self.precision.main_params(optimizer), clip_val)
 
     def _complete(self, optimizer: Optimizer) -> None:
         """Several backward passes may have filled the gradients; now they are averaged, in final size."""
@@ -254,6 +270,17 @@ class UlyssesRingStrategy(FabricSaves, ContextParallelFront, DDPStrategy):
 
     def _trains(self) -> bool:
         return torch.is_grad_enabled() and any(model.training for model in self._models)
+
+
+class _LeaveOnRanks(_BackwardSyncControl):
+    """``fabric.no_backward_sync`` of engines that shard."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @override
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return self._engine.accumulating(module) if enabled else nullcontext()
 
 
 class _ShardedLoader(LoaderProxy):

@@ -14,7 +14,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import Factors, factorise
 from lightning_cp.models.swap import num_heads_of
 from lightning_cp.profile.recorder import steps_of
-from lightning_cp.strategies.choices import CHOICES, LATER_SIZES, check_choice, check_size
+from lightning_cp.strategies.choices import CHOICES, check_choice, check_size
 from lightning_cp.strategies.contradictions import (
     GATHERING_MODE,
     check_exchange,
@@ -26,6 +26,7 @@ from lightning_cp.strategies.contradictions import (
     explicit_size,
     of_tensor_parallel_rank,
 )
+from lightning_cp.strategies.engines.checks import check_engine
 from lightning_cp.strategies.pretrained import check_pretrained
 
 MODE_ALIASES = {"ulysses_only": "ulysses", "ring_only": "ring"}
@@ -36,7 +37,7 @@ SIZES = (
     "kv_heads_per_gather",
     "data_parallel_size",
     "tensor_parallel_size",
-    *LATER_SIZES,
+    "data_parallel_replicate_size",
 )
 
 
@@ -78,6 +79,10 @@ class Settings:
     checkpoint: str = "full"
     async_save: bool = False
     tensor_parallel_plan: Any = None
+    wrap_modules: str | Sequence[str] | None = None
+    mixed_precision: Any = None
+    cpu_offload: bool = False
+    bucket_cap_mb: float | str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", MODE_ALIASES.get(self.mode, self.mode))
@@ -97,6 +102,7 @@ class Settings:
         check_exchange(self)
         check_profile(self)
         check_pretrained(self)
+        check_engine(self)
         explicit_size(self)
         check_tensor_parallel(self)
 
@@ -171,6 +177,16 @@ class Settings:
         if heads is not None and not self.needs_heads:
             self.factors(cp_size, heads, None)
         return heads
+
+    @property
+    def data_parallel_axes(self) -> tuple[int, int]:
+        """Sizes of ``dp_replicate`` and ``dp_shard``: copies of the model, and data ranks that share one."""
+        if self.data_parallel == "fsdp":
+            return 1, self.data_parallel_size
+        if self.data_parallel == "hsdp":
+            replicas = self.data_parallel_replicate_size
+            return replicas, self.data_parallel_size // replicas
+        return self.data_parallel_size, 1
 
     @property
     def attention_exchange(self) -> Exchange:

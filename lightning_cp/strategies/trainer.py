@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -23,8 +21,10 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.mixin import options_of
 from lightning_cp.strategies._front import ContextParallelFront, in_floating_point
 from lightning_cp.strategies._lightning import (
+    STEPS,
     before_autograd,
     before_clipping,
+    clip_by,
     leave_samplers_alone,
     place_of_profiles,
     refuse_dataloader_iter,
@@ -76,8 +76,25 @@ class UlyssesRingStrategy(TrainerSaves, ContextParallelFront, DDPStrategy):
         self._watch_precision()
         assert self._callback is not None
         self._callback.watch(trainer, module)
-        self._load_whole(module)
-        super().setup(trainer)
+        if self._engine.shards:
+            self._setup_sharded(trainer)
+        else:
+            self._load_whole(module)
+            super().setup(trainer)
+
+    def _setup_sharded(self, trainer: Trainer) -> None:
+        """As DDPStrategy does it, but the engine places the model, which is sharded at every stage."""
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.precision_plugin.convert_module(self.model)
+        self.model = self._wrap(self.model, STEPS)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
@@ -188,8 +205,15 @@ class UlyssesRingStrategy(TrainerSaves, ContextParallelFront, DDPStrategy):
             return result
 
         stepped = super().optimizer_step(optimizer, to_the_end, model, **kwargs)
+        self._engine.after_step()
         self._core.recorder.end()
         return stepped
+
+    @override
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """A block whose gradients stay on their ranks until a later backward."""
+        assert self.model is not None
+        return self._engine.accumulating(self.model)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -215,7 +239,8 @@ class UlyssesRingStrategy(TrainerSaves, ContextParallelFront, DDPStrategy):
             return False
         options = (self.mesh, self.root_device, self._ddp_kwargs)
         self.model = self._engine.follow(self.model, *options)
-        self._register_ddp_hooks()
+        if not self._engine.shards:
+            self._register_ddp_hooks()
         return True
 
     def _place_profiles(self, trainer: Trainer) -> None:
@@ -264,13 +289,17 @@ class UlyssesRingStrategy(TrainerSaves, ContextParallelFront, DDPStrategy):
         """Come between hooks and autograd; and before gradients are clipped by hand, in final size."""
 
         def follow(loss: torch.Tensor) -> None:
+            assert self.model is not None
             if self._follow_what_is_trained():  # frozen or unfrozen in the step, or by a hook
-                assert isinstance(self.model, DistributedDataParallel)
-                prepare_for_backward(self.model, loss)  # as its forward would have done
+                self._engine.rejoin(self.model, loss)
+            elif self._engine.shards:
+                self._engine.expect(loss)
 
         self._replaced.undo()
         before_autograd(self._replaced, self.precision_plugin, follow)
         before_clipping(self._replaced, self.precision_plugin, self._complete)
+        if self._engine.shards:
+            clip_by(self._replaced, self.precision_plugin, self._engine)
 
     def _announce(self, module: LightningModule, swapped: list[str]) -> None:
         """Say once of each model, not at every stage, where its attention was swapped."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_cp import UlyssesRingStrategy
@@ -71,9 +72,14 @@ def execute(rank: int, world_size: int, run: Run) -> Result:
     if run.predict:
         outputs: Any = trainer.predict(module, loader(data[: 2 * run.rows], run.rows))
         result.predictions = [x.double() for x in outputs]
-    weights = {name: x.detach().double() for name, x in module.named_parameters()}
+    weights = {name: whole(x.detach()).double() for name, x in module.named_parameters()}
     result.weights = weights
     return result
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, of which ranks may hold parts; every rank must ask."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def make_trainer(run: Run, world_size: int, callbacks: list[Any]) -> pl.Trainer:
@@ -231,7 +237,9 @@ class Recorder(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
     ) -> None:
-        norms = [p.grad.double().norm() for p in pl_module.parameters() if p.grad is not None]
+        norms = [
+            whole(p.grad).double().norm() for p in pl_module.parameters() if p.grad is not None
+        ]
         self.result.grad_norms.append(float(torch.stack(norms).norm()))
 
     def on_train_batch_end(

@@ -87,7 +87,10 @@ def fit(
             "mode must be one of auto, ulysses, ring, hybrid, zigzag_llama3, got 'both'",
         ),
         ({"batch_sync": "off"}, "batch_sync must be one of check, broadcast, got 'off'"),
-        ({"data_parallel": "deepspeed"}, "data_parallel must be one of ddp, got 'deepspeed'"),
+        (
+            {"data_parallel": "deepspeed"},
+            "data_parallel must be one of ddp, fsdp, hsdp, zero1, got 'deepspeed'",
+        ),
         ({"layout": "striped"}, "layout must be one of auto, contiguous, zigzag, balanced"),
         ({"labels": "shifted"}, "labels must be one of auto, aligned, shift, got 'shifted'"),
         ({"kernel": "fast"}, "kernel must be one of auto, aten"),
@@ -136,9 +139,62 @@ def fit(
             {"mode": "zigzag_llama3", "ring_size": 1},
             "gathers keys over the ring axis, got ring_size=1",
         ),
-        ({"data_parallel": "fsdp"}, "data_parallel='fsdp' is not available yet.*'ddp'"),
-        ({"data_parallel": "hsdp"}, "data_parallel='hsdp' is not available yet.*'ddp'"),
-        ({"data_parallel": "zero1"}, "data_parallel='zero1' is not available yet.*'ddp'"),
+        (
+            {"data_parallel": "hsdp", "data_parallel_size": 4},
+            r"keeps a copy in each: say how many with data_parallel_replicate_size= .*dividing "
+            r"data_parallel_size=4\)",
+        ),
+        (
+            {
+                "data_parallel": "hsdp",
+                "data_parallel_size": 6,
+                "data_parallel_replicate_size": 4,
+            },
+            "data_parallel_replicate_size=4 does not divide data_parallel_size=6.* can be 2, 3, 6",
+        ),
+        (
+            {"data_parallel": "hsdp", "data_parallel_replicate_size": 2},
+            "=2 does not divide data_parallel_size=1.* use data_parallel_size=2, or a multiple",
+        ),
+        *(
+            (
+                {"data_parallel": name, "data_parallel_replicate_size": 2},
+                f"data_parallel={name!r} does not choose.*Use data_parallel='hsdp'",
+            )
+            for name in ("ddp", "fsdp", "zero1")
+        ),
+        ({"wrap_modules": "Block"}, "wrap_modules='Block' is for engines that shard .*'fsdp'"),
+        ({"cpu_offload": True}, "cpu_offload=True is for engines that shard parameters"),
+        ({"cpu_offload": 1}, "cpu_offload must be True or False, got 1"),
+        (
+            {"mixed_precision": "bfloat16"},
+            "mixed_precision='bfloat16' is for engines that shard .*precision='bf16-mixed'",
+        ),
+        (
+            {"data_parallel": "fsdp", "mixed_precision": "bf16"},
+            "mixed_precision must be one of bfloat16, float16, float32, a .*, got 'bf16'",
+        ),
+        ({"data_parallel": "fsdp", "wrap_modules": []}, r"wrap_modules must be .*, got \[\]"),
+        ({"data_parallel": "fsdp", "wrap_modules": 3}, "wrap_modules must be .*, got 3"),
+        (
+            {"data_parallel": "fsdp", "bucket_cap_mb": 25},
+            "bucket_cap_mb=25 is the size of DistributedDataParallel's buckets, .*'fsdp'",
+        ),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb must be a number of MiB larger than 0, 'per_param"),
+        ({"bucket_cap_mb": "each"}, "bucket_cap_mb must be a number .*, got 'each'"),
+        ({"bucket_cap_mb": True}, "bucket_cap_mb must be a number .*, got True"),
+        (
+            {"data_parallel": "fsdp", "find_unused_parameters": True},
+            "find_unused_parameters: an option of data_parallel='ddp', .* it needs none",
+        ),
+        (
+            {"data_parallel": "zero1", "static_graph": True},
+            "static_graph: an option of data_parallel='ddp', got data_parallel='zero1'",
+        ),
+        (
+            {"data_parallel": "fsdp", "ddp_comm_hook": print},
+            "ddp_comm_hook: an option of data_parallel='ddp'",
+        ),
         ({"token_weighting": "step"}, "token_weighting must be one of micro_batch, global"),
         ({"loss_reduction": "sum"}, "must be one of mean, got 'sum'.*others are not available yet"),
         ({"parity_check": "first_batch"}, "not available yet.*parity_check='off'"),
@@ -157,7 +213,6 @@ def fit(
             "but tensor_parallel_size=1 shares none",
         ),
         ({"tensor_parallel_plan": "colwise"}, "tensor_parallel_plan must be None .*got 'colwise'"),
-        ({"data_parallel_replicate_size": 2}, "not available yet.*use data_parallel_size"),
         ({"data_parallel_replicate_size": 0}, "must be an integer of at least 1, got 0"),
     ],
 )

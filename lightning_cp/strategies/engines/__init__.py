@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_cp.mesh import ContextParallelMesh
+
+if TYPE_CHECKING:
+    from lightning_cp.strategies.settings import Settings
 
 
 class Engine(Protocol):
     """Wraps a module so that gradients come out as the mean over the ``loss`` group."""
 
+    before_data: Callable[[], object]
+    """What to call before ranks exchange parameters in a model's forward."""
+
     @property
     def name(self) -> str:
         """What ``data_parallel=`` selects it by."""
+        ...
+
+    @property
+    def shards(self) -> bool:
+        """Parameters become DTensors in place: also where nothing is trained, and clipped by us."""
         ...
 
     def wrap(
@@ -25,8 +38,25 @@ class Engine(Protocol):
         mesh: ContextParallelMesh,
         device: torch.device,
         options: Mapping[str, Any],
+        methods: Sequence[str] = (),
     ) -> nn.Module:
-        """The module to call instead of ``module``; parameters equal on all ranks afterwards."""
+        """The module to call instead of ``module``; parameters equal on all ranks afterwards.
+
+        Args:
+            module: the user's; an engine that ``shards`` moves it to the device by itself.
+            mesh: the process groups.
+            device: where it computes.
+            options: what is DistributedDataParallel's own among the strategy's arguments.
+            methods: those of the module that are called besides its forward.
+        """
+        ...
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Have an optimizer that was made before its model was wrapped step the parameters there are now."""
+        ...
+
+    def accumulating(self, wrapped: nn.Module) -> AbstractContextManager[None]:
+        """A block whose backward passes leave gradients on their ranks, to be averaged with a later one."""
         ...
 
     def follow(
@@ -39,12 +69,20 @@ class Engine(Protocol):
         """What to call instead of ``wrapped`` once ``is_current`` says no, also within a step."""
         ...
 
+    def rejoin(self, wrapped: nn.Module, loss: torch.Tensor) -> None:
+        """After ``follow`` within a step: have the gradients of the coming backward averaged."""
+        ...
+
     def expect(self, loss: torch.Tensor) -> None:
         """Before backward: have the gradients of this pass averaged too, whichever it is."""
         ...
 
     def require_averaged(self) -> None:
-        """After backward: refuse gradients that stayed on their ranks."""
+        """After backward: complete gradients, and refuse those that stayed on their ranks."""
+        ...
+
+    def after_step(self) -> None:
+        """An optimizer has changed parameters, maybe within a step of the model."""
         ...
 
     def is_current(self, module: nn.Module) -> bool:
@@ -55,10 +93,27 @@ class Engine(Protocol):
         """Names of parameters that are trained now, but were frozen when their module was wrapped."""
         ...
 
+    def clip_norm(
+        self,
+        parameters: Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Scale gradients so that their norm, that of one process, is at most ``max_norm``; the norm."""
+        ...
 
-def engine(name: str) -> Engine:
-    """The engine that ``data_parallel=name`` asks for; the settings have checked the name."""
-    from lightning_cp.strategies.engines.ddp import DDPEngine
+    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+        """Clamp every element of the gradients to [-value, value]."""
+        ...
 
-    engines: dict[str, Engine] = {"ddp": DDPEngine()}
-    return engines[name]
+
+def engine(settings: Settings) -> Engine:
+    """The engine that ``data_parallel=`` asks for; the settings have checked the name."""
+    if settings.data_parallel == "ddp":
+        from lightning_cp.strategies.engines.ddp import DDPEngine
+
+        return DDPEngine(settings)
+    from lightning_cp.strategies.engines.sharded import ShardedEngine
+
+    return ShardedEngine(settings)

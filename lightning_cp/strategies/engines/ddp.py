@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any
 from weakref import ref
@@ -16,11 +16,13 @@ from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.strategies.choices import refuse_unknown
+from lightning_cp.strategies.engines.buckets import bucket_options, sum_then_divide
 from lightning_cp.strategies.settings import Settings
 
 
@@ -28,8 +30,13 @@ class DDPEngine:
     """PyTorch's DistributedDataParallel over the ``loss`` group (data x context parallel)."""
 
     name = "ddp"
+    shards = False
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings) -> None:
+        self.before_data: Callable[[], object] = list  # nothing is exchanged in forward
+        self._bucket_options = bucket_options(settings.bucket_cap_mb)
+        self.users_hook = False
+        """The user has a communication hook, of which there can be one."""
         self._averaged: dict[int, ref[nn.Parameter]] = {}  # by id: tensors do not hash by equality
         self._finds_unused: dict[int, ref[nn.Module]] = {}  # likewise; pickled with the strategy
         self._wrapped: dict[int, ref[DistributedDataParallel]] = {}  # by their modules
@@ -41,6 +48,7 @@ class DDPEngine:
         mesh: ContextParallelMesh,
         device: torch.device,
         options: Mapping[str, Any],
+        methods: Sequence[str] = (),
     ) -> DistributedDataParallel:
         """Broadcast the weights of the group's first rank, and average gradients from then on."""
         for parameter in module.parameters():
@@ -57,12 +65,44 @@ class DDPEngine:
                 module,
                 device_ids=[device.index] if on_cuda else None,
                 process_group=mesh.group(Flat.LOSS),
-                **options,
+                **{**self._bucket_options, **options},
             )
+        if not (on_cuda and self.users_hook):  # Lightning registers it there only
+            wrapped.register_comm_hook(mesh.group(Flat.LOSS), sum_then_divide)
         self._wrapped[id(module)] = ref(wrapped)
         self._called.pop(id(module), None)
         wrapped.register_forward_hook(self._note_forward)
         return wrapped
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Its parameters are the module's own still."""
+
+    def accumulating(self, wrapped: nn.Module) -> AbstractContextManager[None]:
+        """Leave gradients on their ranks; the next backward outside averages all of them."""
+        assert isinstance(wrapped, DistributedDataParallel)
+        return wrapped.no_sync()
+
+    def rejoin(self, wrapped: nn.Module, loss: torch.Tensor) -> None:
+        """As the forward of the new wrapper would have done."""
+        assert isinstance(wrapped, DistributedDataParallel)
+        prepare_for_backward(wrapped, loss)
+
+    def after_step(self) -> None:
+        """Parameters are changed in place."""
+
+    def clip_norm(
+        self,
+        parameters: Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """PyTorch's own: every rank has all gradients."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+        """PyTorch's own."""
+        nn.utils.clip_grad_value_(parameters, value)
 
     def _note_forward(self, wrapped: DistributedDataParallel, *_: Any) -> None:
         if torch.is_grad_enabled() and wrapped.require_backward_grad_sync:

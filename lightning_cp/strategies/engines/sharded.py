@@ -1,0 +1,353 @@
+"""``data_parallel="fsdp" | "hsdp" | "zero1"``: PyTorch's FSDP2 over groups of our mesh.
+
+| engine | parameters are sharded over | copies | between forward and backward |
+|---|---|---|---|
+| fsdp | ``fsdp`` = dp_shard x cp, which is all of ``loss`` | 1 | sharded again |
+| hsdp | ``fsdp``, replicated over ``dp_replicate`` | dp_replicate | sharded again |
+| zero1 | ``loss`` = data x cp | 1 | whole |
+
+In each the gradient of a parameter is added over all ranks of ``loss``, then divided by their number.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_cp.comm.reduce import all_sum, from_first
+from lightning_cp.errors import ConfigError
+from lightning_cp.mesh import Axis, ContextParallelMesh, Flat
+from lightning_cp.strategies.engines.checks import precision_of
+from lightning_cp.strategies.engines.norms import clip_norm, clip_value
+from lightning_cp.strategies.engines.torch_fsdp2 import (
+    enter_backward,
+    forget_step,
+    groups_of,
+    two_dimensional,
+)
+from lightning_cp.strategies.engines.units import units_of
+from lightning_cp.strategies.settings import Settings
+
+
+class _Sharded(NamedTuple):
+    """A parameter that was sharded, and where to find what was made of it.
+
+    Not what was made itself: PyTorch cannot move DTensors that somebody has a weak reference to.
+    """
+
+    before: weakref.ref[nn.Parameter]
+    module: weakref.ref[nn.Module]
+    name: str
+
+
+class ShardedEngine:
+    """FSDP2; ``zero1`` keeps parameters whole until backward is over, and shards what remains."""
+
+    shards = True
+
+    def __init__(self, settings: Settings) -> None:
+        self.name = settings.data_parallel
+        self.before_data: Callable[[], object] = _nothing
+        self._settings = settings
+        self._roots: list[_Root] = []
+        self._sharded: dict[int, _Sharded] = {}  # by id of what was there before
+
+    def wrap(
+        self,
+        module: nn.Module,
+        mesh: ContextParallelMesh,
+        device: torch.device,
+        options: Mapping[str, Any],
+        methods: Sequence[str] = (),
+    ) -> nn.Module:
+        """Shard the module in place, one unit at a time, with the weights of the group's first rank.
+
+        Raises:
+            ConfigError: ``wrap_modules`` that match nothing, or a module that was sharded elsewhere.
+        """
+        if any(root.module is module for root in self._alive()):
+            return module
+        if isinstance(module, FSDPModule):
+            raise ConfigError(
+                f"{type(module).__name__} was sharded before, by another strategy or by fully_shard. Make a "
+                "new module, and load its weights from a checkpoint if they are to be kept."
+            )
+        before = dict(module.named_parameters())
+        self._shard(module, mesh, device)
+        at = weakref.ref(module)
+        self._sharded.update({id(p): _Sharded(weakref.ref(p), at, n) for n, p in before.items()})
+        root = _Root(module, mesh)
+        self._roots = [*self._alive(), root]
+        for method in methods:
+            self._as_forward(root, method)
+        return module
+
+    def _shard(self, module: nn.Module, mesh: ContextParallelMesh, device: torch.device) -> None:
+        over = self._mesh_of(mesh)
+        scalars = {p for p in module.parameters() if not p.dim()}
+        whole: dict[str, Any] = {
+            "mesh": over,
+            "mp_policy": precision_of(self._settings.mixed_precision),
+            "offload_policy": self._offload(device),
+            "ignored_params": scalars,
+        }
+        for unit in [*units_of(module, self._settings.wrap_modules), module]:
+            own = [x for x in _states(unit) if not isinstance(x, DTensor)]
+            for x in own:
+                x.data = x.data.to(device)
+            from_first(own, mesh.group(Flat.LOSS))
+            last = unit is module  # its parameters are needed again at once
+            again = False if self.name == "zero1" else None if last else True
+            fully_shard(unit, reshard_after_forward=again, **whole)
+            unit.register_forward_pre_hook(self._before_forward, prepend=True)
+        assert isinstance(module, FSDPModule)
+        module.set_force_sum_reduction_for_comms(True)
+
+    def _mesh_of(self, mesh: ContextParallelMesh) -> DeviceMesh:
+        if self.name == "zero1":
+            return mesh.axis_mesh(Flat.LOSS)
+        shards = mesh.axis_mesh(Flat.FSDP)
+        if self.name == "fsdp":
+            return shards
+        return two_dimensional(mesh.axis_mesh(Axis.DP_REPLICATE), shards)
+
+    def _offload(self, device: torch.device) -> OffloadPolicy:
+        if not self._settings.cpu_offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=device.type == "cuda")
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        self.before_data()
+
+    def _as_forward(self, root: _Root, method: str) -> None:
+        """Gather the module's own parameters around a method, as around its forward."""
+        module = root.module
+        assert module is not None
+        register_fsdp_forward_method(module, method)
+        gathered = getattr(module, method)
+
+        @wraps(gathered)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self.before_data()
+            with root.inside():
+                return gathered(*args, **kwargs)
+
+        setattr(module, method, step)
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Put sharded parameters in the place of those that they were made of.
+
+        Raises:
+            ConfigError: the optimizer has stepped already, with whole parameters.
+        """
+        for group in optimizer.param_groups:
+            now = [self._now(p) for p in group["params"]]
+            if any(
+                a is not b and b in optimizer.state
+                for a, b in zip(now, group["params"], strict=True)
+            ):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} has state of parameters that data_parallel={self.name!r} "
+                    "has sharded since. Call fabric.setup before its first step; load its state afterwards."
+                )
+            group["params"] = now
+
+    def _now(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What was made of a parameter; itself, if nothing."""
+        known = self._sharded.get(id(parameter))
+        module = known.module() if known is not None and known.before() is parameter else None
+        return parameter if known is None or module is None else module.get_parameter(known.name)
+
+    @contextmanager
+    def accumulating(self, wrapped: nn.Module) -> Iterator[None]:
+        """Leave gradients whole and on their ranks; zero1 keeps its parameters gathered too."""
+        assert isinstance(wrapped, FSDPModule)
+        wrapped.set_requires_gradient_sync(False)
+        if self.name == "zero1":
+            wrapped.set_reshard_after_backward(False)
+        try:
+            yield
+        finally:
+            wrapped.set_requires_gradient_sync(True)
+            wrapped.set_reshard_after_backward(True)
+
+    def follow(
+        self,
+        wrapped: nn.Module,
+        mesh: ContextParallelMesh,
+        device: torch.device,
+        options: Mapping[str, Any],
+    ) -> nn.Module:
+        """Frozen and unfrozen parameters stay where they are; which are added in which dtype may change."""
+        for root in self._alive():
+            if root.module is wrapped:
+                root.settle()
+        return wrapped
+
+    def rejoin(self, wrapped: nn.Module, loss: torch.Tensor) -> None:
+        """Nothing was lost."""
+        self.expect(loss)
+
+    def expect(self, loss: torch.Tensor) -> None:
+        """Within a module's method its output does not exist yet, which tells FSDP2 that backward begins."""
+        for root in self._alive():
+            if root.entered and loss.requires_grad:
+                root.stay_gathered()
+                module = root.module
+                assert isinstance(module, FSDPModule)
+                loss.register_hook(lambda gradient, at=module: enter_backward(at, gradient))
+
+    def require_averaged(self) -> None:
+        """Average what FSDP2 leaves alone, and drop zeros in place of gradients that no rank had."""
+        for root in self._alive():
+            root.finish_backward()
+
+    def after_step(self) -> None:
+        """Within a method, what is gathered is out of date."""
+        for root in self._alive():
+            root.gather_anew()
+
+    def is_current(self, module: nn.Module) -> bool:
+        """Whether the same parameters are trained as when this was asked last."""
+        return all(root.is_current() for root in self._alive() if root.module is module)
+
+    def left_out(self, module: nn.Module) -> list[str]:
+        """None: what is unfrozen is reduced from its next step on."""
+        return []
+
+    def clip_norm(
+        self,
+        parameters: Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Scale gradients so that their norm, that of one process, is at most ``max_norm``; the norm."""
+        return clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+        """Clamp every element of the gradients to [-value, value]."""
+        clip_value(parameters, value)
+
+    def _alive(self) -> list[_Root]:
+        return [root for root in self._roots if root.module is not None]
+
+
+class _Root:
+    """A model that was sharded, and its gradients between a backward and the step."""
+
+    def __init__(self, module: nn.Module, mesh: ContextParallelMesh) -> None:
+        self._module = weakref.ref(module)
+        self._group = mesh.group(Flat.LOSS)
+        self._control = mesh.control_group(Flat.LOSS)
+        self._had: dict[int, bool] = {}
+        self._filled: dict[int, nn.Parameter] = {}
+        self._groups = groups_of(module)
+        for group in self._groups:
+            group.complete(self._had, self._filled)
+        self._trained = self._trains()
+        self.entered = False
+        self._manual = False
+
+    @property
+    def module(self) -> nn.Module | None:
+        return self._module()
+
+    def _trains(self) -> list[bool]:
+        module = self.module
+        return [p.requires_grad for p in module.parameters()] if module is not None else []
+
+    def is_current(self) -> bool:
+        return self._trained == self._trains()
+
+    def settle(self) -> None:
+        self._trained = self._trains()
+        for group in self._groups:
+            group.settle_dtypes()
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """In one of the module's methods, with its own parameters gathered."""
+        self.entered = True
+        try:
+            yield
+        except BaseException:
+            module = self.module
+            if isinstance(module, FSDPModule):
+                forget_step(module)
+            raise
+        finally:
+            self.entered = False
+            self._shard_again()
+
+    def stay_gathered(self) -> None:
+        """A backward within a method: what follows in it may use the parameters again."""
+        module = self.module
+        assert isinstance(module, FSDPModule)
+        self._manual = True
+        module.set_reshard_after_backward(False, recurse=False)
+
+    def _shard_again(self) -> None:
+        module = self.module
+        if self._manual and isinstance(module, FSDPModule):
+            module.set_reshard_after_backward(True, recurse=False)
+            module.reshard()
+        self._manual = False
+
+    def gather_anew(self) -> None:
+        """Within a method, after an optimizer has changed the shards."""
+        module = self.module
+        if self._manual and isinstance(module, FSDPModule):
+            module.reshard()
+            module.unshard()
+
+    def finish_backward(self) -> None:
+        """Once all that was reduced has been."""
+        if not self._had:
+            return
+        trained = [p for group in self._groups for p in group.trained()]
+        flags = [self._had.get(id(p), False) for p in trained]
+        counts = all_sum(torch.tensor(flags, dtype=torch.int32), self._control).tolist()
+        for parameter, count in zip(trained, counts, strict=True):
+            if not count and id(parameter) in self._filled:
+                parameter.grad = None
+        self._had.clear()
+        self._filled.clear()
+        self._average_plain()
+
+    def _average_plain(self) -> None:
+        """Of parameters that cannot be sharded, such as scalars; averaged twice they stay the same."""
+        module = self.module
+        assert module is not None
+        plain = [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        flags = torch.tensor([p.grad is not None for p in plain], dtype=torch.int32)
+        counts = all_sum(flags, self._control).tolist() if plain else []
+        for parameter, count in zip(plain, counts, strict=True):
+            if count:
+                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = all_sum(own, self._group) / self._group.size()
+
+
+def _states(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _nothing() -> None:
+    pass

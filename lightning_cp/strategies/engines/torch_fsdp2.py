@@ -1,0 +1,106 @@
+"""What PyTorch's FSDP2 keeps to itself: everything of it that has no public name is used here only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def two_dimensional(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """The mesh of two of one root's axes, of which either may be flattened."""
+    return DeviceMesh._concatenate([outer, inner])
+
+
+class Group:
+    """Parameters that FSDP2 gathers and reduces together."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def trained(self) -> list[nn.Parameter]:
+        """The sharded parameters that take part in training now."""
+        return [
+            each.sharded_param
+            for each in self._group.fsdp_params
+            if each.sharded_param.requires_grad
+        ]
+
+    def complete(self, had: dict[int, bool], filled: dict[int, nn.Parameter]) -> None:
+        """Before every reduction: zeros where no gradient came, so that all ranks reduce the same.
+
+        FSDP2 reduces what there is of gradients, and waits forever where ranks have other ones.
+
+        Args:
+            had: by id of each reduced parameter, whether this rank had a gradient.
+            filled: parameters whose gradient is nothing but zeros of all ranks, as far as this one knows.
+        """
+        group, own = self._group, self._group.post_backward
+
+        def post_backward(*unused: Any) -> None:
+            for each in group.fsdp_params if group.reduce_grads else ():
+                parameter = getattr(each, "_unsharded_param", None)
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                sharded = each.sharded_param
+                has = parameter.grad is not None or each.unsharded_accumulated_grad is not None
+                had[id(sharded)] = had.get(id(sharded), False) or has
+                if not has:
+                    if sharded.grad is None:
+                        filled[id(sharded)] = sharded
+                    parameter.grad = torch.zeros_like(parameter)
+            own(*unused)
+
+        group.post_backward = post_backward
+
+    def unreduced(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Gradients of this rank alone, kept for a later reduction, by their sharded parameters."""
+        for each in self._group.fsdp_params:
+            parameter = getattr(each, "_unsharded_param", None)
+            kept = each.unsharded_accumulated_grad
+            if kept is None and parameter is not None:
+                kept = parameter.grad
+            if kept is not None:
+                yield each.sharded_param, kept
+
+    def gathered(self) -> Iterator[torch.Tensor]:
+        """Whole parameters, as long as this rank holds them."""
+        for each in self._group.fsdp_params:
+            parameter = getattr(each, "_unsharded_param", None)
+            if parameter is not None:
+                yield parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+    def settle_dtypes(self) -> None:
+        """Look anew at what is trained: gradients are added in the dtype of trained parameters."""
+        self._group._init_mp_dtypes()
+
+
+def groups_of(root: nn.Module) -> list[Group]:
+    """Of a model and of all modules in it."""
+    found: list[Group] = []
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            several = getattr(state, "_fsdp_param_groups", None)
+            if several is None:  # before torch 2.12 there was one at most
+                several = [state._fsdp_param_group] if state._fsdp_param_group else []
+            found += [Group(group) for group in several]
+    return found
+
+
+def enter_backward(root: FSDPModule, gradient: torch.Tensor) -> None:
+    """What FSDP2 does when a gradient reaches a root's output: have all of its groups reduced at the end."""
+    state: Any = root._get_fsdp_state()
+    state._pre_backward(gradient)
+
+
+def forget_step(root: FSDPModule) -> None:
+    """After an error in the middle of a forward: have the next one begin anew, where PyTorch can do that."""
+    reset = getattr(root, "reset_iter_state", None)  # since torch 2.13
+    if reset is not None:
+        reset()

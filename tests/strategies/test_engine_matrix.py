@@ -1,0 +1,52 @@
+"""Every engine on every mesh gives the losses, gradient norms and weights of one process.
+
+``python -m pytest -m "slow or not slow" -s tests/strategies/test_engine_matrix.py`` prints the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.strategies.engine_runs import Cell, Errors, errors
+
+TOLERANCE = 1e-10
+ENGINES = ("ddp", "fsdp", "hsdp", "zero1")
+DRIVERS = ("trainer", "fabric")
+
+
+def cells() -> list[Cell]:
+    """The matrix: at most 8 ranks."""
+    return [
+        Cell(engine, cp, data=2 if engine == "hsdp" else 1, driver=driver)
+        for engine in ENGINES
+        for cp in (2, 4)
+        for driver in DRIVERS
+    ]
+
+
+QUICK = {
+    Cell("fsdp", 2, driver="trainer"),
+    Cell("fsdp", 2, driver="fabric"),
+    Cell("zero1", 2, driver="trainer"),
+    Cell("hsdp", 2, data=2, driver="fabric"),
+}
+TABLE: dict[str, Errors] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _table() -> Iterator[None]:
+    yield
+    print("\n| cell | loss | gradient norm | weights |\n|---|---|---|---|")
+    for name, found in TABLE.items():
+        print(f"| {name} | {found.loss:.1e} | {found.norm:.1e} | {found.weight:.1e} |")
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow, id=str(c)) for c in cells()],
+)
+def test_twenty_steps_equal_one_process(cell: Cell) -> None:
+    TABLE[str(cell)] = found = errors(cell)
+    assert found.worst <= TOLERANCE, found
