@@ -1,6 +1,7 @@
-"""How DistributedDataParallel's buckets of gradients are sized and averaged."""
+"""How DistributedDataParallel's buckets of gradients are sized and averaged.
 
-from __future__ import annotations
+Annotations are evaluated here: DistributedDataParallel compares those of a hook with its own classes.
+"""
 
 from typing import Any
 
