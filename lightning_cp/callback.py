@@ -14,6 +14,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.faults.position import Phase
+from lightning_cp.faults.watch import Watch
 from lightning_cp.logs.found import Ranks
 from lightning_cp.logs.module import ModuleLog
 from lightning_cp.logs.replicated import ReplicatedMetrics
@@ -27,6 +29,8 @@ class Core(Ranks, Protocol):
     def in_step(self) -> bool: ...
     @property
     def enabled(self) -> bool: ...
+    @property
+    def watch(self) -> Watch: ...
     def shard(self, batch: Any, *, needs_labels: bool) -> Any: ...
     def unshard(self, output: Any, dims: Mapping[str, int | None]) -> Any: ...
     def end_step(self) -> None: ...
@@ -104,11 +108,16 @@ class ContextParallelCallback(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Leave the module as it was, after an error too."""
+        """Tell the other ranks of an error, and leave the module as it was then, too."""
+        if self._core is not None:
+            self._core.watch.note(exception)
+            strategy: Any = trainer.strategy
+            strategy.keep_from_saving(trainer)
         self._release()
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Backward is over: the model is the plain model until the next batch."""
+        self.core.watch.position.enter(Phase.BETWEEN_STEPS)
         self.core.end_step()
         self._begin_hook("on_train_batch_end")
 
@@ -118,6 +127,9 @@ class ContextParallelCallback(Callback):
 
     def on_test_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self._begin_hook("on_test_batch_end")
+
+    def on_validation_end(self, *args: Any, **kwargs: Any) -> None:
+        self.core.watch.position.enter(Phase.BETWEEN_STEPS)
 
     def on_train_epoch_end(self, *args: Any, **kwargs: Any) -> None:
         self._begin_hook("on_train_epoch_end")

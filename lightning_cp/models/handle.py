@@ -102,6 +102,8 @@ class SwapHandle:
         """What attention calls have asked of a kernel, each kind once."""
         self.listener: Callable[[AttentionPlan, torch.Tensor, torch.Tensor], None] | None = None
         """Told of every attention call: its plan, q and out."""
+        self.progress: Callable[[], None] = _nothing
+        """Called at every attention call, before ranks exchange anything for it."""
         self.report: list[str] = []
         self.warned: set[str] = set()
         """Models of which something was said once."""
@@ -136,6 +138,7 @@ class SwapHandle:
         assert state is not None
         q, k, v = _autocast(q_BLHD, k_BLKD, v_BLKD)
         self.checks.before_data()
+        self.progress()
         plan = self._plan(q, k, v, spec, state)
         out = attend(q, k, v, plan)
         assert isinstance(out, torch.Tensor)
@@ -227,6 +230,10 @@ class SwapHandle:
         self.deactivate()
         while self._undo:
             self._undo.pop()()
+
+
+def _nothing() -> None:
+    """Nobody counts."""
 
 
 def refuse_gradients(every: Mapping[int, Sequence[bool]]) -> NoReturn:

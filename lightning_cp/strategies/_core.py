@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_cp.attention.delegate import THEIR_KERNELS
 from lightning_cp.batch import BatchRules
 from lightning_cp.errors import ConfigError
+from lightning_cp.faults.position import Position
 from lightning_cp.kernels.api import Request, explain_kernels
 from lightning_cp.layout import CostModel, LayoutChoice
 from lightning_cp.layout.cost import Heads
@@ -33,6 +34,8 @@ from lightning_cp.strategies._sharding import label_kind, shard_agreed, shared_w
 from lightning_cp.strategies._values import StepValues
 from lightning_cp.strategies._weighting import StepLoss
 from lightning_cp.strategies.settings import Settings
+from lightning_cp.strategies.watch.progress import Progress
+from lightning_cp.strategies.watch.run import RunWatch
 
 _log = logging.getLogger("lightning_cp")
 
@@ -52,6 +55,8 @@ class ContextParallelCore(StepValues):
         self.recorder = StepRecorder(
             settings.profiled_steps, Path(settings.profile_folder or "profile")
         )
+        self.watch = RunWatch(Position(), settings.step_timeout, settings.first_step_timeout)
+        self.progress = Progress(self.watch.position)
         self.layout_choice: LayoutChoice | None = None
         """Why the current batch has its layout, with ``layout="auto"``."""
 
@@ -92,9 +97,20 @@ class ContextParallelCore(StepValues):
             options.get("modules"),
             exchange=settings.attention_exchange,
         )
+        self._handle.progress = self.watch.position.progress
         self._handle.listener = self.recorder.note if settings.profiled_steps else None
         self._requests = self._handle.requests
         return self._handle.report
+
+    def follow_progress(self, model: nn.Module) -> None:
+        """A model, wrapped for data parallelism, in which signs of progress are to be seen."""
+        if self.watch.is_on:
+            self.progress.follow(model, attention=self._handle is None)
+
+    def end_watch(self) -> None:
+        """The run is over."""
+        self.watch.stop()
+        self.progress.forget()
 
     def _say_if_nothing_is_profiled(self) -> None:
         if self.settings.profiled_steps and self.mesh.cp_size == 1 and self.mesh.data_rank == 0:
@@ -146,6 +162,7 @@ class ContextParallelCore(StepValues):
             BatchMismatchError: ranks of a cp group hold different batches.
             RankFailure: another rank's batch was refused.
         """
+        self.watch.position.progress()
         if not self.enabled:
             return batch
         before, self._part, self._loss = self._part, None, None

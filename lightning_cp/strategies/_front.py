@@ -7,6 +7,7 @@ in front of its own ``DDPStrategy``.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -34,6 +35,7 @@ from lightning_cp.strategies.pretrained import Pretrained
 from lightning_cp.strategies.settings import Settings
 from lightning_cp.strategies.sweeps import refuse_foreign_launcher
 from lightning_cp.strategies.watch.finite import FiniteGuard, Step
+from lightning_cp.strategies.watch.launchers import make_reporting
 
 
 class ContextParallelFront:
@@ -100,6 +102,10 @@ class ContextParallelFront:
             (``"bfloat16"``; gradients are then added in float32), or a ``MixedPrecisionPolicy``.
         cpu_offload: of engines that shard: parameters, gradients and optimizer state in host memory.
         bucket_cap_mb: of ``ddp``: MiB of gradients that are reduced together, or ``"per_parameter"``.
+        step_timeout: seconds within a step after which ranks that make no progress end, naming the one that
+            they wait for; ``None``: ranks do not watch each other at all.
+        first_step_timeout: the same for the first step, and for all that is outside of steps; ``None``: no
+            limit there.
         **kwargs: as for ``DDPStrategy`` (``process_group_backend``, ``timeout``, ``start_method``, ...).
 
     Raises:
@@ -142,6 +148,8 @@ class ContextParallelFront:
         mixed_precision: Any = None,
         cpu_offload: bool = False,
         bucket_cap_mb: float | str | None = None,
+        step_timeout: float | None = 120.0,
+        first_step_timeout: float | None = 600.0,
         **kwargs: Any,
     ) -> None:
         settings = Settings.take(locals())
@@ -227,6 +235,7 @@ class ContextParallelFront:
         wrapped = self._engine.wrap(module, self.mesh, self.root_device, options, methods)
         if not self._whole:
             self._pretrained.load(module, self.root_device)
+        self._core.follow_progress(wrapped)
         return wrapped
 
     @property
@@ -243,6 +252,16 @@ class ContextParallelFront:
         check_ranks(
             self.cluster_environment, self._start_method, self.num_processes, self.num_nodes
         )
+
+    def _configure_launcher(self: Any) -> None:
+        parent: Any = super()
+        parent._configure_launcher()
+        make_reporting(self._launcher)
+
+    def _begin_watch(self: Any) -> None:
+        address = self.cluster_environment.main_address
+        self._core.watch.begin(self._core.settings, address, self.launcher)
+        weakref.finalize(self, self._core.end_watch)
 
     def _check_launcher(self: Any) -> None:
         processes = self.num_nodes * self.num_processes

@@ -233,3 +233,25 @@ def listed(numbers: list[int]) -> str:
     """``1, 2 or 4``."""
     *others, last = map(str, numbers)
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def check_timeouts(settings: Settings) -> None:
+    """Refuse limits that are no numbers of seconds, or a first step that may take less than others.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    for name in ("step_timeout", "first_step_timeout"):
+        value = getattr(settings, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value < float("inf")):
+            what = "the ranks do not watch each other" if name == "step_timeout" else "no limit"
+            raise ConfigError(
+                f"{name} must be a number of seconds above 0, or None ({what}), got {value!r}."
+            )
+    usual, first = settings.step_timeout, settings.first_step_timeout
+    if usual is not None and first is not None and first < usual:
+        raise ConfigError(
+            f"first_step_timeout={first} is shorter than step_timeout={usual}, but the first step also makes "
+            "and compiles what the others use. Make it at least as long."
+        )

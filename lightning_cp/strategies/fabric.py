@@ -22,9 +22,10 @@ from lightning_cp.strategies.engines import Engine
 from lightning_cp.strategies.loaders.draws import going_on
 from lightning_cp.strategies.loaders.proxy import LoaderProxy
 from lightning_cp.strategies.saves.fabric import FabricSaves
+from lightning_cp.strategies.watch.steps import WatchedFabricSteps
 
 
-class UlyssesRingStrategy(FabricSaves, ContextParallelFront, DDPStrategy):
+class UlyssesRingStrategy(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStrategy):
     """The Trainer's strategy of the same name, for Fabric; the arguments are the same, and one more.
 
     A step begins when a batch is sharded and lasts until the next one is, or until ``end_step``::
@@ -70,6 +71,7 @@ class UlyssesRingStrategy(FabricSaves, ContextParallelFront, DDPStrategy):
         with going_on():
             super().setup_environment()
         self._check_world()
+        self._begin_watch()
         self._build_mesh()
 
     @override
@@ -79,6 +81,8 @@ class UlyssesRingStrategy(FabricSaves, ContextParallelFront, DDPStrategy):
         swapped = self._core.attach(self._models, {}, needs_labels=False)
         if swapped:
             rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
+        if self._watch.is_on:
+            self._core.progress.begin_with(module)
         return self._wrap(module)
 
     @override
@@ -128,6 +132,8 @@ class UlyssesRingStrategy(FabricSaves, ContextParallelFront, DDPStrategy):
         if training:
             self._core.require_label_kind()
         local = self._core.shard(batch, needs_labels=training)
+        if training:
+            self._position.begin_micro_batch()
         self._core.begin_step()
         return local
 

@@ -22,6 +22,7 @@ from lightning_cp.strategies.contradictions import (
     check_mode,
     check_profile,
     check_tensor_parallel,
+    check_timeouts,
     does_not_divide,
     explicit_size,
     of_tensor_parallel_rank,
@@ -83,6 +84,8 @@ class Settings:
     mixed_precision: Any = None
     cpu_offload: bool = False
     bucket_cap_mb: float | str | None = None
+    step_timeout: float | None = 120.0
+    first_step_timeout: float | None = 600.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", MODE_ALIASES.get(self.mode, self.mode))
@@ -103,6 +106,7 @@ class Settings:
         check_profile(self)
         check_pretrained(self)
         check_engine(self)
+        check_timeouts(self)
         explicit_size(self)
         check_tensor_parallel(self)
 

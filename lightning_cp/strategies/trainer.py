@@ -32,9 +32,10 @@ from lightning_cp.strategies._lightning import (
 from lightning_cp.strategies.loaders.draws import going_on
 from lightning_cp.strategies.loaders.shared import unshared
 from lightning_cp.strategies.saves.trainer import TrainerSaves
+from lightning_cp.strategies.watch.steps import WatchedTrainerSteps
 
 
-class UlyssesRingStrategy(TrainerSaves, ContextParallelFront, DDPStrategy):
+class UlyssesRingStrategy(WatchedTrainerSteps, TrainerSaves, ContextParallelFront, DDPStrategy):
     __doc__ = ContextParallelFront.__doc__
 
     _made_for = "lightning.pytorch.Trainer; for Fabric take lightning_cp.fabric.UlyssesRingStrategy"
@@ -56,6 +57,7 @@ class UlyssesRingStrategy(TrainerSaves, ContextParallelFront, DDPStrategy):
         with going_on():
             super().setup_environment()
         self._check_world()
+        self._begin_watch()
         self._build_mesh()
         if self.data_parallel_size == 1:
             assert self.lightning_module is not None

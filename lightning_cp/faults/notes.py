@@ -1,0 +1,138 @@
+"""What ranks tell each other of themselves: signs of life, errors, and who failed."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_cp.errors import RankFailure
+from lightning_cp.faults.position import Place
+
+LONGEST = 20_000
+"""Characters of a traceback that are passed on: the last ones."""
+
+OWN, TOLD, BROKEN = "own", "told", "broken"
+_CLOSED = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection refused|timed? ?out|gloo|nccl|remote process",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Card:
+    """What ranks know of each other."""
+
+    rank: int
+    name: str
+    """``rank 2 (cp_rank 1 of 4, data_rank 0)``."""
+    machine: str
+    pid: int
+    path: str
+    """Where its position is to be read, on its machine."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a rank says of an error that it has."""
+
+    error: str
+    """``ValueError: no such file``."""
+    traceback: str = ""
+    kind: str = OWN
+    """``told``: every rank raises, as all were told of some rank's error; ``broken``: it looks as if another
+    rank had failed before, as a connection was closed."""
+    place: Place = field(default_factory=Place)
+
+    @classmethod
+    def of_error(cls, error: BaseException, place: Place) -> Note:
+        """Of what this rank's main thread has raised."""
+        text = "".join(traceback.format_exception(error))[-LONGEST:]
+        line = "".join(traceback.format_exception_only(error)).strip().splitlines()[0][:2000]
+        return cls(line, text, _kind(error), place)
+
+    def as_message(self) -> list[Any]:
+        """For the wire."""
+        return [self.error, self.traceback, self.kind, list(self.place)]
+
+    @classmethod
+    def of_message(cls, message: list[Any]) -> Note:
+        """From the wire."""
+        error, text, kind, place = message
+        return cls(str(error), str(text), str(kind), Place(*map(int, place)))
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank says of itself all the time."""
+
+    count: int = 0
+    """Grows with every sign of progress."""
+    since: int = 0
+    """Of these, since the micro-batch began."""
+    place: Place = field(default_factory=Place)
+    limit: float | None = None
+    """Seconds without any progress that it allows now."""
+    stack: str = ""
+    """Where its main thread is, if it has stood there for long."""
+
+    def as_message(self) -> list[Any]:
+        """For the wire."""
+        return [self.count, self.since, list(self.place), self.limit, self.stack]
+
+    @classmethod
+    def of_message(cls, message: list[Any]) -> Beat:
+        """From the wire."""
+        count, since, place, limit, stack = message
+        limit = None if limit is None else float(limit)
+        return cls(int(count), int(since), Place(*map(int, place)), limit, str(stack))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What everybody is told.
+
+    Args:
+        kind: ``lost`` (its process is gone), ``left`` (it has ended in good order, and others go on),
+            ``raised``, ``frozen`` (no sign of life) or ``stuck`` (all live, and none goes on).
+        ranks: who failed.
+        line: what every other rank prints last.
+        details: a traceback, or stacks, if there are any.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    line: str
+    details: str = ""
+
+    def as_message(self) -> list[Any]:
+        """For the wire."""
+        return [self.kind, list(self.ranks), self.line, self.details]
+
+    @classmethod
+    def of_message(cls, message: list[Any]) -> Verdict:
+        """From the wire."""
+        kind, ranks, line, details = message
+        return cls(str(kind), tuple(map(int, ranks)), str(line), str(details))
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, RankFailure):
+        return TOLD
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if _is_of_a_connection(cause):
+            return BROKEN
+        cause = cause.__cause__ or cause.__context__
+    return OWN
+
+
+def _is_of_a_connection(error: BaseException) -> bool:
+    if isinstance(error, (dist.DistError, ConnectionError)):
+        return True
+    return type(error) is RuntimeError and bool(_CLOSED.search(str(error)))

@@ -1,0 +1,173 @@
+"""Where a rank is in its training: written at every change, readable by others once the rank is dead.
+
+A rank that is killed says nothing any more. So its position lies in a small file that it has mapped into
+memory, where writing takes less than a microsecond and makes no system call, and that outlives it. The other
+ranks of its machine have the file open; it has no name any more once all of them do.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Phase(IntEnum):
+    """What a rank is doing."""
+
+    SETUP = 0
+    LOAD = 1
+    FORWARD = 2
+    BACKWARD = 3
+    OPTIMIZER = 4
+    BETWEEN_STEPS = 5
+    VALIDATION = 6
+    TEST = 7
+    PREDICTION = 8
+    SAVE = 9
+
+
+STEPS = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+_SHOWN = {
+    Phase.SETUP: "in setup",
+    Phase.LOAD: "in loading a checkpoint",
+    Phase.BETWEEN_STEPS: "between steps",
+    Phase.SAVE: "in saving a checkpoint",
+}
+_SLOT = struct.Struct("<qqq")
+_TOKEN = 16
+
+
+class Place(NamedTuple):
+    """A position at one moment."""
+
+    step: int = 0
+    """Of training, counted from 1; 0 before the first."""
+    micro_batch: int = 0
+    """Of the step, counted from 1."""
+    phase: int = Phase.SETUP
+
+    def __str__(self) -> str:
+        phase = Phase(self.phase)
+        where = _SHOWN.get(phase, f"in {phase.name.lower()}")
+        several = f" of micro-batch {self.micro_batch}" if self.micro_batch > 1 else ""
+        if phase in STEPS:
+            return f"at step {self.step}, {where}{several}"
+        return f"after step {self.step}, {where}" if self.step else where
+
+
+class Position:
+    """This rank's own; changed by its main thread, and counted up by any.
+
+    ``count`` grows with every sign of progress (an increment that two threads make at once may be lost);
+    ``began`` is what it was when the micro-batch began.
+    """
+
+    def __init__(self) -> None:
+        self.count = self.began = 0
+        self.place = Place()
+        self.is_first = True
+        """No step has ended yet, so that things are made and compiled."""
+        self._stepped = True
+        self._slot: Slot | None = None
+
+    def connect(self, slot: Slot | None) -> None:
+        """Write every change there, too."""
+        self._slot = slot
+        self._write(self.place)
+
+    def restart(self, step: int) -> None:
+        """Training begins, after this many steps."""
+        self._stepped = True
+        self.enter(Phase.SETUP, step)
+
+    def progress(self, *_: Any) -> None:
+        """Something was done; also a hook for anything."""
+        self.count += 1
+
+    def begin_micro_batch(self) -> None:
+        """A training batch is there, and goes forward."""
+        step, micro_batch, _ = self.place
+        if self._stepped:
+            step, micro_batch = step + 1, 0
+            self._stepped = False
+        self.began = self.count
+        self._write(Place(step, micro_batch + 1, Phase.FORWARD))
+
+    def enter(self, phase: Phase, step: int | None = None) -> None:
+        """The rank does something else from now on."""
+        before = self.place
+        self._write(Place(before.step if step is None else step, before.micro_batch, phase))
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """A block in which the rank does something else; what raises stays there."""
+        before = self.place.phase
+        self.enter(phase)
+        yield
+        self.enter(Phase(before))
+
+    def end_step(self) -> None:
+        """An optimizer has stepped."""
+        self._stepped, self.is_first = True, False
+        self.enter(Phase.BETWEEN_STEPS)
+
+    def _write(self, place: Place) -> None:
+        self.count += 1
+        self.place = place
+        if self._slot is not None:
+            self._slot.write(place)
+
+
+class Slot:
+    """A position in a file of this machine.
+
+    Args:
+        path: an existing one, to be read; by default a new one is made.
+        token: what it must begin with.
+
+    Raises:
+        OSError: it cannot be made or read, or is another one.
+    """
+
+    def __init__(self, path: str = "", token: bytes = b"") -> None:
+        self.path = path
+        if path:
+            descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+        else:
+            descriptor, self.path = tempfile.mkstemp(prefix="lightning_cp-position-")
+        try:
+            if not path:
+                os.write(descriptor, token + bytes(_SLOT.size))
+            access = mmap.ACCESS_READ if path else mmap.ACCESS_WRITE
+            self._map = mmap.mmap(descriptor, _TOKEN + _SLOT.size, access=access)
+        except ValueError as error:  # it is shorter
+            raise OSError(f"{path}: {error}") from None
+        finally:
+            os.close(descriptor)
+        if self._map[:_TOKEN] != token:
+            raise OSError(f"{path} is not the file that was meant")
+
+    def write(self, place: Place) -> None:
+        """The position from now on."""
+        with suppress(ValueError):  # closed in this moment
+            _SLOT.pack_into(self._map, _TOKEN, *place)
+
+    def read(self) -> Place:
+        """The position now, or when its rank died."""
+        return Place(*_SLOT.unpack_from(self._map, _TOKEN))
+
+    def unlink(self) -> None:
+        """Nobody else will look for it."""
+        with suppress(OSError):
+            Path(self.path).unlink()
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._map.close()

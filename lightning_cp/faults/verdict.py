@@ -1,0 +1,146 @@
+"""Who failed, and what is said of it; plain bookkeeping, without sockets and threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_cp.faults.notes import BROKEN, OWN, Beat, Note, Verdict
+from lightning_cp.faults.position import Place
+
+PATIENCE = 3.0
+"""Seconds that an error which looks like the consequence of another one's is kept back for that one."""
+SHOWN = 8
+"""Ranks that are named at most, where nobody goes on."""
+
+
+@dataclass
+class _Member:
+    """What is known of a rank."""
+
+    name: str
+    beat: Beat
+    heard: float
+    """When it last gave a sign of life."""
+    note: Note | None = None
+    noted: float = 0.0
+    here: bool = True
+    left: bool = False
+    """It has said that it ends."""
+
+    @property
+    def knows(self) -> bool:
+        """Nothing keeps it waiting: it ends, or handles an error that is no broken connection."""
+        return self.left or (self.note is not None and self.note.kind != BROKEN)
+
+
+class Judge:
+    """Listens to what is known of all ranks, and says who failed, if somebody did.
+
+    Args:
+        names: of the ranks, as in ``rank 2 (cp_rank 1 of 4, data_rank 0)``.
+        now: on the clock that all calls go by, in seconds.
+    """
+
+    def __init__(self, names: Sequence[str], now: float) -> None:
+        self._members = [_Member(name, Beat(), now) for name in names]
+        self._lost: list[int] = []
+        self._noted: list[int] = []
+        self._moved = now  # when some rank last made progress
+
+    @property
+    def all_know(self) -> bool:
+        """Nobody is left waiting."""
+        return all(member.knows for member in self._members)
+
+    @property
+    def raisers_are_gone(self) -> bool:
+        """Who has raised has shown a traceback, and its process has ended."""
+        own = [m for m in self._members if m.note is not None and m.note.kind == OWN]
+        return not any(member.here for member in own)
+
+    def beats(self, rank: int, beat: Beat, now: float) -> None:
+        """A sign of life."""
+        member = self._members[rank]
+        if beat.count != member.beat.count:
+            self._moved = now
+        member.beat, member.heard = beat, now
+
+    def notes(self, rank: int, note: Note, now: float) -> None:
+        """A rank has an error."""
+        member = self._members[rank]
+        member.note, member.noted, member.heard = note, now, now
+        self._noted.append(rank)
+
+    def leaves(self, rank: int) -> None:
+        """A rank ends in good order."""
+        self._members[rank].left = True
+
+    def goes(self, rank: int, place: Place | None = None) -> None:
+        """A rank's connection is closed; ``place`` is where it was, if that is known."""
+        member = self._members[rank]
+        member.here = False
+        if place is not None:
+            member.beat = replace(member.beat, place=place)
+        if not member.left and member.note is None:
+            self._lost.append(rank)
+
+    def verdict(self, now: float) -> Verdict | None:
+        """Who failed, if somebody did and it is clear who."""
+        for rank in self._noted:
+            if self._note_of(rank).kind == OWN:
+                return self._raised(rank)
+        if self._lost:
+            return self._all_of("lost", self._lost)
+        if self._noted and now - self._members[self._noted[0]].noted > PATIENCE:
+            left = [rank for rank, member in enumerate(self._members) if member.left]
+            return self._all_of("left", left) if left else self._raised(self._noted[0])
+        return self._silent(now)
+
+    def _note_of(self, rank: int) -> Note:
+        note = self._members[rank].note
+        assert note is not None
+        return note
+
+    def _raised(self, rank: int) -> Verdict:
+        note = self._note_of(rank)
+        line = f"{self._members[rank].name} raised {note.place}: {note.error}"
+        return Verdict("raised", (rank,), line, note.traceback)
+
+    def _all_of(self, kind: str, ranks: Sequence[int]) -> Verdict:
+        how = {"lost": "lost", "left": "ended, and others go on,"}[kind]
+        said = [f"{self._members[r].name} {how} {self._members[r].beat.place}" for r in ranks]
+        return Verdict(kind, tuple(ranks), "; ".join(said))
+
+    def _silent(self, now: float) -> Verdict | None:
+        """Ranks that are there: one that gives no sign of life, or all of them without progress."""
+        members = {at: m for at, m in enumerate(self._members) if m.here and not m.left}
+        frozen = {at: m for at, m in members.items() if _later(now - m.heard, m.beat.limit)}
+        if frozen:
+            said = [without_life(m.name, now - m.heard, m.beat.place) for m in frozen.values()]
+            return Verdict("frozen", tuple(frozen), "; ".join(said))
+        waited = now - self._moved
+        if members and all(_later(waited, member.beat.limit) for member in members.values()):
+            return _stuck(members, waited)
+        return None
+
+
+def without_life(name: str, seconds: float, place: Place) -> str:
+    """What is said of a frozen rank."""
+    return f"{name} gave no sign of life for {seconds:.0f} s, {place}"
+
+
+def _later(seconds: float, limit: float | None) -> bool:
+    return limit is not None and seconds > limit
+
+
+def _stuck(members: dict[int, _Member], waited: float) -> Verdict:
+    """Nobody goes on: whoever is behind the others is what they wait for, in all likelihood."""
+    made = {rank: (*m.beat.place[:2], m.beat.since) for rank, m in members.items()}
+    behind = {rank: m for rank, m in members.items() if made[rank] == min(made.values())}
+    shown = list(behind.values())[:SHOWN]
+    which = "all of them" if len(behind) == len(members) else "first to stop"
+    who = "; ".join(f"{member.name} {member.beat.place}" for member in shown)
+    line = f"no rank made progress for {waited:.0f} s; {which}: {who}"
+    stacks = [f"{member.name} is here:\n{member.beat.stack}" for member in shown]
+    return Verdict("stuck", tuple(behind), line, "\n".join(stacks))

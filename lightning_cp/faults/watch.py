@@ -1,0 +1,165 @@
+"""A watch: begun by all ranks together, told of errors, and ended when the run does."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lightning_cp.comm.agreement import gathered_lists
+from lightning_cp.faults.hub import Hub
+from lightning_cp.faults.member import Member
+from lightning_cp.faults.notes import OWN, TOLD, Card, Note
+from lightning_cp.faults.position import STEPS, Position, Slot
+from lightning_cp.faults.verdict import PATIENCE
+from lightning_cp.faults.watcher import GRACE, Watcher
+
+SWITCH = "LIGHTNING_CP_WATCH"
+"""``0`` switches the watch off, for a debugger; on every rank."""
+CONNECTING = 20.0
+"""Seconds in which a rank must have reached the first one's watcher."""
+LOOPBACK = "127.0.0.1"
+
+
+class Watch:
+    """One rank's part.
+
+    Args:
+        position: where this rank is, kept up to date by whoever trains.
+        step_timeout: seconds within a step without any progress; ``None``: nobody watches at all.
+        first_step_timeout: the same for the first step and all that is outside of steps; ``None``: no limit.
+    """
+
+    def __init__(
+        self,
+        position: Position,
+        step_timeout: float | None = 120.0,
+        first_step_timeout: float | None = 600.0,
+    ) -> None:
+        self.position = position
+        self._step_timeout, self._first = step_timeout, first_step_timeout
+        self._watcher: Watcher | None = None
+        self._noted: BaseException | None = None
+        self._slots: list[Slot] = []
+
+    @property
+    def is_on(self) -> bool:
+        """It has begun, and not ended."""
+        return self._watcher is not None and self._watcher.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """This rank has raised an error since it began."""
+        return self._noted is not None
+
+    def start(self, name: str, address: str) -> None:
+        """Begin, on all ranks together, unless it is on or not wanted.
+
+        Args:
+            name: of this rank, as in ``rank 2 (cp_rank 1 of 4, data_rank 0)``.
+            address: where rank 0's machine is to be found by other machines.
+
+        Raises:
+            OSError: rank 0's watcher cannot be reached.
+        """
+        wanted = self._step_timeout is not None and os.environ.get(SWITCH) != "0"
+        if self.is_on or not wanted or dist.get_world_size() == 1:
+            return
+        self._noted = None
+        world, rank = dist.group.WORLD, dist.get_rank()
+        assert world is not None
+        token = secrets.token_bytes(16)
+        own = self._make_slot(token)
+        card = Card(rank, name, _machine(), os.getpid(), own.path if own is not None else "")
+        found = gathered_lists([(card, token)], world)
+        cards, tokens = map(list, zip(*(pair for (pair,) in found), strict=True))
+        slots = self._open_slots(cards, tokens, own)
+        local = len({card.machine for card in cards}) == 1
+        listener = _listen(LOOPBACK if local else "") if rank == 0 else None
+        port = listener.getsockname()[1] if listener is not None else 0
+        port = gathered_lists([port], world)[0][0]
+        what = (rank, cards, self.position, slots, self._limit, tokens[0].hex())
+        if listener is not None:
+            self._watcher = Hub(*what, listener=listener)
+        else:
+            near = cards[rank].machine == cards[0].machine
+            hub = socket.create_connection((LOOPBACK if near else address, port), CONNECTING)
+            self._watcher = Member(*what, hub=hub)
+        self._watcher.start()
+
+    def note(self, error: BaseException) -> None:
+        """This rank's main thread has an error, and will show it.
+
+        If it looks as if another rank had failed before, this waits for that one's word, which ends the
+        process; it returns if there is none.
+        """
+        if not self.is_on or self._noted is error:
+            return
+        assert self._watcher is not None
+        self._noted = error
+        note = Note.of_error(error, self.position.place)
+        self._watcher.note(note)
+        if note.kind not in (OWN, TOLD):
+            self._watcher.wait(PATIENCE + 2.0)
+            self._watcher.join(GRACE + 2.0)
+
+    def stop(self) -> None:
+        """End in good order; after an error only once all ranks have one."""
+        watcher, self._watcher = self._watcher, None
+        if watcher is None:
+            return
+        if self._noted is None:
+            watcher.leave()
+        watcher.join(1.0 if self._noted is None else 0.2)
+        self.position.connect(None)
+        if not watcher.is_alive():
+            while self._slots:
+                self._slots.pop().close()
+
+    def _limit(self) -> float | None:
+        """Seconds without progress that are allowed here."""
+        usual = self.position.place.phase in STEPS and not self.position.is_first
+        return self._step_timeout if usual else self._first
+
+    def _make_slot(self, token: bytes) -> Slot | None:
+        try:
+            own = Slot(token=token)
+        except OSError:  # no room: the last beat has to do
+            return None
+        self._slots.append(own)
+        self.position.connect(own)
+        return own
+
+    def _open_slots(
+        self, cards: list[Card], tokens: list[bytes], own: Slot | None
+    ) -> dict[int, Slot]:
+        """Positions of the ranks of this machine."""
+        mine = cards[dist.get_rank()]
+        slots = {} if own is None else {mine.rank: own}
+        for card, token in zip(cards, tokens, strict=True):
+            if card.rank != mine.rank and card.machine == mine.machine and card.path:
+                with suppress(OSError):
+                    slots[card.rank] = Slot(card.path, token)
+                    self._slots.append(slots[card.rank])
+        return slots
+
+
+def _machine() -> str:
+    """What is equal for processes that can see each other's files and signal each other."""
+    found = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        with suppress(OSError):
+            place = Path(path)
+            found.append(str(place.readlink()) if "ns" in path else place.read_text().strip())
+    return " ".join(found)
+
+
+def _listen(address: str) -> socket.socket:
+    """A socket for rank 0's watcher; for several machines on all interfaces, as PyTorch's own store."""
+    if address or not socket.has_dualstack_ipv6():
+        return socket.create_server((address, 0), backlog=1024)
+    return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)

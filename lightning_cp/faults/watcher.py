@@ -1,0 +1,190 @@
+"""The watcher: a thread of every rank that tells the others how it goes, and hears how they are.
+
+Rank 0's (:mod:`lightning_cp.faults.hub`) keeps the list and judges; the others
+(:mod:`lightning_cp.faults.member`) are connected to it, and judge it. All of this goes over connections of
+their own: in the data's groups, ranks may be waiting for one that is gone.
+
+- A killed process's connection closes in that moment: everybody is told, says who it was, and ends.
+- A rank that raises sends a note first, then shows its traceback and ends. The others let it, for a while.
+- A stopped process sends no beats, and ranks that wait for each other make no progress: after the time that
+  they allow themselves at that place, they end.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from lightning_cp.faults import ending
+from lightning_cp.faults.notes import BROKEN, Beat, Card, Note, Verdict
+from lightning_cp.faults.position import Place, Position, Slot
+from lightning_cp.faults.wire import kept
+
+PERIOD = 0.5
+"""Seconds between two signs of life."""
+GRACE = 5.0
+"""Seconds in which who has raised shows its traceback before the others end."""
+
+
+class Watcher(threading.Thread):
+    """One rank's.
+
+    Args:
+        rank: this one.
+        cards: of every rank.
+        position: this rank's, changed by its main thread.
+        slots: positions of ranks of this machine.
+        limit: seconds that this rank allows itself without progress, where it is now.
+        token: what messages of this job begin with.
+        end: ends the process.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        cards: Sequence[Card],
+        position: Position,
+        slots: dict[int, Slot],
+        limit: Callable[[], float | None],
+        token: str,
+        end: Callable[[Verdict], object] = ending.end,
+    ) -> None:
+        super().__init__(name="lightning_cp-watcher", daemon=True)
+        self.rank, self._cards, self._position = rank, cards, position
+        self._slots, self._limit, self._token, self._end = slots, limit, token, end
+        self._main = threading.main_thread().ident or 0
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = map(kept, socket.socketpair())
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._wakes)
+        self._note: Note | None = None
+        self._note_is_sent = self._leaving = self._done = False
+        self._counted, self._progressed, self._beaten = -1, time.monotonic(), 0.0
+        self._verdict: Verdict | None = None
+        self._ends_at = 0.0
+        self._judged = threading.Event()
+
+    # -- called by the main thread ----------------------------------------------------------------
+
+    def note(self, note: Note) -> None:
+        """This rank has an error."""
+        self._note = note
+        self._poke()
+
+    def wait(self, seconds: float) -> None:
+        """Until it is known who failed."""
+        self._judged.wait(seconds)
+
+    def leave(self) -> None:
+        """This rank ends in good order, and so does the thread."""
+        self._leaving = True
+        self._poke()
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Listen, tell, and end the process if it has to."""
+        try:
+            while not self._done:
+                for key, _ in self._selector.select(PERIOD):
+                    key.data(key.fileobj)
+                self._go_on(time.monotonic())
+        finally:
+            self._close()
+
+    def _go_on(self, now: float) -> None:
+        note = None if self._note_is_sent else self._note
+        if now - self._beaten >= PERIOD or note is not None:
+            self._beaten = now
+            self._tell_beat(self._beat(now), now)
+        if note is not None:
+            self._note_is_sent = True
+            self._tell_note(note, now)
+        self._judge(now)
+        if self._leaving:
+            self._leave()
+        elif self._verdict is not None and now >= self._ends_at and not self._shows_error():
+            self._say_bye()
+            self._end(self._verdict)
+            self._done = True
+
+    def _tell_beat(self, beat: Beat, now: float) -> None:
+        raise NotImplementedError
+
+    def _tell_note(self, note: Note, now: float) -> None:
+        raise NotImplementedError
+
+    def _judge(self, now: float) -> None:
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        raise NotImplementedError
+
+    def _say_bye(self) -> None:
+        """The last message, so that this rank's end is not taken for a failure."""
+
+    def _end_by(self, verdict: Verdict, at: float) -> None:
+        """End the process at that time, or earlier if that was said before."""
+        self._ends_at = at if self._verdict is None else min(at, self._ends_at)
+        self._verdict = verdict
+        self._judged.set()
+
+    def _shows_error(self) -> bool:
+        """This rank raised as well, and ends by itself, or has somebody who handles that."""
+        assert self._verdict is not None
+        own = self._note is not None and self._note.kind != BROKEN
+        return own and self._verdict.kind == "raised"
+
+    def _beat(self, now: float) -> Beat:
+        """How this rank goes."""
+        position, limit = self._position, self._limit()
+        if position.count != self._counted:
+            self._counted, self._progressed = position.count, now
+        stands = limit is not None and now - self._progressed > limit / 2
+        count, since = position.count, position.count - position.began
+        return Beat(count, since, position.place, limit, self._stack() if stands else "")
+
+    def _stack(self) -> str:
+        """Where the main thread is."""
+        frame = sys._current_frames().get(self._main)
+        return "".join(traceback.format_stack(frame)[-12:])[-4000:] if frame is not None else ""
+
+    def _place_of(self, rank: int) -> Place | None:
+        """Where a rank of this machine is, or was."""
+        return self._slots[rank].read() if rank in self._slots else None
+
+    def _kill(self, rank: int) -> None:
+        """End a process of this machine that cannot end itself."""
+        card, mine = self._cards[rank], self._cards[self.rank]
+        if card.machine == mine.machine and card.pid != mine.pid:
+            with suppress(OSError):
+                os.kill(card.pid, signal.SIGKILL)
+
+    def _forget_files(self) -> None:
+        """Everybody has opened what it wants to read."""
+        for slot in self._slots.values():
+            slot.unlink()
+
+    def _poke(self) -> None:
+        with suppress(OSError):
+            self._wake.send(b"!")
+
+    def _wakes(self, woken: Any) -> None:
+        with suppress(OSError):
+            woken.recv(64)
+
+    def _close(self) -> None:
+        self._selector.close()
+        self._wake.close()
+        self._woken.close()
+        self._forget_files()
+        self._judged.set()

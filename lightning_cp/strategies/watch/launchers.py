@@ -1,0 +1,86 @@
+"""Workers that Lightning starts by spawn and fork: whose errors the process that started them shows."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.strategies.launchers.multiprocessing import (
+    _MultiProcessingLauncher as FabricLauncher,
+)
+from lightning.pytorch.strategies.launchers.multiprocessing import (
+    _MultiProcessingLauncher as TrainerLauncher,
+)
+from torch.multiprocessing.spawn import ProcessException
+
+from lightning_cp.errors import RankFailure
+from lightning_cp.faults.ending import FOLDER
+
+LET_OTHERS_END = 1.0
+"""Seconds by which a rank that only repeats another one's error ends later than that one."""
+
+
+class _Reporting:
+    """Shows what the workers found out, and not what the first one to end happened to say."""
+
+    _strategy: Any
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        parent: Any = super()
+        with tempfile.TemporaryDirectory(prefix="lightning_cp-verdicts-") as folder:
+            os.environ[FOLDER] = folder
+            try:
+                return parent.launch(_Noting(function, self._strategy), *args, **kwargs)
+            except ProcessException as error:
+                verdict = _said(Path(folder))
+                if verdict is None or _same_end(verdict, str(error)):
+                    raise
+                raise RankFailure(verdict) from None
+            finally:
+                os.environ.pop(FOLDER, None)
+
+
+class ReportingTrainerLauncher(_Reporting, TrainerLauncher):
+    """The Trainer's."""
+
+
+class ReportingFabricLauncher(_Reporting, FabricLauncher):
+    """Fabric's."""
+
+
+def make_reporting(launcher: Any) -> None:
+    """Have a launcher do so, if it is one that starts workers."""
+    kinds = {TrainerLauncher: ReportingTrainerLauncher, FabricLauncher: ReportingFabricLauncher}
+    launcher.__class__ = kinds.get(type(launcher), type(launcher))
+
+
+class _Noting:
+    """What a worker runs; its errors are noted before anybody sees them."""
+
+    def __init__(self, function: Callable[..., Any], strategy: Any) -> None:
+        self._function, self._strategy = function, strategy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._function(*args, **kwargs)
+        except BaseException as error:
+            self._strategy._core.watch.note(error)
+            if isinstance(error, RankFailure):
+                time.sleep(LET_OTHERS_END)
+            raise
+
+
+def _said(folder: Path) -> str | None:
+    """What the first of those wrote that ended because of another one."""
+    found = [path for path in folder.iterdir() if not path.suffix]
+    first = min(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+    return None if first is None else first.read_text().rstrip()
+
+
+def _same_end(verdict: str, text: str) -> bool:
+    """Whether the error that the parent has is the one that the others speak of."""
+    return "\n" in verdict and verdict.splitlines()[-1] == text.rstrip().splitlines()[-1]

@@ -1,0 +1,60 @@
+"""Signs of progress within a step, for ranks that are slow and not stuck: gradients that have arrived, and
+attention modules that were called where no attention is intercepted."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_cp.faults.position import Phase, Position
+
+_ATTENTION = re.compile(r"(Attention|Attn)(Layer|Block)?(V?\d+)?$")
+
+
+class Progress:
+    """Hooks of one run."""
+
+    def __init__(self, position: Position) -> None:
+        self._position = position
+        self._hooks: list[Any] = []
+
+    def follow(self, module: nn.Module, *, attention: bool) -> None:
+        """Count what happens in a module from now on.
+
+        Args:
+            module: as it is called, wrapped for data parallelism.
+            attention: calls of attention modules count, as nobody else counts attention.
+        """
+        count = self._position.progress
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter.is_leaf:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(count))
+        for part in module.modules() if attention else ():
+            if _ATTENTION.search(type(part).__name__) and not isinstance(
+                part, nn.MultiheadAttention
+            ):
+                self._hooks.append(part.register_forward_pre_hook(self._called))
+
+    def begin_with(self, module: nn.Module) -> None:
+        """A forward pass of this module begins a micro-batch, where nothing else does."""
+        self._hooks.append(module.register_forward_pre_hook(self._begins))
+
+    def forget(self) -> None:
+        """Take all hooks back."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _called(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._position.progress()
+
+    def _begins(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if not (module.training and torch.is_grad_enabled()):
+            self._position.enter(Phase.VALIDATION)
+        elif self._position.place.phase != Phase.FORWARD:
+            self._position.begin_micro_batch()

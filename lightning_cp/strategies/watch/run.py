@@ -1,0 +1,67 @@
+"""A run's watch, from the moment there is a process group until the strategy ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.strategies.launchers.subprocess_script import _launch_process_observer
+
+from lightning_cp.faults.watch import Watch
+from lightning_cp.strategies.settings import Settings
+
+
+class RunWatch(Watch):
+    """Knows, besides, of processes that Lightning has started, and of errors that nobody catches."""
+
+    _launcher: Any = None
+    _uncaught: Callable[..., Any] | None = None
+    """What was told of uncaught errors before."""
+
+    def begin(self, settings: Settings, address: str, launcher: Any) -> None:
+        """On all ranks together.
+
+        Args:
+            settings: tell which ranks share samples.
+            address: rank 0's machine.
+            launcher: Lightning's; its observer would end everything with SIGKILL once one process is gone,
+                before anybody can say which.
+        """
+        self.start(name_of(dist.get_rank(), dist.get_world_size(), settings), address)
+        if not self.is_on or self._uncaught is not None:
+            return
+        self._uncaught, sys.excepthook = sys.excepthook, self._note_uncaught
+        if procs := _processes(launcher):
+            self._launcher, launcher.procs = launcher, list(procs)
+            procs.clear()  # the observer has this list, and ends
+
+    def stop(self) -> None:
+        """The strategy ends; Lightning watches its processes again."""
+        super().stop()
+        if self._uncaught is not None and sys.excepthook == self._note_uncaught:
+            sys.excepthook = self._uncaught
+        launcher, self._launcher, self._uncaught = self._launcher, None, None
+        if launcher is not None and not self.failed and launcher.procs:
+            _launch_process_observer(launcher.procs)
+
+    def _note_uncaught(self, kind: Any, error: BaseException, trace: Any) -> None:
+        """With Fabric nobody else is told of an error that ends the program."""
+        self.note(error)
+        (self._uncaught or sys.__excepthook__)(kind, error, trace)
+
+
+def name_of(rank: int, world_size: int, settings: Settings) -> str:
+    """``rank 2 (cp_rank 1 of 4, data_rank 0)``."""
+    tp, cp_size = settings.tensor_parallel_size, settings.context_size(world_size)
+    sample, cp_rank = divmod(rank // tp, cp_size)
+    of_tp = f", tp_rank {rank % tp}" if tp > 1 else ""
+    return f"rank {rank} (cp_rank {cp_rank} of {cp_size}, data_rank {sample}{of_tp})"
+
+
+def _processes(launcher: Any) -> list[Any]:
+    """What it has started by running the program again; the list itself."""
+    procs = getattr(launcher, "procs", [])
+    return procs if all(isinstance(process, subprocess.Popen) for process in procs) else []

@@ -1,0 +1,117 @@
+"""Where a rank is, noted as Lightning calls the strategy: in front of its own strategies' methods."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+from lightning_cp.faults.position import Phase, Position
+from lightning_cp.strategies._replaced import Replaced
+from lightning_cp.strategies.watch.run import RunWatch
+
+_log = logging.getLogger("lightning_cp")
+
+
+class WatchedSteps:
+    """What the Trainer's strategy and Fabric's have in common."""
+
+    _core: Any  # a ContextParallelCore
+
+    @property
+    def _watch(self) -> RunWatch:
+        return self._core.watch
+
+    @property
+    def _position(self) -> Position:
+        return self._core.watch.position
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        self._position.enter(Phase.BACKWARD)
+        parent: Any = super()
+        return parent.backward(*args, **kwargs)
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        parent: Any = super()
+        with self._position.during(Phase.SAVE):
+            return parent.save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        parent: Any = super()
+        with self._position.during(Phase.LOAD):
+            return parent.load_checkpoint(*args, **kwargs)
+
+
+class WatchedTrainerSteps(WatchedSteps):
+    """The Trainer's."""
+
+    _replaced: Replaced
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._position.begin_micro_batch()
+        parent: Any = super()
+        return parent.training_step(*args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        def to_the_end() -> Any:
+            result = closure()
+            self._position.enter(Phase.OPTIMIZER)
+            return result
+
+        parent: Any = super()
+        stepped = parent.optimizer_step(optimizer, to_the_end, *args, **kwargs)
+        self._position.end_step()
+        return stepped
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._position.enter(Phase.VALIDATION)
+        parent: Any = super()
+        return parent.validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._position.enter(Phase.TEST)
+        parent: Any = super()
+        return parent.test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._position.enter(Phase.PREDICTION)
+        parent: Any = super()
+        return parent.predict_step(*args, **kwargs)
+
+    def keep_from_saving(self, trainer: Trainer) -> None:
+        """After an error of some rank: nobody saves, as the other ranks would have to take part."""
+        if not self._watch.failed:
+            return
+        self._replaced.replace(trainer, "save_checkpoint", lambda _: _not_saved)
+        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(callback, Checkpoint):  # it would give up an older one for the new one
+                self._replaced.replace(callback, "on_exception", lambda _: _ignored)
+
+    def teardown(self) -> None:
+        self._core.end_watch()
+        parent: Any = super()
+        parent.teardown()
+
+
+def _ignored(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _not_saved(filepath: Any, *_: Any, **__: Any) -> None:
+    _log.warning("after an error no checkpoint is saved: other ranks would have to take part.")
+
+
+class WatchedFabricSteps(WatchedSteps):
+    """Fabric's."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._position.enter(Phase.OPTIMIZER)
+        parent: Any = super()
+        stepped = parent.optimizer_step(*args, **kwargs)
+        self._position.end_step()
+        return stepped

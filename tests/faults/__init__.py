@@ -1,0 +1,1 @@
+"""Faults in real processes: nobody is left hanging, and who failed is named."""

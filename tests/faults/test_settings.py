@@ -1,0 +1,30 @@
+"""Limits that cannot be meant, and ranks' names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.strategies.settings import Settings
+from lightning_cp.strategies.watch.run import name_of
+
+
+@pytest.mark.parametrize("name", ["step_timeout", "first_step_timeout"])
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), True, "10"])
+def test_limits_are_seconds(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} must be a number of seconds above 0"):
+        Settings(**{name: value})
+
+
+def test_the_first_step_may_take_longer_only() -> None:
+    with pytest.raises(ConfigError, match=r"first_step_timeout=60 is shorter than step_timeout=90"):
+        Settings(step_timeout=90, first_step_timeout=60)
+    Settings(step_timeout=None, first_step_timeout=60)
+    Settings(step_timeout=90, first_step_timeout=None)
+
+
+def test_names_of_ranks() -> None:
+    assert name_of(2, 4, Settings()) == "rank 2 (cp_rank 2 of 4, data_rank 0)"
+    assert name_of(2, 4, Settings(data_parallel_size=2)) == "rank 2 (cp_rank 0 of 2, data_rank 1)"
