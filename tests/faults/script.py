@@ -179,7 +179,8 @@ def with_fabric(devices: int, fault: Fault, settings: dict[str, Any]) -> None:
         fabric.launch()
         loop(fabric, fault)
     else:
-        fabric.launch(loop, fault)
+        launch: Any = fabric.launch
+        launch(loop, fault)
 
 
 if __name__ == "__main__":
