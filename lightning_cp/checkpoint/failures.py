@@ -16,14 +16,6 @@ def failed_save(target: Path, why: str) -> CheckpointError:
     )
 
 
-def why(error: BaseException) -> str:
-    """An error without absolute paths: other ranks and reports repeat it."""
-    if isinstance(error, OSError) and error.errno is not None:
-        name = f" ({Path(str(error.filename)).name})" if error.filename else ""
-        return f"{error.strerror}{name}"
-    return f"{type(error).__name__}: {error}"
-
-
 def shown(path: Path) -> str:
     """A path as seen from the working directory; of another place its last two names."""
     try:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_cp.checkpoint.durable import sweep
-from lightning_cp.checkpoint.failures import failed_save, why
+from lightning_cp.checkpoint.failures import failed_save
 from lightning_cp.checkpoint.full import plan_full
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.plain import plain
 from lightning_cp.checkpoint.sharded import plan_sharded
-from lightning_cp.comm.objects import World
+from lightning_cp.comm.objects import World, told
 from lightning_cp.errors import CheckpointError
 
 FORMS = {"full": plan_full, "sharded": plan_sharded}
@@ -88,13 +88,13 @@ def plan(
     try:
         world.together(lambda: mine.append(begin()), lambda said: failed_save(target, said))
     except OSError as error:
-        raise failed_save(target, why(error)) from error
+        raise failed_save(target, told(error)) from error
     made = mine[0]
     notes = {**(ours or {}), "notes": made.notes}
     try:
         planned = FORMS[form](made.tree, notes, target, about or About())
     except OSError as error:
-        raise failed_save(target, why(error)) from error
+        raise failed_save(target, told(error)) from error
     return planned, made.left_out
 
 
@@ -113,7 +113,7 @@ def finish(save: Save) -> None:
         raise
     except Exception as error:
         save.give_up()
-        raise failed_save(save.target, why(error)) from error
+        raise failed_save(save.target, told(error)) from error
 
 
 def _other(save: Save) -> Any:
@@ -146,7 +146,7 @@ class Background:
         try:
             planned.finish_alone(limit)
         except Exception as error:
-            made = failed_save(self.target, why(error))
+            made = failed_save(self.target, told(error))
             made.__cause__ = error
             self.error = made
 

@@ -33,11 +33,11 @@ from lightning_cp.checkpoint.durable import (
     write_durably,
 )
 from lightning_cp.checkpoint.encode import encode
-from lightning_cp.checkpoint.failures import failed_save, why
+from lightning_cp.checkpoint.failures import failed_save
 from lightning_cp.checkpoint.latest import point_to
 from lightning_cp.checkpoint.manifest import NAME, About, FileEntry, Manifest, hash_of
 from lightning_cp.checkpoint.shard_file import Block, Written, blocks_by_key, write_shard
-from lightning_cp.comm.objects import World
+from lightning_cp.comm.objects import World, told
 from lightning_cp.errors import CheckpointError
 
 INDEX, STATE = "index.json", "state.json"
@@ -140,7 +140,7 @@ class ShardedSave:
                 self.give_up()
             elif self.staging.is_dir():
                 (self.staging / self._file).unlink(missing_ok=True)  # makes room for the note
-                replace_text(note, json.dumps({"failed": why(error)}))
+                replace_text(note, json.dumps({"failed": told(error)}))
             raise
 
     def _part_of(self, rank: int, limit: float) -> Part:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -44,7 +45,7 @@ class World:
             mine = action()
         except Exception as raised:
             error = raised
-        every = self.gather((mine, None if error is None else _said(error)))
+        every = self.gather((mine, None if error is None else told(error)))
         if error is not None:
             raise error
         failed = [
@@ -56,5 +57,9 @@ class World:
         return [result for result, _ in every]  # type: ignore[misc]
 
 
-def _said(error: Exception) -> str:
+def told(error: BaseException) -> str:
+    """An error as other ranks and reports are told it: not long, and without the paths of one machine."""
+    if isinstance(error, OSError) and error.errno is not None:
+        name = f" ({Path(str(error.filename)).name})" if error.filename else ""
+        return f"{error.strerror}{name}"
     return f"{type(error).__name__}: {error}"[:_LONGEST]

@@ -1,0 +1,256 @@
+"""What is damaged, incomplete, mixed or foreign is refused and named, before anything of it is used."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lightning_cp.checkpoint import full, sharded
+from lightning_cp.checkpoint.latest import latest_checkpoint
+from lightning_cp.checkpoint.manifest import About
+from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.checkpoint.save import Background, plan, save_checkpoint
+from lightning_cp.errors import CheckpointError
+from tests.checkpoint.meshes import mesh_of
+from tests.checkpoint.states import same, state_of
+from tests.pool import expect_on_every_rank
+
+FORMS = ("full", "sharded")
+SHARD = "shard-00000-of-00001.safetensors"
+
+
+def refused(path: Path, match: str) -> None:
+    with pytest.raises(CheckpointError, match=match):
+        open_checkpoint(path)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("name", [SHARD, "index.json", "state.json", "manifest.json"])
+def test_a_flipped_byte_of_any_file_is_found(name: str, tmp_path: Path) -> None:
+    save_checkpoint(state_of(1), tmp_path / "a", form="sharded")
+    flip(tmp_path / "a" / name, 40)
+    refused(tmp_path / "a", rf"a/{re.escape(name)} is (damaged|no manifest)")
+
+
+def test_a_flipped_byte_of_the_one_file_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    save_checkpoint(state_of(1), path)
+    flip(path, path.stat().st_size // 2)
+    refused(path, "a.ckpt is damaged: its sha256 is not its manifest's. Nothing was loaded")
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    save_checkpoint(state_of(1), path)
+    os.truncate(path, 1000)
+    refused(path, "a.ckpt is no complete checkpoint: it is truncated")
+    save_checkpoint(state_of(1), tmp_path / "b", form="sharded")
+    os.truncate(tmp_path / "b" / SHARD, 1000)
+    refused(
+        tmp_path / "b", rf"b/{SHARD} is damaged: it has 1000 bytes, and had \d+ when it was saved"
+    )
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    save_checkpoint(state_of(1), tmp_path / "a", form="sharded")
+    (tmp_path / "a" / SHARD).unlink()
+    refused(tmp_path / "a", f"a/{SHARD} is missing")
+
+
+def test_a_shard_of_another_step_is_named(tmp_path: Path) -> None:
+    """What PyTorch's own format loads without a word: old metadata, a shard of the next save."""
+    for step in (1, 2):
+        save_checkpoint(state_of(step), tmp_path / f"{step}", form="sharded", about=About(step))
+    shutil.copy(tmp_path / "2" / SHARD, tmp_path / "1" / SHARD)
+    refused(
+        tmp_path / "1",
+        f"1/{SHARD} belongs to another save, of step 2: this checkpoint is of step 1",
+    )
+
+
+def test_a_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(state_of(1), tmp_path / "a", form="sharded")
+    (tmp_path / "a" / "manifest.json").unlink()
+    refused(tmp_path / "a", "a has no manifest.json: its save did not end, or it is no checkpoint")
+    (tmp_path / "a" / "manifest.json").write_text('{"format": "something else"}')
+    refused(tmp_path / "a", "a/manifest.json is no manifest of a checkpoint of lightning_cp")
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    save_checkpoint(state_of(1), tmp_path / "step-1.ckpt")
+    refused(
+        tmp_path / "step-2.ckpt",
+        "there is no checkpoint .*step-2.ckpt. That folder has: latest, step-1.ckpt",
+    )
+    (tmp_path / "text.ckpt").write_text("hello")
+    refused(tmp_path / "text.ckpt", "text.ckpt is no complete checkpoint")
+
+
+def test_another_format_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as other:
+        other.setattr("lightning_cp.checkpoint.manifest.VERSION", 7)
+        for form in FORMS:
+            save_checkpoint(state_of(1), tmp_path / form, form=form)
+    for form in FORMS:
+        refused(
+            tmp_path / form, "has format version 7; this release of lightning_cp reads version 1"
+        )
+
+
+def test_a_manifest_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
+    from lightning_cp.checkpoint.manifest import FileEntry, Manifest
+
+    save_checkpoint(state_of(1), tmp_path / "a", form="sharded")
+    manifest = Manifest("sharded", "x", About(), {"../b": FileEntry("0", 1)})
+    (tmp_path / "a" / "manifest.json").write_text(manifest.render())
+    refused(tmp_path / "a", "names '../b', which is outside its folder")
+
+
+SAVED: dict[str, bytes] = {}
+
+
+@given(data=st.data())
+@settings(max_examples=200)
+def test_any_changed_byte_is_found(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "changed"
+    small = {"state_dict": {"w": torch.arange(3.0)}, "step": 1}
+    if not SAVED:
+        for form in FORMS:
+            save_checkpoint(small, folder / form, form=form, about=About(1, {"ring": 2}, "ddp"))
+        files = [folder / "full", *(folder / "sharded").iterdir()]
+        SAVED.update({str(path): path.read_bytes() for path in files})
+    name = data.draw(st.sampled_from(sorted(SAVED)))
+    at = data.draw(st.integers(0, len(SAVED[name]) - 1))
+    other = data.draw(st.integers(1, 255))
+    changed = bytearray(SAVED[name])
+    changed[at] ^= other
+    path = Path(name)
+    path.write_bytes(bytes(changed))
+    try:
+        refused(path if path.name == "full" else path.parent, ".")
+    finally:
+        path.write_bytes(SAVED[name])
+
+
+def fails_once(name: str, number: int) -> Callable[..., Any]:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(number, os.strerror(number), name)
+
+    return fail
+
+
+def save_in(background: bool, target: Path, form: str) -> None:
+    if not background:
+        save_checkpoint(state_of(2), target, form=form)
+        return
+    running = Background(plan(state_of(2), target, form=form)[0])
+    running.wait()
+    assert running.error is not None
+    raise running.error
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_full_disk_leaves_the_old_checkpoint(
+    form: str, background: bool, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "a.ckpt"
+    save_checkpoint(state_of(1), target, form=form)
+    before = sorted(tmp_path.rglob("*"))
+    with monkeypatch.context() as full_disk:
+        fail = fails_once("/home/somebody/a.ckpt", number)
+        full_disk.setattr("lightning_cp.checkpoint.durable.os.fsync", fail)
+        with pytest.raises(CheckpointError, match=os.strerror(number)) as raised:
+            save_in(background, target, form)
+    assert "a.ckpt" in str(raised.value)
+    assert "What was saved there before is still there" in str(raised.value)
+    assert "/home" not in str(raised.value)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert same(open_checkpoint(target).read(), state_of(1))
+
+
+def test_a_file_that_may_not_grow_is_a_full_disk(tmp_path: Path) -> None:
+    """The system's own refusal, in the middle of PyTorch's writing."""
+    import resource
+
+    target = tmp_path / "a.ckpt"
+    save_checkpoint(state_of(1), target)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    large = {"state_dict": {"w": torch.zeros(200_000)}}
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        for form in FORMS:
+            with pytest.raises(CheckpointError, match=r"cannot save .*a.ckpt: File too large"):
+                save_checkpoint(large, target, form=form)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert same(open_checkpoint(target).read(), state_of(1))
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["a.ckpt", "latest"]
+
+
+def fails_in_ranks(rank: int, world_size: int, form: str, who: int) -> None:
+    mesh = mesh_of(world_size)
+    weight = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    save_checkpoint({"w": weight}, Path("a"), form=form)
+    patch = pytest.MonkeyPatch()
+    if rank == who:
+        fail = fails_once("/home/somebody/x", errno.ENOSPC)
+        patch.setattr(sharded, "write_shard", fail)
+        patch.setattr(full, "put_in_place", fail)
+    try:
+        save_checkpoint({"w": weight * 2}, Path("a"), form=form)
+    finally:
+        patch.undo()
+        dist.barrier()
+        assert torch.equal(open_checkpoint(Path("a")).read()["w"], torch.arange(8.0))
+        assert sorted(x.name for x in Path().iterdir()) == ["a", "latest"]
+
+
+@pytest.mark.parametrize(("form", "who"), [("full", 0), ("sharded", 0), ("sharded", 1)])
+def test_a_full_disk_of_one_rank_is_an_error_on_all(form: str, who: int) -> None:
+    errors = expect_on_every_rank(
+        2, fails_in_ranks, form, who, error=CheckpointError, match=r"cannot save a: .*No space left"
+    )
+    assert "/home" not in "".join(map(str, errors))
+
+
+@pytest.mark.parametrize("name", ["", "missing"])
+def test_latest_is_only_a_hint(name: str, tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path) is None
+    (tmp_path / "latest").write_text(f"{name}\n")
+    assert latest_checkpoint(tmp_path) is None
+    (tmp_path / "latest").write_text("../elsewhere\n")
+    assert latest_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_latest_comes_last(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(state_of(1), tmp_path / "one", form=form)
+    for room in (full, sharded):
+        monkeypatch.setattr(room, "point_to", fails_once("latest", errno.EIO))
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save_checkpoint(state_of(2), tmp_path / "two", form=form)
+    assert latest_checkpoint(tmp_path) == tmp_path / "one"
+    assert same(open_checkpoint(tmp_path / "two").read(), state_of(2))  # complete all the same
+    assert json.dumps((tmp_path / "latest").read_text()) == '"one\\n"'

@@ -1,0 +1,65 @@
+"""SIGKILL in the middle of a save: the checkpoint before or the new one is read, bit by bit, never a mix."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.killing import PLACES
+
+WAYS = [("full", False), ("full", True), ("sharded", False), ("sharded", True)]
+IDS = ["full", "full-async", "sharded", "sharded-async"]
+
+
+def kills(folder: Path, form: str, background: bool, points: str) -> list[dict[str, Any]]:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.checkpoint.killing",
+        str(folder),
+        form,
+        str(background),
+        points,
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(("form", "background"), [WAYS[1], WAYS[2]], ids=[IDS[1], IDS[2]])
+def test_a_kill_at_each_point_of_a_save(form: str, background: bool, tmp_path: Path) -> None:
+    found = kills(tmp_path, form, background, ",".join(PLACES))
+    assert all(
+        kill["killed"] for kill in found if kill["place"] != "while_replacing" or form == "sharded"
+    )
+    read = {kill["place"]: kill["read"] for kill in found if kill["killed"]}
+    assert read["before_latest"] == "new"
+    assert {place for place, which in read.items() if which == "old"} == set(read) - {
+        "before_latest"
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "background"), WAYS, ids=IDS)
+def test_kills_at_twenty_random_points(form: str, background: bool, tmp_path: Path) -> None:
+    found = kills(tmp_path, form, background, "20")
+    fired = [kill for kill in found if kill["killed"] and not kill["unhurt"]]
+    old = sum(kill["read"] == "old" for kill in found)
+    print(
+        f"{form} background={background}: {len(fired)} of {len(found)} killed in a save, {old} old, "
+        f"{len(found) - old} new"
+    )
+    assert len(found) == 20
+    assert len(fired) >= 10
