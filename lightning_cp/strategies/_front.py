@@ -30,7 +30,7 @@ from lightning_cp.strategies.engines.checks import check_ddp_options
 from lightning_cp.strategies.engines.ddp import check_options, without_defaults
 from lightning_cp.strategies.launch import check_ranks, check_start_method
 from lightning_cp.strategies.loaders.order import agree_on_order
-from lightning_cp.strategies.loaders.shared import cp_group_of, shared_loader
+from lightning_cp.strategies.loaders.shared import SharedLoader, cp_group_of
 from lightning_cp.strategies.pretrained import Pretrained
 from lightning_cp.strategies.settings import Settings
 from lightning_cp.strategies.sweeps import refuse_foreign_launcher
@@ -297,13 +297,11 @@ class ContextParallelFront:
         training: bool = False,
         at_most: int | None = None,
     ) -> Any:
-        """The loader, to be gone through by all ranks together; as it is where each has its own samples."""
-        if self.world_size == 1:
-            return dataloader
+        """The loader, to be gone through by all ranks together; it knows how far it was read."""
         if self.data_parallel_size == 1 and isinstance(dataloader, DataLoader):
             agree_on_order(dataloader, cp_group_of(self._core))
         self._loaders += 1
-        shared = shared_loader(dataloader, self._core, self._loaders, trains)
+        shared = SharedLoader(dataloader, self._core, self._loaders, trains)
         shared.agree_on_length(training=training, at_most=at_most)
         return shared
 

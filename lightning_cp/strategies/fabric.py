@@ -21,6 +21,7 @@ from lightning_cp.strategies._front import ContextParallelFront, in_floating_poi
 from lightning_cp.strategies.engines import Engine
 from lightning_cp.strategies.loaders.draws import going_on
 from lightning_cp.strategies.loaders.proxy import LoaderProxy
+from lightning_cp.strategies.resume.fabric import RunState
 from lightning_cp.strategies.saves.fabric import FabricSaves
 from lightning_cp.strategies.watch.steps import WatchedFabricSteps
 
@@ -56,6 +57,7 @@ class UlyssesRingStrategy(WatchedFabricSteps, FabricSaves, ContextParallelFront,
         self._steps = 0  # of optimizers
         if self._engine.shards:
             self._backward_sync_control = _LeaveOnRanks(self._engine)
+        self._run_state = RunState(self._core)
         weakref.finalize(self, self._core.detach)  # Fabric does not say when it ends
 
     # -- before the first batch ------------------------------------------------------------------
@@ -101,7 +103,14 @@ class UlyssesRingStrategy(WatchedFabricSteps, FabricSaves, ContextParallelFront,
     def process_dataloader(self, dataloader: DataLoader[Any]) -> Any:
         self._seed_workers(dataloader, overwrite=True)  # Fabric has set one by the global rank
         shared = self._share(super().process_dataloader(dataloader), self._trains)
+        self._run_state.follow(shared)
         return _ShardedLoader(shared, self) if self._shard_dataloaders else shared
+
+    @property
+    def run_state(self) -> RunState:
+        """Random numbers of every rank and the place of every loader, for ``fabric.save`` and ``load``."""
+        self._run_state.device = self.root_device
+        return self._run_state
 
     @property
     @override
@@ -221,6 +230,7 @@ class UlyssesRingStrategy(WatchedFabricSteps, FabricSaves, ContextParallelFront,
             kwargs["closure"] = to_the_end
         stepped = super().optimizer_step(optimizer, **kwargs)
         self._steps += 1
+        self._run_state.steps()
         self._engine.after_step()
         self._core.recorder.end()
         return stepped

@@ -31,11 +31,14 @@ from lightning_cp.strategies._lightning import (
 )
 from lightning_cp.strategies.loaders.draws import going_on
 from lightning_cp.strategies.loaders.shared import unshared
+from lightning_cp.strategies.resume.strategy import ResumesExactly
 from lightning_cp.strategies.saves.trainer import TrainerSaves
 from lightning_cp.strategies.watch.steps import WatchedTrainerSteps
 
 
-class UlyssesRingStrategy(WatchedTrainerSteps, TrainerSaves, ContextParallelFront, DDPStrategy):
+class UlyssesRingStrategy(
+    WatchedTrainerSteps, ResumesExactly, TrainerSaves, ContextParallelFront, DDPStrategy
+):
     __doc__ = ContextParallelFront.__doc__
 
     _made_for = "lightning.pytorch.Trainer; for Fabric take lightning_cp.fabric.UlyssesRingStrategy"
@@ -112,7 +115,9 @@ class UlyssesRingStrategy(WatchedTrainerSteps, TrainerSaves, ContextParallelFron
         assert module is not None
         training, limit = bool(module.trainer.training), module.trainer.limit_train_batches
         at_most = limit if training and isinstance(limit, int) else None
-        return self._share(dataloader, lambda: training, training=training, at_most=at_most)
+        shared = self._share(dataloader, lambda: training, training=training, at_most=at_most)
+        self._follow_loader(shared, training=training)
+        return shared
 
     # -- one batch -------------------------------------------------------------------------------
 

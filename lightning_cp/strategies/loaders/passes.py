@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from lightning_cp.strategies.loaders.uneven import (
     refuse_other_calls,
     refuse_same_stream,
 )
+from lightning_cp.strategies.resume.place import Place, read_as_before, reopen
+from lightning_cp.strategies.resume.random_state import Moment
 
 _RECEIVES, _HAS, _ENDED = 0, 1, 2
 
@@ -41,6 +44,8 @@ class Pass(Iterator[Any]):
         broadcasts: the first rank of each cp group reads for the others.
         trains: whether the next fetch is for training.
         is_stream: no sampler shards the loader.
+        place: is told how far this pass is.
+        before_training: called before a batch to train on is read.
     """
 
     def __init__(
@@ -52,32 +57,67 @@ class Pass(Iterator[Any]):
         broadcasts: bool,
         trains: Callable[[], bool],
         is_stream: bool,
+        place: Place,
+        before_training: Callable[[], object],
     ) -> None:
         self._mesh, self._trains, self._is_stream = mesh, trains, is_stream
+        self._loader, self._place, self._before_training = loader, place, before_training
+        self._waiting: deque[Moment] = deque()
         self._name = fingerprint(("loader", number))
         self._shares = mesh.control_group(Flat.CP) if broadcasts else None
         self._reads = self._shares is None or mesh.sample_rank == 0
         self._read, self._ended = 0, False
         self._error: Exception | None = None
-        self._batches: Iterator[Any] = iter(())
+        self._batches: Iterator[Any] | None = None
+        if place.resumed is not None:  # the random state to begin with is not there yet
+            if place.resumed.get("over"):
+                place.resumed, self._ended = None, True
+            return
         before = random_state() if broadcasts else {}
-        if self._reads:
-            try:
-                self._batches = iter(loader)
-            except Exception as refused:  # told to all with the first batch
-                self._error = refused
+        try:
+            self._open()
+        except Exception as refused:  # told to all with the first batch
+            self._error = refused
         if self._shares is not None:
             self._agree_on_loader()
             parcel = pack(drawn_since(before)) if self._reads else None
             follow(broadcast_parcel(parcel, self._shares))
 
+    def _open(self) -> Iterator[Any]:
+        """The way through this rank's loader, from its beginning or from the place to go on from."""
+        saved = self._place.resumed
+        if saved is None or saved["begin"] is None:
+            self._place.begins(self._loader)
+            self._batches = iter(self._loader) if self._reads else iter(())
+        else:
+            self._place.goes_on(saved)
+            self._waiting = deque(saved["pending"])
+            self._batches = reopen(self._loader, saved) if self._reads else iter(())
+        return self._batches
+
+    def _next(self) -> Any:
+        """This rank's next batch."""
+        batches = self._open() if self._batches is None else self._batches
+        self._place.reads(self._loader, trains=self._trains())
+        if self._waiting:  # it was read before the moment that was saved
+            moment = self._waiting.popleft()
+            return read_as_before(moment, self._loader, lambda: next(batches))
+        return next(batches)
+
     def __next__(self) -> Any:
         if self._ended:
             raise StopIteration
         training = self._trains()
+        if training:
+            self._before_training()
         fetched = self._fetch()
-        self._agree(fetched, training)
+        try:
+            self._agree(fetched, training)
+        except StopIteration:
+            self._place.ends()
+            raise
         self._read += 1
+        self._place.has_read()
         if self._shares is None:
             return fetched.batch
         batch, draws = broadcast_parcel(fetched.parcel, self._shares)
@@ -94,14 +134,16 @@ class Pass(Iterator[Any]):
 
     def _fetch(self) -> _Fetched:
         if not self._reads:
+            if self._batches is None:
+                self._open()
             return _Fetched(_RECEIVES)
         if self._error is not None:
             return _Fetched(_ENDED, error=self._error)
         try:
             if self._shares is None:
-                return _Fetched(_HAS, next(self._batches))
+                return _Fetched(_HAS, self._next())
             before = random_state()
-            batch = next(self._batches)
+            batch = self._next()
             return _Fetched(_HAS, batch, pack((batch, drawn_since(before))))
         except StopIteration:
             return _Fetched(_ENDED)

@@ -22,6 +22,7 @@ from lightning_cp.strategies.loaders.passes import Pass
 from lightning_cp.strategies.loaders.proxy import LoaderProxy
 from lightning_cp.strategies.loaders.samplers import require_data_sharding
 from lightning_cp.strategies.loaders.uneven import RECEIVES, UNSIZED, refuse_lengths
+from lightning_cp.strategies.resume.place import Place
 
 
 class SharedLoader(LoaderProxy):
@@ -35,7 +36,16 @@ class SharedLoader(LoaderProxy):
             average gradients, so that all of them need the same number of batches.
     """
 
-    __slots__ = ("__weakref__", "_core", "_length", "_number", "_trains")
+    __slots__ = (
+        "__weakref__",
+        "_before_pass",
+        "_before_training",
+        "_core",
+        "_length",
+        "_number",
+        "_place",
+        "_trains",
+    )
 
     def __init__(
         self,
@@ -48,6 +58,27 @@ class SharedLoader(LoaderProxy):
         self._core = weakref.ref(core)
         self._number, self._trains = number, trains
         self._length: int | None = None
+        self._place = Place()
+        self._before_pass: Callable[[], object] = bool
+        self._before_training: Callable[[], object] = bool
+
+    def saved_place(self, waiting: int = 0) -> dict[str, Any]:
+        """Where this rank's loader is, without ``waiting`` batches that were read and not used yet."""
+        return self._place.saved(self._loader, waiting)
+
+    @property
+    def place(self) -> Place:
+        """How far it was read."""
+        return self._place
+
+    def tell(
+        self,
+        *,
+        before_pass: Callable[[], object] = bool,
+        before_training: Callable[[], object] = bool,
+    ) -> None:
+        """Have them called before each pass, and before each batch to train on is read."""
+        self._before_pass, self._before_training = before_pass, before_training
 
     def __iter__(self) -> Iterator[Any]:
         mesh = self._mesh()
@@ -55,6 +86,7 @@ class SharedLoader(LoaderProxy):
             return iter(self._loader)
         if self._length is None:
             self.agree_on_length()
+        self._before_pass()
         return Pass(
             self._loader,
             mesh,
@@ -62,6 +94,8 @@ class SharedLoader(LoaderProxy):
             broadcasts=self._broadcasts,
             trains=self._trains,
             is_stream=is_stream(self._loader),
+            place=self._place,
+            before_training=self._before_training,
         )
 
     def __len__(self) -> int:
@@ -70,6 +104,16 @@ class SharedLoader(LoaderProxy):
         if self._length == UNSIZED:
             raise TypeError(f"{type(self._loader).__name__} of the reading rank has no length")
         return self._length
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's own, if it has one; Lightning looks for this method on the class."""
+        own = getattr(self._loader, "state_dict", None)
+        return own() if own is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Have a loader with a state of its own go on from there."""
+        if state_dict:
+            self._loader.load_state_dict(state_dict)
 
     def agree_on_length(self, *, training: bool = False, at_most: int | None = None) -> None:
         """Compare the numbers of batches; those who only receive take over the reading rank's.
@@ -116,26 +160,6 @@ class SharedLoader(LoaderProxy):
             if self._broadcasts:
                 raise
             return None
-
-
-class StatefulSharedLoader(SharedLoader):
-    """Of a loader that can go on where it was; Lightning looks for these methods on the class."""
-
-    __slots__ = ()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loader's own."""
-        return self._loader.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have the loader go on from there."""
-        self._loader.load_state_dict(state_dict)
-
-
-def shared_loader(loader: Any, *args: Any, **kwargs: Any) -> SharedLoader:
-    """A `SharedLoader`, with a state if the loader has one."""
-    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    return (StatefulSharedLoader if stateful else SharedLoader)(loader, *args, **kwargs)
 
 
 def unshared(loader: Any) -> Any:

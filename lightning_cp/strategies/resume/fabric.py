@@ -1,0 +1,114 @@
+"""Exact resume under Fabric: an object for the state that ``fabric.save`` and ``fabric.load`` are given."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from lightning_cp.errors import CheckpointError
+from lightning_cp.strategies._run_mesh import RunMesh
+from lightning_cp.strategies.loaders.proxy import LoaderProxy
+from lightning_cp.strategies.loaders.shared import SharedLoader
+from lightning_cp.strategies.resume.record import Point, point_of, record_of
+
+
+class RunState:
+    """Random numbers of every rank and the place of every loader: ``fabric.strategy.run_state``.
+
+    Put it into the state, and load last, after ``setup`` and ``setup_dataloaders``::
+
+        state = {"model": model, "optimizer": optimizer, "run": fabric.strategy.run_state}
+        if resume:
+            fabric.load(path, state)
+        for epoch in range(run.epoch(loader), epochs):
+            for index, batch in enumerate(loader, run.batches(loader)):
+                ...
+
+    The next pass through a loader goes on with the first batch that no optimizer step has used: after a save
+    inside an accumulation window, with the window's first. All ranks save and load together.
+    """
+
+    def __init__(self, run: RunMesh) -> None:
+        self._run = run
+        self._loaders: list[weakref.ref[SharedLoader]] = []
+        self._begun: Point | None = None
+        self._to_place: list[dict[str, Any]] = []
+        self.device = torch.device("cpu")
+        """Of this rank; the strategy says which."""
+
+    # -- for scripts -----------------------------------------------------------------------------
+
+    def epoch(self, loader: Any) -> int:
+        """Passes through a loader of ``fabric.setup_dataloaders`` that are finished."""
+        return _shared(loader).place.finished
+
+    def batches(self, loader: Any) -> int:
+        """Batches of the current pass that were read; 0 between passes."""
+        place = _shared(loader).place
+        return 0 if place.ended else place.read
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps; all ranks call this."""
+        point = self._begun or self._now()
+        return record_of(point, self._run.mesh)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there: random numbers at once, loaders with their next pass; all ranks call this.
+
+        Raises:
+            CheckpointError: written by a later version, or with fewer loaders than there are.
+        """
+        point = point_of(state_dict, self._run.mesh, torch.distributed.get_rank())
+        self._to_place = list(point.loaders)
+        if len(self._loaders) > len(self._to_place):
+            raise CheckpointError(
+                f"the checkpoint has the places of {len(self._to_place)} loaders, but "
+                f"fabric.setup_dataloaders was given {len(self._loaders)}. Set up the same loaders, in the "
+                "same order."
+            )
+        for known in self._loaders:
+            self._place(known())
+        self._begun = None
+        point.restore_random(self.device)
+
+    # -- for the strategy ------------------------------------------------------------------------
+
+    def follow(self, shared: SharedLoader) -> None:
+        """One more loader, in the order of the script."""
+        self._loaders.append(weakref.ref(shared))
+        shared.tell(before_training=self._begins_batch)
+        self._place(shared)
+
+    def steps(self) -> None:
+        """An optimizer did: what was read so far is used."""
+        self._begun = None
+
+    def _begins_batch(self) -> None:
+        if self._begun is None:
+            self._begun = self._now()
+
+    def _now(self) -> Point:
+        alive = [known() for known in self._loaders]
+        return Point.now(self.device, [_NOWHERE if x is None else x.saved_place() for x in alive])
+
+    def _place(self, shared: SharedLoader | None) -> None:
+        if self._to_place:
+            saved = self._to_place.pop(0)
+            if shared is not None:
+                shared.place.begin_from(saved, counts_epochs=True)
+
+
+_NOWHERE: dict[str, Any] = {"passes": 0, "batches": 0, "begin": None}
+
+
+def _shared(loader: Any) -> SharedLoader:
+    found = getattr(loader, "_dataloader", loader)  # Fabric's own wrapper
+    while isinstance(found, LoaderProxy) and not isinstance(found, SharedLoader):
+        found = found._loader
+    if not isinstance(found, SharedLoader):
+        raise TypeError(
+            f"expected a loader of fabric.setup_dataloaders, got {type(loader).__name__}."
+        )
+    return found

@@ -1,0 +1,156 @@
+"""Lightning's loops: where a run was when it was saved, and how to have them go on exactly there.
+
+Lightning restarts by comparing counters, which tell several of these places from each other by the hook that
+happens to save: after a save at the end of a batch it leaves out the validation that was due, after one at
+the end of an epoch with ``max_steps`` it trains on one batch too many, and inside an accumulation window it
+steps without the batches before. So the place is saved with the checkpoint, and counters and restart stages
+are set to one of two cases that Lightning does right: after some batch of an epoch, or before an epoch.
+Everything here is Lightning's own and private; this is the only file that touches it.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.evaluation_loop import RestartStage as EvaluationStage
+from lightning.pytorch.loops.fit_loop import RestartStage as FitStage
+from lightning.pytorch.loops.training_epoch_loop import RestartStage as EpochStage
+
+BATCH_END = "batch end"
+"""After a batch, before what follows it: validation, the end of the epoch."""
+VALIDATED = "validated"
+"""After the validation that followed a batch."""
+BETWEEN = "between"
+"""After a batch and all that follows it, before the next batch."""
+EPOCH = "epoch"
+"""Before an epoch begins."""
+
+_EPOCH = "epoch_progress"
+_BATCH = "epoch_loop.batch_progress"
+_ZEROED = "epoch_loop.automatic_optimization.optim_progress"
+
+
+def place_now(trainer: Trainer) -> dict[str, Any]:
+    """Where the run is, by its counters and the hook that saves.
+
+    Returns:
+        ``kind``: one of the above; ``over``: the pass through the loaders is; ``inside``: a batch is being
+        computed.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    epochs, batches = _counted(trainer.fit_loop.epoch_progress), _counted(loop.batch_progress)
+    over = loop._num_ready_batches_reached()
+    ended = epochs.processed == epochs.started
+    if epochs.started < epochs.ready or (ended and (over or not loop.batch_progress.current.ready)):
+        # The Trainer asks loaders for a new iterator then, except before the first epoch.
+        return {"kind": EPOCH, "over": epochs.processed > 0, "inside": False}
+    kind = BETWEEN  # also if the epoch has ended within a pass, since the run has
+    if not ended and (batches.completed < batches.processed or trainer.validating):
+        kind = BATCH_END if _hook(trainer) != "on_validation_end" else VALIDATED
+    return {"kind": kind, "over": over, "inside": batches.ready > batches.processed}
+
+
+def _counted(progress: Any) -> Any:
+    """Over all epochs; what all of Lightning's counters of epochs and batches have."""
+    return progress.total
+
+
+def validation_interrupted(trainer: Trainer) -> bool:
+    """Whether the run is in the middle of a validation, which will be repeated from its beginning."""
+    return trainer.validating and _hook(trainer) != "on_validation_end"
+
+
+def _hook(trainer: Trainer) -> str | None:
+    module = trainer.lightning_module
+    return None if module is None else module._current_fx_name
+
+
+def counts(trainer: Trainer) -> dict[str, Any]:
+    """What changes from one batch of an accumulation window to the next; the batch that begins counts not."""
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
+    optimizer = loop.automatic_optimization.optim_progress.state_dict()["optimizer"]
+    return {
+        "current": progress.current.ready - 1,
+        "total": progress.total.ready - 1,
+        "is_last_batch": False,
+        "zero_grad": optimizer["zero_grad"],
+    }
+
+
+def go_back(loops: dict[str, Any], to: dict[str, Any]) -> dict[str, Any]:
+    """The loops' state with the counters of the beginning of the window."""
+    loops = deepcopy(loops)
+    fit = loops["fit_loop"]
+    for name in ("current", "total"):
+        fit[_BATCH][name] = dict.fromkeys(fit[_BATCH][name], to[name])
+    fit[_BATCH]["is_last_batch"] = to["is_last_batch"]
+    fit[_ZEROED]["optimizer"]["zero_grad"] = deepcopy(to["zero_grad"])
+    return loops
+
+
+def prepare(loops: dict[str, Any], place: dict[str, Any]) -> dict[str, Any]:
+    """The loops' state to load: the counters of one of the two cases that Lightning does right."""
+    loops = deepcopy(loops)
+    fit = loops["fit_loop"]
+    fit["state_dict"].pop("combined_loader", None)  # of the first rank only
+    for name in ("total", "current"):
+        epochs, batches = fit[_EPOCH][name], fit[_BATCH][name]
+        if place["kind"] == EPOCH:
+            fit[_EPOCH][name] = dict.fromkeys(epochs, epochs["processed"])
+        else:
+            done = epochs["processed"] - (epochs["processed"] == epochs["started"])
+            fit[_EPOCH][name] = {**epochs, "processed": done, "completed": done}
+        fit[_BATCH][name] = dict.fromkeys(batches, batches["processed"])
+    return loops
+
+
+def go_on(trainer: Trainer, place: dict[str, Any]) -> None:
+    """Once all hooks of the beginning have been called: have the loops go on from that place."""
+    fit = trainer.fit_loop
+    loop = fit.epoch_loop
+    fit._restarting = loop.val_loop._restarting = False
+    loop.val_loop._restart_stage = EvaluationStage.NONE
+    if place["kind"] == EPOCH:
+        loop.restarting = False  # of what is below as well
+        fit._restart_stage, loop._restart_stage = FitStage.NONE, EpochStage.NONE
+        fit._resuming_from_checkpoint = (
+            False  # the loaders begin with the epoch, after its first hooks
+        )
+        return
+    fit._restart_stage = FitStage.RESTARTED_MID_EPOCH
+    loop._restarting = True
+    assert fit._data_fetcher is not None
+    due = loop._should_check_val_fx(fit._data_fetcher)
+    # RESTARTED_ON_LAST has the loop leave out a validation that is due, and do what comes after it.
+    loop._restart_stage = EpochStage.RESTARTED_ON_LAST
+    if place["kind"] == BETWEEN and due:
+        loop._batches_that_stepped -= 1  # was counted before, and will be once more
+    elif place["kind"] == BATCH_END and due:
+        loop.val_loop._restart_stage = EvaluationStage.RESTARTED_MID_EVALUATION  # all of it
+    elif place["kind"] != BETWEEN and not due:
+        loop._restart_stage = EpochStage.NONE  # counts the batch
+
+
+def ahead(trainer: Trainer) -> int:
+    """Batches that Lightning has read and not begun: one of loaders without a length."""
+    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+
+def training_loaders(trainer: Trainer) -> list[Any]:
+    """Every loader of the training set."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def accumulates(trainer: Trainer) -> bool:
+    """Whether the last batch has left gradients for the next one."""
+    return trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+def begins_window(trainer: Trainer) -> bool:
+    """Whether the batch that begins is the first one of an accumulation window."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    return (current.ready - 1) % trainer.accumulate_grad_batches == 0

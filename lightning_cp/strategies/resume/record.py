@@ -1,0 +1,133 @@
+"""What a checkpoint keeps of every rank, the same on all of them; which part of it a rank goes on from."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_cp.comm.collect import collect
+from lightning_cp.errors import CheckpointError, ConfigError
+from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.strategies.resume.place import packed, unpacked
+from lightning_cp.strategies.resume.random_state import Moment
+
+FORMAT = 1
+Record = dict[str, Any]
+
+
+@dataclass
+class Point:
+    """This rank's state at one moment; cheap to take, packed when it is saved."""
+
+    random: Moment
+    device: torch.Tensor | None = None
+    """The generator of this rank's accelerator."""
+    loaders: list[dict[str, Any]] = field(default_factory=list)
+    """`Place.saved` of each."""
+
+    @classmethod
+    def now(cls, device: torch.device, loaders: Sequence[dict[str, Any]]) -> Point:
+        """Of this moment."""
+        own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(Moment.now(), own, list(loaders))
+
+    def restore_random(self, device: torch.device) -> None:
+        """Have all generators of the process go on from here."""
+        self.random.restore()
+        if self.device is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(self.device, device)
+
+
+def record_of(point: Point, mesh: ContextParallelMesh) -> Record:
+    """Every rank's point; all ranks call this.
+
+    Raises:
+        ConfigError: a loader's own state holds more than numbers, strings, containers and tensors.
+    """
+    part = {
+        "random": point.random.packed(),
+        "device": point.device,
+        "loaders": [packed(saved) for saved in point.loaders],
+    }
+    parts, part_of = collect(_as_bytes(part))
+    return {
+        "format": FORMAT,
+        "mesh": _sizes(mesh),
+        "parts": [_read(data) for data in parts],
+        "part_of": part_of,
+    }
+
+
+def point_of(record: Mapping[str, Any], mesh: ContextParallelMesh, rank: int) -> Point:
+    """What this rank goes on from.
+
+    On the mesh that saved it, its own part. On another one: the random numbers of the rank that had its place
+    in the mesh, and the loaders of the first rank that read its samples. Where more ranks read different
+    samples than before, and ranks did differ, the new ones draw from seeds derived from the old state.
+
+    Raises:
+        CheckpointError: written by a later version.
+    """
+    if record.get("format") != FORMAT:
+        raise CheckpointError(
+            f"the checkpoint's resume state has format {record.get('format')}, and this version reads "
+            f"{FORMAT}. Resume with the version of lightning_cp that wrote it."
+        )
+    saved: Mapping[str, int] = record["mesh"]
+    parts, part_of = record["parts"], record["part_of"]
+    if saved == _sizes(mesh):
+        return _unpacked(parts[part_of[rank]])
+    data, cp = mesh.data_rank % saved["data"], mesh.cp_rank % saved["cp"]
+    reader = data * saved["cp"] * saved["tp"]
+    place = reader + cp * saved["tp"]
+    point = _unpacked(parts[part_of[place]])
+    point.loaders = _unpacked(parts[part_of[reader]]).loaders
+    if mesh.data_rank >= saved["data"] and len(parts) > 1:
+        _seed_anew(point, mesh.data_rank)
+    return point
+
+
+def _unpacked(part: Mapping[str, Any]) -> Point:
+    loaders = [unpacked(saved) for saved in part["loaders"]]
+    return Point(Moment.unpacked(part["random"]), part["device"], loaders)
+
+
+def _seed_anew(point: Point, data_rank: int) -> None:
+    """Numbers that no other data rank draws, the same each time that this checkpoint is resumed."""
+    digest = hashlib.sha256(
+        point.random.torch.numpy().tobytes() + bytes([data_rank % 256])
+    ).digest()
+    entry = Moment.now()
+    torch.manual_seed(int.from_bytes(digest[:7], "little"))
+    point.random.torch = torch.get_rng_state()
+    point.device = None
+    entry.restore()
+
+
+def _sizes(mesh: ContextParallelMesh) -> dict[str, int]:
+    tp = dist.get_world_size() // (mesh.data_size * mesh.cp_size)
+    return {"data": mesh.data_size, "cp": mesh.cp_size, "tp": tp}
+
+
+def _as_bytes(part: Mapping[str, Any]) -> bytes:
+    """As ``torch.save`` writes it; what ``weights_only`` would refuse is refused now."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(part, buffer)
+        _read(buffer.getvalue())
+    except Exception as error:
+        raise ConfigError(
+            "the state_dict() of a loader or its dataset cannot be kept in a checkpoint, which holds "
+            f"numbers, strings, lists, dicts and tensors only: {error}"
+        ) from error
+    return buffer.getvalue()
+
+
+def _read(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")

@@ -1,0 +1,59 @@
+"""The Trainer's hooks that exact resume needs, in front of the strategy that saves and loads."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from lightning_cp.strategies.loaders.shared import SharedLoader
+from lightning_cp.strategies.resume.trainer import TrainerResume
+
+
+class ResumesExactly:
+    """Mixed into the Trainer's strategy, which has a ``_core`` and all of Lightning's methods."""
+
+    @cached_property
+    def _resume(self) -> TrainerResume:
+        return TrainerResume()
+
+    def save_checkpoint(self: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Save with what an exact resume needs; all ranks come here."""
+        self._resume.add_to(checkpoint, self._trainer, self._core, self.root_device)
+        super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """A checkpoint's content; in ``fit`` the run goes on where it was saved."""
+        checkpoint = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        self._resume.take_from(checkpoint, self._trainer)
+        return checkpoint
+
+    def on_train_start(self: Any) -> None:
+        """All hooks of the beginning have been called."""
+        super().on_train_start()  # type: ignore[misc]
+        self._resume.begins_training(self._trainer, self.root_device)
+
+    def on_train_batch_start(self: Any, *args: Any, **kwargs: Any) -> None:
+        """A batch was read."""
+        super().on_train_batch_start(*args, **kwargs)  # type: ignore[misc]
+        self._resume.begins_batch(self._trainer, self.root_device)
+
+    def on_validation_end(self) -> None:
+        """All hooks of its end have been called."""
+        super().on_validation_end()  # type: ignore[misc]
+        self._resume.ends_validation()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step, and remember it."""
+        stepped = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+        self._resume.steps()
+        return stepped
+
+    def _follow_loader(self: Any, shared: SharedLoader, *, training: bool) -> None:
+        if training:
+            self._resume.place_loader(shared, self.mesh, self.global_rank)
+        else:
+            shared.tell(before_pass=lambda: self._resume.begins_validation(self._trainer))
+
+    @property
+    def _trainer(self: Any) -> Any:
+        return self.lightning_module.trainer

@@ -1,0 +1,160 @@
+"""Exact resume under the Trainer: what is added to its checkpoints, and how a run goes on from one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.strategies._run_mesh import RunMesh
+from lightning_cp.strategies.loaders.shared import SharedLoader
+from lightning_cp.strategies.resume import loops
+from lightning_cp.strategies.resume.random_state import Moment
+from lightning_cp.strategies.resume.record import Point, Record, point_of, record_of
+from lightning_cp.strategies.resume.window import Buffers, plain_states
+
+KEY = "lightning_cp_resume"
+"""Where it lies in a checkpoint."""
+
+
+@dataclass
+class _Window:
+    """How it was when an accumulation window began."""
+
+    point: Point
+    counts: dict[str, Any]
+    callbacks: dict[str, Any]
+
+
+class TrainerResume:
+    """One strategy's; everything is kept on this rank until something is saved."""
+
+    def __init__(self) -> None:
+        self._window: _Window | None = None
+        self._stepped = True
+        self._has_stepped = False
+        self._before_validation: Moment | None = None
+        self._buffers = Buffers()
+        self._loaded: Record | None = None
+        self._point: Point | None = None
+        self._to_place: list[dict[str, Any]] = []
+
+    # -- while training --------------------------------------------------------------------------
+
+    def begins_batch(self, trainer: Trainer, device: torch.device) -> None:
+        """A batch was read, and nothing was computed of it yet."""
+        automatic = trainer.lightning_module.automatic_optimization
+        if not (loops.begins_window(trainer) if automatic else self._stepped):
+            return
+        self._stepped = False
+        waiting = 1 + loops.ahead(trainer)
+        if trainer.accumulate_grad_batches > 1 or not automatic:
+            self._buffers.keep(trainer.lightning_module)
+            callbacks = plain_states(trainer)
+        else:
+            callbacks = {}
+        self._window = _Window(
+            Point.now(device, _places(trainer, waiting)), loops.counts(trainer), callbacks
+        )
+
+    def steps(self) -> None:
+        """An optimizer did."""
+        self._stepped = self._has_stepped = True
+
+    def begins_validation(self, trainer: Trainer) -> None:
+        """A loader is about to be asked for an iterator."""
+        if trainer.validating and self._before_validation is None:
+            self._before_validation = Moment.now()
+
+    def ends_validation(self) -> None:
+        self._before_validation = None
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def add_to(
+        self,
+        checkpoint: dict[str, Any],
+        trainer: Trainer,
+        run: RunMesh,
+        device: torch.device,
+    ) -> None:
+        """Add what resuming needs; all ranks call this.
+
+        Inside an accumulation window, the checkpoint becomes that of the window's beginning: gradients are
+        not saved, and the weights are still those.
+        """
+        if trainer.state.fn != TrainerFn.FITTING or "optimizer_states" not in checkpoint:
+            return
+        place = loops.place_now(trainer)
+        if self._in_window(trainer, place):
+            assert self._window is not None
+            point = self._window.point
+            place = {"kind": loops.BETWEEN, "over": False}
+            self._go_back(checkpoint, trainer.lightning_module, self._window)
+        else:
+            fresh = place["kind"] == loops.EPOCH
+            point = Point.now(device, _places(trainer, loops.ahead(trainer), fresh=fresh))
+            if loops.validation_interrupted(trainer) and self._before_validation is not None:
+                point.random = self._before_validation
+        record = record_of(point, run.mesh)
+        record["place"] = {"kind": place["kind"], "over": place["over"]}
+        checkpoint[KEY] = record
+
+    def _in_window(self, trainer: Trainer, place: Mapping[str, Any]) -> bool:
+        if self._window is None or place["kind"] == loops.EPOCH:
+            return False
+        if trainer.lightning_module.automatic_optimization:
+            return loops.accumulates(trainer) or (place["inside"] and not self._stepped)
+        return self._has_stepped and not self._stepped
+
+    def _go_back(
+        self, checkpoint: dict[str, Any], module: LightningModule, window: _Window
+    ) -> None:
+        checkpoint["loops"] = loops.go_back(checkpoint["loops"], window.counts)
+        checkpoint["callbacks"] = {**checkpoint["callbacks"], **window.callbacks}
+        checkpoint["state_dict"] = self._buffers.put_back(checkpoint["state_dict"], module)
+
+    # -- resuming --------------------------------------------------------------------------------
+
+    def take_from(self, checkpoint: dict[str, Any], trainer: Trainer) -> None:
+        """Remember where to go on, and have Lightning's loops begin there; there may be no mesh yet."""
+        record: Record | None = checkpoint.pop(KEY, None)
+        if record is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        checkpoint["loops"] = loops.prepare(checkpoint["loops"], record["place"])
+        self._loaded, self._point = record, None
+
+    def place_loader(self, shared: SharedLoader, mesh: ContextParallelMesh, rank: int) -> None:
+        """The next training loader of the run begins where it was.
+
+        Raises:
+            CheckpointError: the state cannot be used on this mesh.
+        """
+        if self._loaded is not None and self._point is None:
+            self._point = point_of(self._loaded, mesh, rank)
+            over = self._loaded["place"]["over"]
+            self._to_place = [{**saved, "over": over} for saved in self._point.loaders]
+        if self._to_place:
+            shared.place.begin_from(self._to_place.pop(0))
+
+    def begins_training(self, trainer: Trainer, device: torch.device) -> None:
+        """All hooks of the beginning have been called: from here on, it is the run that was saved."""
+        record, self._loaded = self._loaded, None
+        self._stepped = True
+        if record is None or self._point is None:
+            return
+        loops.go_on(trainer, record["place"])
+        self._point.restore_random(device)
+        self._point = None
+
+
+def _places(trainer: Trainer, waiting: int, *, fresh: bool = False) -> list[dict[str, Any]]:
+    """Of all training loaders; ``fresh``: the next pass begins anew."""
+    found = loops.training_loaders(trainer)
+    saved = [x.saved_place(waiting) for x in found if isinstance(x, SharedLoader)]
+    return [{"passes": x["passes"], "batches": 0, "begin": None} for x in saved] if fresh else saved
