@@ -85,7 +85,9 @@ class UlyssesRingStrategy(WatchedFabricSteps, FabricSaves, ContextParallelFront,
             rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
         if self._watch.is_on:
             self._core.progress.begin_with(module)
-        return self._wrap(module)
+        wrapped = self._wrap(module)
+        self._run_state.follow_model(wrapped)
+        return wrapped
 
     @override
     def module_to_device(self, module: nn.Module) -> None:

@@ -71,7 +71,8 @@ class Pass(Iterator[Any]):
         self._batches: Iterator[Any] | None = None
         if place.resumed is not None:  # the random state to begin with is not there yet
             if place.resumed.get("over"):
-                place.resumed, self._ended = None, True
+                place.take_generators(loader)
+                self._ended = True
             return
         before = random_state() if broadcasts else {}
         try:

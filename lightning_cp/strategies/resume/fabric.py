@@ -6,11 +6,14 @@ import weakref
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_cp.errors import CheckpointError
 from lightning_cp.strategies._run_mesh import RunMesh
 from lightning_cp.strategies.loaders.proxy import LoaderProxy
 from lightning_cp.strategies.loaders.shared import SharedLoader
+from lightning_cp.strategies.resume.buckets import lay_out, orders_of
+from lightning_cp.strategies.resume.place import at_pass
 from lightning_cp.strategies.resume.record import Point, point_of, record_of
 
 
@@ -33,6 +36,7 @@ class RunState:
     def __init__(self, run: RunMesh) -> None:
         self._run = run
         self._loaders: list[weakref.ref[SharedLoader]] = []
+        self._wrapped: list[weakref.ref[nn.Module]] = []
         self._begun: Point | None = None
         self._to_place: list[dict[str, Any]] = []
         self.device = torch.device("cpu")
@@ -52,7 +56,8 @@ class RunState:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps; all ranks call this."""
         point = self._begun or self._now()
-        return record_of(point, self._run.mesh)
+        record = record_of(point, self._run.mesh)
+        return {**record, "buckets": orders_of(self._models)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there: random numbers at once, loaders with their next pass; all ranks call this.
@@ -71,6 +76,7 @@ class RunState:
         for known in self._loaders:
             self._place(known())
         self._begun = None
+        lay_out(self._models, state_dict["buckets"])
         point.restore_random(self.device)
 
     # -- for the strategy ------------------------------------------------------------------------
@@ -80,6 +86,14 @@ class RunState:
         self._loaders.append(weakref.ref(shared))
         shared.tell(before_training=self._begins_batch)
         self._place(shared)
+
+    def follow_model(self, wrapped: nn.Module) -> None:
+        """One more model, in the order of the script."""
+        self._wrapped.append(weakref.ref(wrapped))
+
+    @property
+    def _models(self) -> list[nn.Module]:
+        return [model for known in self._wrapped if (model := known()) is not None]
 
     def steps(self) -> None:
         """An optimizer did: what was read so far is used."""
@@ -100,7 +114,7 @@ class RunState:
                 shared.place.begin_from(saved, counts_epochs=True)
 
 
-_NOWHERE: dict[str, Any] = {"passes": 0, "batches": 0, "begin": None}
+_NOWHERE = at_pass(0)
 
 
 def _shared(loader: Any) -> SharedLoader:

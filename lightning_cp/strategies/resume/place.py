@@ -63,12 +63,20 @@ class Place:
 
     def begins(self, loader: Any) -> None:
         """A new way through the loader."""
+        self.take_generators(loader)
         if self.counts_epochs:
             _set_sampler_epoch(loader, self.passes)
         self.passes, self.read, self.ended = self.passes + 1, 0, False
-        self.trained, self.resumed = False, None
+        self.trained = False
         self.begin, self.first, self.epoch = Moment.now(loader), None, _epoch_of(loader)
         self.recent.clear()
+
+    def take_generators(self, loader: Any) -> None:
+        """Have the loader's own ones go on from where they were."""
+        saved = self.resumed
+        self.resumed = None
+        if saved is not None and saved["now"] is not None:
+            saved["now"].restore_own(loader)
 
     def goes_on(self, saved: dict[str, Any]) -> None:
         """A way through the loader is resumed."""
@@ -103,7 +111,7 @@ class Place:
         if self.resumed is not None:
             return self.resumed
         if self.ended or not self.trained:
-            return {"passes": self.passes, "batches": 0, "begin": None}
+            return at_pass(self.passes, Moment.now(loader))
         waiting = min(waiting, self.read)
         pending = list(self.recent)[max(0, len(self.recent) - waiting) :]
         state = pending[0].state if pending else state_of(loader)
@@ -120,23 +128,22 @@ class Place:
         }
 
 
+def at_pass(number: int, now: Moment | None = None) -> dict[str, Any]:
+    """The place before a way through the loader; ``now`` has the loader's own generators."""
+    return {"passes": number, "batches": 0, "begin": None, "now": now}
+
+
 def packed(saved: dict[str, Any]) -> dict[str, Any]:
     """``Place.saved``, as what a checkpoint may hold."""
-    if saved["begin"] is None:
-        return saved
-    moments = {name: saved[name].packed() for name in ("begin", "now")}
-    moments["first"] = None if saved["first"] is None else saved["first"].packed()
-    return {**saved, **moments, "pending": [moment.packed() for moment in saved["pending"]]}
+    moments = {name: x.packed() for name, x in saved.items() if isinstance(x, Moment)}
+    return {**saved, **moments, "pending": [each.packed() for each in saved.get("pending", ())]}
 
 
 def unpacked(saved: dict[str, Any]) -> dict[str, Any]:
     """What ``packed`` was made of."""
-    if saved["begin"] is None:
-        return saved
-    moments = {name: Moment.unpacked(saved[name]) for name in ("begin", "now")}
-    first = None if saved["first"] is None else Moment.unpacked(saved["first"])
-    pending = [Moment.unpacked(moment) for moment in saved["pending"]]
-    return {**saved, **moments, "first": first, "pending": pending}
+    names = [name for name in ("begin", "first", "now") if saved.get(name) is not None]
+    moments = {name: Moment.unpacked(saved[name]) for name in names}
+    return {**saved, **moments, "pending": [Moment.unpacked(each) for each in saved["pending"]]}
 
 
 def reopen(loader: Any, saved: dict[str, Any]) -> Iterator[Any]:

@@ -14,6 +14,8 @@ from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.strategies._run_mesh import RunMesh
 from lightning_cp.strategies.loaders.shared import SharedLoader
 from lightning_cp.strategies.resume import loops
+from lightning_cp.strategies.resume.buckets import lay_out, orders_of
+from lightning_cp.strategies.resume.place import at_pass
 from lightning_cp.strategies.resume.random_state import Moment
 from lightning_cp.strategies.resume.record import Point, Record, point_of, record_of
 from lightning_cp.strategies.resume.window import Buffers, plain_states
@@ -102,6 +104,7 @@ class TrainerResume:
             if loops.validation_interrupted(trainer) and self._before_validation is not None:
                 point.random = self._before_validation
         record = record_of(point, run.mesh)
+        record["buckets"] = orders_of([trainer.model])
         record["place"] = {"kind": place["kind"], "over": place["over"]}
         checkpoint[KEY] = record
 
@@ -149,6 +152,7 @@ class TrainerResume:
         if record is None or self._point is None:
             return
         loops.go_on(trainer, record["place"])
+        lay_out([trainer.model], record["buckets"])
         self._point.restore_random(device)
         self._point = None
 
@@ -157,4 +161,4 @@ def _places(trainer: Trainer, waiting: int, *, fresh: bool = False) -> list[dict
     """Of all training loaders; ``fresh``: the next pass begins anew."""
     found = loops.training_loaders(trainer)
     saved = [x.saved_place(waiting) for x in found if isinstance(x, SharedLoader)]
-    return [{"passes": x["passes"], "batches": 0, "begin": None} for x in saved] if fresh else saved
+    return [at_pass(x["passes"], x["now"]) for x in saved] if fresh else saved

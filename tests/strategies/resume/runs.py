@@ -92,7 +92,8 @@ class Dropping(Small):
         ids = batch["input_ids"]
         if self.training:
             self.get_buffer("count").add_(1)
-        x = self.model(ids, batch["position_ids"])
+        positions = batch.get("position_ids", torch.arange(ids.shape[1])[None])
+        x = self.model(ids, positions)
         x = F.dropout(x, 0.2, training=self.training)
         return F.cross_entropy(x.flatten(0, 1), batch["labels"].flatten())
 

@@ -87,7 +87,7 @@ def test_wherever_it_was_saved(name: str, tmp_path: Path) -> None:
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
-    "hybrid": (4, HYBRID),
+    "hybrid": (4, {**HYBRID, "bucket_cap_mb": 1e-6}),
     "data parallel": (4, {**RING, "data_parallel_size": 2}),
     "one rank reads": (2, {**RING, "batch_sync": "broadcast"}),
     "every target alike": (4, {**RING, "data_parallel_size": 2, "token_weighting": "global"}),
