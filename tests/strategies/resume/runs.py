@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.strategies.small import LENGTH, VOCAB, Small, trainer_of
@@ -162,6 +163,8 @@ def digest(value: Any) -> str:
     """sha256 of everything in it."""
 
     def plain(x: Any) -> Any:
+        if isinstance(x, DTensor):
+            x = x.to_local()
         if isinstance(x, torch.Tensor):
             return [str(x.dtype), list(x.shape), x.detach().numpy().tobytes()]
         if isinstance(x, np.ndarray):
