@@ -34,6 +34,7 @@ from lightning_cp.strategies.loaders.shared import unshared
 from lightning_cp.strategies.resume.strategy import ResumesExactly
 from lightning_cp.strategies.saves.trainer import TrainerSaves
 from lightning_cp.strategies.watch.steps import WatchedTrainerSteps
+from lightning_cp.strategies.watch.signals import listen
 
 
 class UlyssesRingStrategy(
@@ -79,6 +80,7 @@ class UlyssesRingStrategy(
         self._place_profiles(trainer)
         self._announce(module, swapped)
         self._watch_precision()
+        listen(self._replaced, trainer, self._guard)
         assert self._callback is not None
         self._callback.watch(trainer, module)
         if self._engine.shards:

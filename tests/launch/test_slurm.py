@@ -1,13 +1,15 @@
-"""SLURM, as far as a program sees it: the variables that srun sets."""
+"""SLURM, as far as a program sees it: the variables that srun sets, and scontrol."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.launch.expected import came_to_the_same
 from tests.launch.start import SCRIPTS, all_succeeded, free_port, ranks
+from tests.launch.test_signals import AT, left, uninterrupted
 
 
 def srun(tasks: int, nodes: int = 1, **more: str) -> list[dict[str, str]]:
@@ -47,3 +49,27 @@ def test_two_nodes(devices: int, tmp_path: Path) -> None:
     tasks = srun(2 * devices, 2)
     all_succeeded(ranks(tmp_path, tasks, script, tmp_path, devices, 2, "ulysses_ring"))
     came_to_the_same(tmp_path, 2 * devices, "ring" if devices == 1 else "two nodes")
+
+
+def test_a_job_is_queued_again_and_goes_on(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """SIGUSR1 reaches one task only, as with ``--signal=B:USR1``; the job begins anew by itself."""
+    asked = tmp_path / "asked"
+    program = tmp_path / "bin" / "scontrol"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
+    program.chmod(0o755)
+    path = os.pathsep.join([str(program.parent), os.environ["PATH"]])
+    script, folder = SCRIPTS / "stopped.py", tmp_path / "run"
+    folder.mkdir()
+    first = ranks(folder, srun(2, PATH=path), script, folder, 2, "SIGUSR1", 1, AT, "none")
+    assert [one.status for one in first] == [143, 143], first[0].output[-3000:]
+    assert asked.read_text() == "requeue 4711\n"
+    assert [path.name for path in folder.glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
+    # What a save that was killed would have left; Lightning takes the highest number for the last one.
+    assert not list(folder.glob(".*"))
+    again = ranks(folder, srun(2, PATH=path), script, folder, 2, "none", 0, 0, "none")
+    all_succeeded(again)
+    assert "hpc_ckpt_1.ckpt" in again[0].output
+    assert left(folder) == uninterrupted(tmp_path_factory.getbasetemp() / "uninterrupted")

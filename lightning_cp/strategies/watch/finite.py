@@ -56,7 +56,7 @@ class FiniteGuard:
         self._checks = checks
         self._bad_loss: torch.Tensor | None = None
         self._voted: set[int] = set()  # optimizers, since the last backward
-        self.wish: Callable[[], int] = _nothing
+        self.wish: Callable[[], int] | None = None
         """What this rank tells the others with every vote: a number."""
         self.wishes = 0
         """The sum of what all ranks told in the last vote."""
@@ -89,7 +89,9 @@ class FiniteGuard:
         looks = self._checks and scaler is None
         bad_loss, self._bad_loss = self._bad_loss, None
         finite = not looks or _all_finite(step.optimizer, bad_loss)
-        number = self.wish()
+        number = 0 if self.wish is None else self.wish()
+        if not looks and self.wish is None:
+            return
         if group is None:
             total = number if finite else None
         else:
@@ -102,10 +104,6 @@ class FiniteGuard:
             tell({"step": step.number}, group, what=WHAT)  # ranks at different calls hear of that
             found = _findings(step, bad_loss) if not finite else []
             _refuse(step.number, gathered_lists(found, group))
-
-
-def _nothing() -> int:
-    return 0
 
 
 def _all_finite(optimizer: Optimizer, bad_loss: torch.Tensor | None) -> bool:

@@ -1,0 +1,183 @@
+"""SIGTERM, and what a cluster sends before it: all ranks stop at the same step, having saved it.
+
+Python runs a handler between any two instructions, so the handler only makes a note: a save is something
+that all ranks do together, and a signal may reach one of them. The note travels with the vote that ranks have
+before every optimizer step (``finite``), so all of them learn at the same step that one was sent a signal,
+and stop when that step's batch has ended, as ``ModelCheckpoint`` saves then. They exit with 143, the shell's
+number for SIGTERM.
+
+Lightning's own handler has a broadcast in it, which the ranks that were sent no signal never join.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_cp.strategies._replaced import Replaced
+from lightning_cp.strategies.watch.finite import FiniteGuard
+
+STATUS = 128 + signal.SIGTERM
+REQUEUE = 2**32
+"""What a wish to be queued again counts for, so that the sum over ranks tells it from one to stop."""
+PATIENCE = 30.0
+"""Seconds that the process which started the others waits for their end."""
+
+
+class Sent:
+    """The signals that this process was sent."""
+
+    def __init__(self) -> None:
+        self._wish = 0
+
+    def stop(self, *_: Any) -> None:
+        """A handler: stop at the next step."""
+        self._wish |= 1
+
+    def requeue(self, *_: Any) -> None:
+        """A handler: stop there, and be queued again."""
+        self._wish |= REQUEUE
+
+    def wish(self) -> int:
+        """What to tell the others."""
+        return self._wish
+
+
+def listen(replaced: Replaced, trainer: Trainer, guard: FiniteGuard) -> None:
+    """Have the Trainer's handlers make a note while it fits; called before it registers them.
+
+    Args:
+        replaced: keeps what was there.
+        trainer: its handlers are private, and looked up on this object when they are registered.
+        guard: asks every rank before each step.
+    """
+    sent, connector = Sent(), trainer._signal_connector
+    fits = trainer.state.fn == TrainerFn.FITTING
+    guard.wish = sent.wish if fits else None
+    replaced.replace(connector, "_sigterm_notifier_fn", lambda own: sent.stop if fits else _leave)
+    if not fits:
+        return
+    replaced.replace(connector, "_slurm_sigusr_handler_fn", lambda own: sent.requeue)
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    callbacks[:] = [each for each in callbacks if not isinstance(each, StopAtStep)]
+    callbacks.append(StopAtStep(guard))  # the last one: the others have seen the step
+
+
+def _leave(*_: Any) -> None:
+    """A handler where nothing can be lost."""
+    raise SIGTERMException(STATUS)
+
+
+class StopAtStep(Callback):
+    """Ends a run with the step that some rank wished to be the last one.
+
+    Args:
+        guard: knows what all ranks have wished for.
+    """
+
+    def __init__(self, guard: FiniteGuard) -> None:
+        self._guard = guard
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        """Save and stop, on every rank.
+
+        Raises:
+            SIGTERMException: with the exit code of a process that SIGTERM has ended.
+        """
+        wishes, self._guard.wishes = self._guard.wishes, 0
+        if not wishes:
+            return
+        name = save_for_queue(trainer) if _is_queued(trainer) else save_last(trainer)
+        again = wishes >= REQUEUE and trainer.is_global_zero and queue_again()
+        _wait_at_exit(trainer)
+        rank_zero_info(
+            f"stopped by a signal after step {trainer.global_step}, saved as {name}"
+            f"{', and the job is queued again' if again else ''}"
+        )
+        raise SIGTERMException(STATUS)
+
+
+def _is_queued(trainer: Trainer) -> bool:
+    environment = trainer._accelerator_connector.cluster_environment
+    return isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+
+
+def save_last(trainer: Trainer) -> str:
+    """Update the first ModelCheckpoint's ``last.ckpt``, or save to one where the Trainer writes; its name."""
+    first = next((x for x in trainer.checkpoint_callbacks if isinstance(x, ModelCheckpoint)), None)
+    if first is None:
+        path = str(Path(trainer.default_root_dir, "last.ckpt"))
+        trainer.save_checkpoint(path)
+    else:
+        chosen, first.save_last = first.save_last, True  # also where it is a link to an older one
+        first._save_last_checkpoint(trainer, first._monitor_candidates(trainer))
+        path, first.save_last = first.last_model_path, chosen
+    _wait_for_saves(trainer)
+    return Path(path).name
+
+
+def save_for_queue(trainer: Trainer) -> str:
+    """Save to where Lightning looks when a job of SLURM begins again; its name.
+
+    Lightning takes the file with the highest number, and reads one out of any name with ``ckpt_`` in it: that
+    of a save which was killed as well. So files are written in a folder of their own.
+    """
+    final = Path(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+    final = Path(trainer.strategy.broadcast(str(final)))
+    saved = final.parent / ".requeue" / final.name
+    trainer.save_checkpoint(saved)
+    _wait_for_saves(trainer)
+    if trainer.is_global_zero:
+        saved.replace(final)
+        with suppress(OSError):
+            saved.parent.rmdir()
+    trainer.strategy.barrier()
+    return final.name
+
+
+def _wait_for_saves(trainer: Trainer) -> None:
+    strategy: Any = trainer.strategy
+    strategy.wait_for_saves()
+
+
+def queue_again() -> bool:
+    """Have SLURM begin this job anew, as it will once its nodes are given back; whether it has agreed."""
+    job = os.environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    try:
+        status = subprocess.call(["scontrol", "requeue", job])  # noqa: S603, S607 - SLURM's own
+        said = f"status {status}"
+    except OSError as error:
+        status, said = 1, str(error)
+    if status:
+        rank_zero_warn(f"scontrol requeue {job} failed ({said}): submit the job again by hand")
+    return not status
+
+
+def _wait_at_exit(trainer: Trainer) -> None:
+    """The other ranks end by themselves, with 143 too, which Lightning would take for a failure."""
+    processes: list[Any] = getattr(trainer.strategy.launcher, "procs", [])
+    started = [process for process in processes if isinstance(process, subprocess.Popen)]
+    if started:
+        processes.clear()
+        atexit.register(_wait, started)
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.wait(PATIENCE)
