@@ -33,8 +33,8 @@ from lightning_cp.strategies.loaders.draws import going_on
 from lightning_cp.strategies.loaders.shared import unshared
 from lightning_cp.strategies.resume.strategy import ResumesExactly
 from lightning_cp.strategies.saves.trainer import TrainerSaves
-from lightning_cp.strategies.watch.steps import WatchedTrainerSteps
 from lightning_cp.strategies.watch.signals import listen
+from lightning_cp.strategies.watch.steps import WatchedTrainerSteps
 
 
 class UlyssesRingStrategy(
