@@ -11,6 +11,7 @@ import torch
 from lightning_cp.batch.rules import KNOWN_DIMS
 from lightning_cp.comm.agreement import agree, checksum, fingerprint
 from lightning_cp.comm.all_gather import all_gather
+from lightning_cp.comm.sharded_logits import ShardedLogits, whole_logits
 from lightning_cp.containers import is_container, items_of, map_tensors, tensors_of
 from lightning_cp.errors import BatchMismatchError, ConfigError
 from lightning_cp.layout import SequenceLayout
@@ -38,6 +39,9 @@ def unshard_output(
             returned different things.
     """
     found = dict(tensors_of(output)) if _holds_tensors(output) else {}
+    if any(isinstance(x, ShardedLogits) for x in found.values()):
+        output = map_tensors(output, lambda _, x: whole_logits(x))
+        found = dict(tensors_of(output))
     equal = _equal_on_all_ranks(output, found, mesh)
     along = {name: _output_dim(name, x, layout, dims, name in equal) for name, x in found.items()}
     own = [name for name in found if along[name] is None and name not in equal and name not in dims]

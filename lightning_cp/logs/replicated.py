@@ -1,7 +1,7 @@
 """Metrics that are fed with whole values, the same on all ranks that share a sample.
 
 torchmetrics adds up the states of all ranks. That is right where each rank feeds its own tokens; what
-every rank of a cp group feeds, it would count once per rank.
+every rank of a cp group feeds, it would count once per rank; and what tensor-parallel ranks feed, as often.
 """
 
 from __future__ import annotations
@@ -46,14 +46,36 @@ class ReplicatedMetrics:
                 )
             for metric in known[name].modules():
                 if isinstance(metric, Metric):
-                    self._before.append((metric, metric.dist_sync_fn))
-                    metric.dist_sync_fn = OneOfEachGroup(name, mesh)
+                    self._sync(metric, OneOfEachGroup(name, mesh))
+        if mesh.tp_size > 1:
+            done = {id(metric) for metric, _ in self._before}
+            for metric in module.modules():
+                if isinstance(metric, Metric) and id(metric) not in done:
+                    self._sync(metric, OneOfEachLayer(mesh))
+
+    def _sync(self, metric: Metric, gather: Any) -> None:
+        self._before.append((metric, metric.dist_sync_fn))
+        metric.dist_sync_fn = gather
 
     def release(self) -> None:
         """Leave the metrics as they were."""
         for metric, before in reversed(self._before):
             metric.dist_sync_fn = before
         self._before = []
+
+
+class OneOfEachLayer:
+    """Gathers a state over ranks with different tokens: those that share layers are fed with the same."""
+
+    def __init__(self, mesh: ContextParallelMesh) -> None:
+        self._mesh = mesh
+
+    def __call__(self, state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        """One tensor for each rank of the ``loss`` group."""
+        return gather_all_tensors(state, group or self._mesh.group(Flat.LOSS))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OneOfEachLayer:
+        return self
 
 
 class OneOfEachGroup:

@@ -22,12 +22,13 @@ from torch.utils.data import DataLoader
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import LayoutChoice
-from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.strategies._core import ContextParallelCore
 from lightning_cp.strategies._replaced import Replaced
 from lightning_cp.strategies.engines import engine
 from lightning_cp.strategies.engines.checks import check_ddp_options
 from lightning_cp.strategies.engines.ddp import check_options, without_defaults
+from lightning_cp.strategies.engines.tensor_parallel import is_shared
 from lightning_cp.strategies.launch import check_ranks, check_start_method
 from lightning_cp.strategies.loaders.order import agree_on_order
 from lightning_cp.strategies.loaders.shared import SharedLoader, cp_group_of
@@ -313,9 +314,18 @@ class ContextParallelFront:
         group = self.mesh.everyone if self.world_size > 1 else None
         self._guard.before_step(step, group, getattr(precision, "scaler", None))
 
+    def _counted_once(self, group: Any, reduce_op: Any) -> Any:
+        """The ranks of a sum over all: tensor-parallel ranks have the same values."""
+        sums = isinstance(reduce_op, str) and reduce_op.lower() == "sum"
+        if group is None and sums and self._core.settings.tensor_parallel_size > 1:
+            return self.mesh.group(Flat.LOSS)
+        return group
+
     def _build_mesh(
         self: Any, model: nn.Module | None = None, num_heads: int | None = None
     ) -> None:
+        if model is not None and is_shared(model):
+            model = None  # it tells of a rank's own heads; they were looked at when it was shared
         factors = self._core.build_mesh(
             self.world_size, self.root_device.type, self.num_processes, model, num_heads
         )

@@ -272,6 +272,7 @@ class UlyssesRingStrategy(WatchedFabricSteps, FabricSaves, ContextParallelFront,
 
     @override
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        group = self._counted_once(group, reduce_op)
         return super().all_reduce(in_floating_point(tensor, reduce_op), group, reduce_op)
 
     def unshard_output(self, output: Any, dims: dict[str, int | None] | None = None) -> Any:

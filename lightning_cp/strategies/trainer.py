@@ -228,6 +228,7 @@ class UlyssesRingStrategy(
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if group is not None and group.size() == 1:
             return tensor  # what is logged without data parallelism
+        group = self._counted_once(group, reduce_op)
         return super().reduce(in_floating_point(tensor, reduce_op), group, reduce_op)
 
     @override
