@@ -35,6 +35,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import Axis, ContextParallelMesh, Flat
 from lightning_cp.strategies.engines.checks import precision_of
 from lightning_cp.strategies.engines.norms import clip_norm, clip_value
+from lightning_cp.strategies.engines.tensor_parallel import share_layers
 from lightning_cp.strategies.engines.torch_fsdp2 import (
     enter_backward,
     forget_step,
@@ -79,7 +80,8 @@ class ShardedEngine:
         """Shard the module in place, one unit at a time, with the weights of the group's first rank.
 
         Raises:
-            ConfigError: ``wrap_modules`` that match nothing, or a module that was sharded elsewhere.
+            ConfigError: ``wrap_modules`` that match nothing, a module that was sharded elsewhere, or layers
+                that tensor-parallel ranks cannot share.
         """
         if any(root.module is module for root in self._alive()):
             return module
@@ -89,6 +91,7 @@ class ShardedEngine:
                 "new module, and load its weights from a checkpoint if they are to be kept."
             )
         before = dict(module.named_parameters())
+        share_layers(module, mesh, self._settings.tensor_parallel_plan, self.before_data)
         self._shard(module, mesh, device)
         at = weakref.ref(module)
         self._sharded.update({id(p): _Sharded(weakref.ref(p), at, n) for n, p in before.items()})

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from lightning_cp.comm.broadcast import broadcast_values
+from lightning_cp.comm.reduce import from_first
 from lightning_cp.errors import ConfigError
-from lightning_cp.mesh import Axis, ContextParallelMesh
+from lightning_cp.mesh import Axis, ContextParallelMesh, Flat
 from lightning_cp.strategies.engines.tensor_parallel.automatic import Plan, automatic_plan
 from lightning_cp.strategies.engines.tensor_parallel.given import given_plan
 from lightning_cp.strategies.engines.tensor_parallel.local_heads import leave_local_heads
@@ -135,17 +135,24 @@ def _tell_checks(module: nn.Module, before_data: Callable[[], None]) -> None:
 
 
 def _make_alike(module: nn.Module, mesh: ContextParallelMesh) -> None:
-    """Give all ranks of a group what its first one has: parameters and buffers left whole, random numbers."""
-    tensors = [x.data for x in (*module.parameters(), *module.buffers())]
-    whole = [x for x in tensors if not isinstance(x, DTensor) and not x.is_meta]
+    """Give all ranks of a group what its first one has: parameters and buffers left whole, random numbers.
+
+    What layers have become is then given to the groups with other tokens and samples.
+    """
     group = mesh.group(Axis.TP)
-    broadcast_values(whole, group)
+    tensors = [x for x in (*module.parameters(), *module.buffers()) if not x.is_meta]
+    for x in tensors:
+        if not isinstance(x.data, DTensor):
+            x.data = x.data.to(mesh.device_type)
+            from_first([x.data], group)
+    shared = [x.data for x in tensors if isinstance(x.data, DTensor)]
+    from_first([x.to_local() for x in shared], mesh.group(Flat.LOSS))
     state = torch.get_rng_state().to(mesh.device_type)
-    broadcast_values([state], group)
+    from_first([state], group)
     torch.set_rng_state(state.cpu())
     if mesh.device_type == "cuda":
         state = torch.cuda.get_rng_state().to("cuda")
-        broadcast_values([state], group)
+        from_first([state], group)
         torch.cuda.set_rng_state(state.cpu())
 
 
