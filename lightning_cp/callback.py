@@ -19,7 +19,7 @@ from lightning_cp.faults.watch import Watch
 from lightning_cp.logs.found import Ranks
 from lightning_cp.logs.module import ModuleLog
 from lightning_cp.logs.replicated import ReplicatedMetrics
-from lightning_cp.mixin import options_of
+from lightning_cp.mixin import options_of, refuse_deepspeed
 
 
 class Core(Ranks, Protocol):
@@ -77,6 +77,7 @@ class ContextParallelCallback(Callback):
         Raises:
             ConfigError: the Trainer has another strategy.
         """
+        refuse_deepspeed(trainer.strategy, "ContextParallelCallback")
         _ = self.core
 
     def watch(self, trainer: Trainer, module: LightningModule) -> None:

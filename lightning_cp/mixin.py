@@ -47,7 +47,7 @@ class ContextParallelMixin:
 
     def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """A local tensor of the current step, whole, in original order and length, on every rank."""
-        strategy: Any = self.trainer.strategy  # type: ignore[attr-defined]
+        strategy = _strategy_of(self)
         return strategy.unshard(x, dim=dim) if hasattr(strategy, "unshard") else x
 
     def token_positions(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
@@ -56,7 +56,7 @@ class ContextParallelMixin:
         What a model that counts its tokens should use instead; batches that are no dict cannot carry
         ``position_ids``. Without context parallelism it is 0, 1, 2, ... along dimension ``dim`` of ``x``.
         """
-        strategy: Any = self.trainer.strategy  # type: ignore[attr-defined]
+        strategy = _strategy_of(self)
         if hasattr(strategy, "token_positions"):
             return strategy.token_positions(x, dim=dim)
         return torch.arange(x.size(dim), device=x.device)[None]
@@ -67,7 +67,7 @@ class ContextParallelMixin:
         For what a step computes from its own tokens and does not pass to ``self.log`` directly: values kept
         for the end of the epoch, metrics that average losses, functions of the loss. Every rank calls it.
         """
-        strategy: Any = self.trainer.strategy  # type: ignore[attr-defined]
+        strategy = _strategy_of(self)
         return strategy.average(value) if hasattr(strategy, "average") else value
 
     def cp_log(self, name: str, total: Any, count: Any, **log_options: Any) -> None:
@@ -105,6 +105,32 @@ class ContextParallelMixin:
             module.log(name, total / count)
         else:
             show_ratio(module, module.log, name, total, count, (total, count), options)
+
+
+def _strategy_of(module: Any) -> Any:
+    """The Trainer's.
+
+    Raises:
+        ConfigError: it is DeepSpeed's.
+    """
+    strategy = module.trainer.strategy
+    refuse_deepspeed(strategy, "ContextParallelMixin")
+    return strategy
+
+
+def refuse_deepspeed(strategy: object, what: str) -> None:
+    """Refuse ``what`` under DeepSpeed, which brings an engine, groups and checkpoints of its own.
+
+    Raises:
+        ConfigError: naming the engines that do what its stages do.
+    """
+    names = {kind.__name__ for kind in type(strategy).__mro__}
+    if "DeepSpeedStrategy" in names:
+        raise ConfigError(
+            f"{what} does not work with {type(strategy).__name__}: DeepSpeed brings its own engine, groups "
+            "and checkpoints. Use UlyssesRingStrategy(data_parallel='zero1') for its stage 1, 'fsdp' "
+            "for its stages 2 and 3 (cpu_offload=True keeps state in host memory)."
+        )
 
 
 def _scalar(name: str, value: Any, device: torch.device) -> torch.Tensor:

@@ -32,7 +32,10 @@ CHOICES: dict[str, Choice] = {
     "exchange": Choice(EXCHANGES),
     "forward_execution": Choice(EXECUTIONS),
     "backward_execution": Choice(EXECUTIONS),
-    "data_parallel": Choice(("ddp", "fsdp", "hsdp", "zero1")),
+    "data_parallel": Choice(
+        ("ddp", "fsdp", "hsdp", "zero1"),
+        instead="zero1 for what DeepSpeed calls stage 1, fsdp for its stages 2 and 3",
+    ),
     "layout": Choice(("auto", *LAYOUT_KINDS)),
     "kernel": Choice(("auto", *ALIASES, *kernels())),
     "token_weighting": Choice(("micro_batch", "global")),

@@ -23,6 +23,10 @@ def cells() -> list[Cell]:
         for engine in ENGINES
         for cp in (2, 4)
         for driver in DRIVERS
+    ] + [
+        Cell(engine, 2, tp=2, data=2 if engine == "hsdp" else 1, driver=driver)
+        for engine in ("fsdp", "hsdp")
+        for driver in DRIVERS
     ]
 
 
@@ -31,6 +35,7 @@ QUICK = {
     Cell("fsdp", 2, driver="fabric"),
     Cell("zero1", 2, driver="trainer"),
     Cell("hsdp", 2, data=2, driver="fabric"),
+    Cell("fsdp", 2, tp=2, driver="trainer"),
 }
 TABLE: dict[str, Errors] = {}
 

@@ -28,7 +28,7 @@ def share_layers(
     module: nn.Module,
     mesh: ContextParallelMesh,
     given: Given = None,
-    before_data: Callable[[], None] = lambda: None,
+    before_data: Callable[[], object] = lambda: None,
 ) -> None:
     """Have the ranks of each ``tp`` group share the layers of ``module``; nothing if they do, or are alone.
 
@@ -119,7 +119,7 @@ def _placement(parameter: torch.Tensor) -> str:
     return str(data.placements) if isinstance(data, DTensor) else "not sharded"
 
 
-def _tell_checks(module: nn.Module, before_data: Callable[[], None]) -> None:
+def _tell_checks(module: nn.Module, before_data: Callable[[], object]) -> None:
     """Have ranks tell each other what they have found before layers exchange anything."""
     owner = getattr(before_data, "__self__", None)
     call = before_data if owner is None else weakref.WeakMethod(before_data)  # type: ignore[arg-type]
