@@ -125,7 +125,7 @@ def _tell_checks(module: nn.Module, before_data: Callable[[], object]) -> None:
     call = before_data if owner is None else weakref.WeakMethod(before_data)  # type: ignore[arg-type]
 
     def tell(*_: Any) -> None:
-        found = call() if owner is not None else before_data
+        found: Any = call() if owner is not None else before_data
         if found is not None:
             found()
 
