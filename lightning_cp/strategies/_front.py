@@ -262,7 +262,9 @@ class ContextParallelFront:
     def _begin_watch(self: Any) -> None:
         address = self.cluster_environment.main_address
         self._core.watch.begin(self._core.settings, address, self.launcher)
-        weakref.finalize(self, self._core.end_watch)
+        # Not the core's method: the core knows the model, and that knows the Trainer, and that this strategy.
+        weakref.finalize(self, self._core.watch.stop)
+        weakref.finalize(self, self._core.progress.forget)
 
     def _check_launcher(self: Any) -> None:
         processes = self.num_nodes * self.num_processes
