@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -49,10 +50,13 @@ def swap_hf(model: Any, handle: SwapHandle) -> None:
         )
     refuse_frequencies_by_length(model, _all_configs(model))
     name = next(_names)
-    AttentionInterface.register(name, attention_function(handle, before))
-    handle.on_undo(lambda: AttentionInterface._global_mapping.pop(name, None))
-    AttentionMaskInterface.register(name, mask_function(handle, before))
-    handle.on_undo(lambda: AttentionMaskInterface._global_mapping.pop(name, None))
+    here: Any = weakref.proxy(handle)  # what is global must not keep a model alive
+    AttentionInterface.register(name, attention_function(here, before))
+    AttentionMaskInterface.register(name, mask_function(here, before))
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        forget = weakref.finalize(handle, interface._global_mapping.pop, name, None)
+        forget.atexit = False
+        handle.on_undo(forget)
     configs = _configs_that_change(model, name)
     handle.on_activate(lambda: _choose(configs, name))
     CallCheck(handle, _hf_modules(model), before)

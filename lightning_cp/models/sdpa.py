@@ -8,6 +8,7 @@ would not do: it is thread-local, and recomputation on CUDA runs in autograd's o
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,9 @@ def swap_sdpa(handle: SwapHandle) -> None:
     """Route calls through ``handle`` while it is active; others go to the original function."""
     original = F.scaled_dot_product_attention
     link = _Link(original)
+    held = weakref.ref(
+        handle
+    )  # what is global must not keep a model alive that is part of a circle
 
     def scaled_dot_product_attention(
         query: torch.Tensor,
@@ -35,7 +39,8 @@ def swap_sdpa(handle: SwapHandle) -> None:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        if not handle.active:
+        handle = held()
+        if handle is None or not handle.active:
             extra: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
             return link.original(query, key, value, attn_mask, dropout_p, is_causal, **extra)
         _check(query, key, attn_mask, enable_gqa)
@@ -46,7 +51,9 @@ def swap_sdpa(handle: SwapHandle) -> None:
     setattr(scaled_dot_product_attention, _LINK, link)
     _replace(original, scaled_dot_product_attention)
     handle.on_activate(_without_fast_path)
-    handle.on_undo(lambda: _take_back(scaled_dot_product_attention, link))
+    take_back = weakref.finalize(handle, _take_back, scaled_dot_product_attention, link)
+    take_back.atexit = False
+    handle.on_undo(take_back)
     handle.report.append("torch.nn.functional.scaled_dot_product_attention")
 
 

@@ -28,6 +28,7 @@ from lightning_cp.strategies._replaced import Replaced
 from lightning_cp.strategies.engines import engine
 from lightning_cp.strategies.engines.checks import check_ddp_options
 from lightning_cp.strategies.engines.ddp import check_options, without_defaults
+from lightning_cp.strategies.engines.fresh import require_values
 from lightning_cp.strategies.engines.tensor_parallel import is_shared
 from lightning_cp.strategies.launch import check_ranks, check_start_method
 from lightning_cp.strategies.loaders.order import agree_on_order
@@ -248,6 +249,7 @@ class ContextParallelFront:
         """Pretrained weights, before a module is moved and wrapped; what is sharded gets them afterwards."""
         if self._whole:
             self._pretrained.load(module, self.root_device)
+            require_values(module, self._engine.name)
 
     def _check_ranks(self: Any) -> None:
         check_ranks(

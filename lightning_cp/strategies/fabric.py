@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
+import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -58,7 +58,16 @@ class UlyssesRingStrategy(WatchedFabricSteps, FabricSaves, ContextParallelFront,
         if self._engine.shards:
             self._backward_sync_control = _LeaveOnRanks(self._engine)
         self._run_state = RunState(self._core)
-        weakref.finalize(self, self._core.detach)  # Fabric does not say when it ends
+
+    def __del__(self) -> None:
+        """Give attention back: Fabric does not say when it ends.
+
+        Not by ``weakref.finalize``, which would hold the model: a LightningModule refers to its Fabric, and
+        that to this strategy, so that none of the three would ever go.
+        """
+        core = self.__dict__.get("_core")  # not there if the settings were refused
+        if core is not None and not sys.is_finalizing():
+            core.detach()
 
     # -- before the first batch ------------------------------------------------------------------
 
@@ -88,6 +97,16 @@ class UlyssesRingStrategy(WatchedFabricSteps, FabricSaves, ContextParallelFront,
         wrapped = self._wrap(module)
         self._run_state.follow_model(wrapped)
         return wrapped
+
+    @override
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """With ``empty_init`` models are built without memory, for engines that fill each rank's part."""
+        if not (empty_init and self._engine.shards):
+            return super().module_init_context(empty_init)
+        stack = ExitStack()
+        stack.enter_context(torch.device("meta"))
+        stack.enter_context(self.precision.module_init_context())
+        return stack
 
     @override
     def module_to_device(self, module: nn.Module) -> None:

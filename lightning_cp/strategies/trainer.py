@@ -104,6 +104,17 @@ class UlyssesRingStrategy(
         self.setup_precision_plugin()
 
     @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """With ``empty_init`` models are built without memory, for engines that fill each rank's part."""
+        if not (empty_init and self._engine.shards):
+            with super().tensor_init_context(empty_init):
+                yield
+            return
+        with torch.device("meta"), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
     def _setup_model(self, model: nn.Module) -> Any:
         return self._wrap(model)
 

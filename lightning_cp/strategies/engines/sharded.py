@@ -27,21 +27,17 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_cp.comm.reduce import all_sum, from_first
+from lightning_cp.comm.reduce import from_first
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import Axis, ContextParallelMesh, Flat
 from lightning_cp.strategies.engines.checks import precision_of
-from lightning_cp.strategies.engines.norms import clip_norm, clip_value
+from lightning_cp.strategies.engines.fresh import initialise, is_on_meta
+from lightning_cp.strategies.engines.norms import clip_norm, clip_value, local_part
+from lightning_cp.strategies.engines.root import Root
 from lightning_cp.strategies.engines.tensor_parallel import share_layers
-from lightning_cp.strategies.engines.torch_fsdp2 import (
-    enter_backward,
-    forget_step,
-    groups_of,
-    two_dimensional,
-)
+from lightning_cp.strategies.engines.torch_fsdp2 import enter_backward, two_dimensional
 from lightning_cp.strategies.engines.units import units_of
 from lightning_cp.strategies.settings import Settings
 
@@ -66,7 +62,7 @@ class ShardedEngine:
         self.name = settings.data_parallel
         self.before_data: Callable[[], object] = _nothing
         self._settings = settings
-        self._roots: list[_Root] = []
+        self._roots: list[Root] = []
         self._sharded: dict[int, _Sharded] = {}  # by id of what was there before
 
     def wrap(
@@ -95,7 +91,7 @@ class ShardedEngine:
         self._shard(module, mesh, device)
         at = weakref.ref(module)
         self._sharded.update({id(p): _Sharded(weakref.ref(p), at, n) for n, p in before.items()})
-        root = _Root(module, mesh)
+        root = Root(module, mesh)
         self._roots = [*self._alive(), root]
         for method in methods:
             self._as_forward(root, method)
@@ -110,17 +106,23 @@ class ShardedEngine:
             "offload_policy": self._offload(device),
             "ignored_params": scalars,
         }
+        done: set[int] = set()
         for unit in [*units_of(module, self._settings.wrap_modules), module]:
-            own = [x for x in _states(unit) if not isinstance(x, DTensor)]
+            own = [x for x in _states(unit) if id(x) not in done and not x.is_meta]
             for x in own:
-                x.data = x.data.to(device)
-            from_first(own, mesh.group(Flat.LOSS))
+                if x.device.type != device.type:
+                    x.data = x.data.to(device)
+            from_first((local_part(x) for x in own), mesh.group(Flat.LOSS))
             last = unit is module  # its parameters are needed again at once
             again = False if self.name == "zero1" else None if last else True
             fully_shard(unit, reshard_after_forward=again, **whole)
             unit.register_forward_pre_hook(self._before_forward, prepend=True)
+            done.update(map(id, _states(unit)))
         assert isinstance(module, FSDPModule)
         module.set_force_sum_reduction_for_comms(True)
+        if is_on_meta(module) and self._settings.pretrained is None:
+            group, offload = mesh.group(Flat.LOSS), self._settings.cpu_offload
+            initialise(module, device, group, offload=offload)
 
     def _mesh_of(self, mesh: ContextParallelMesh) -> DeviceMesh:
         if self.name == "zero1":
@@ -138,7 +140,7 @@ class ShardedEngine:
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         self.before_data()
 
-    def _as_forward(self, root: _Root, method: str) -> None:
+    def _as_forward(self, root: Root, method: str) -> None:
         """Gather the module's own parameters around a method, as around its forward."""
         module = root.module
         assert module is not None
@@ -248,103 +250,8 @@ class ShardedEngine:
         """Clamp every element of the gradients to [-value, value]."""
         clip_value(parameters, value)
 
-    def _alive(self) -> list[_Root]:
+    def _alive(self) -> list[Root]:
         return [root for root in self._roots if root.module is not None]
-
-
-class _Root:
-    """A model that was sharded, and its gradients between a backward and the step."""
-
-    def __init__(self, module: nn.Module, mesh: ContextParallelMesh) -> None:
-        self._module = weakref.ref(module)
-        self._group = mesh.group(Flat.LOSS)
-        self._control = mesh.control_group(Flat.LOSS)
-        self._had: dict[int, bool] = {}
-        self._filled: dict[int, nn.Parameter] = {}
-        self._groups = groups_of(module)
-        for group in self._groups:
-            group.complete(self._had, self._filled)
-        self._trained = self._trains()
-        self.entered = False
-        self._manual = False
-
-    @property
-    def module(self) -> nn.Module | None:
-        return self._module()
-
-    def _trains(self) -> list[bool]:
-        module = self.module
-        return [p.requires_grad for p in module.parameters()] if module is not None else []
-
-    def is_current(self) -> bool:
-        return self._trained == self._trains()
-
-    def settle(self) -> None:
-        self._trained = self._trains()
-        for group in self._groups:
-            group.settle_dtypes()
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """In one of the module's methods, with its own parameters gathered."""
-        self.entered = True
-        try:
-            yield
-        except BaseException:
-            module = self.module
-            if isinstance(module, FSDPModule):
-                forget_step(module)
-            raise
-        finally:
-            self.entered = False
-            self._shard_again()
-
-    def stay_gathered(self) -> None:
-        """A backward within a method: what follows in it may use the parameters again."""
-        module = self.module
-        assert isinstance(module, FSDPModule)
-        self._manual = True
-        module.set_reshard_after_backward(False, recurse=False)
-
-    def _shard_again(self) -> None:
-        module = self.module
-        if self._manual and isinstance(module, FSDPModule):
-            module.set_reshard_after_backward(True, recurse=False)
-            module.reshard()
-        self._manual = False
-
-    def gather_anew(self) -> None:
-        """Within a method, after an optimizer has changed the shards."""
-        module = self.module
-        if self._manual and isinstance(module, FSDPModule):
-            module.reshard()
-            module.unshard()
-
-    def finish_backward(self) -> None:
-        """Once all that was reduced has been."""
-        if not self._had:
-            return
-        trained = [p for group in self._groups for p in group.trained()]
-        flags = [self._had.get(id(p), False) for p in trained]
-        counts = all_sum(torch.tensor(flags, dtype=torch.int32), self._control).tolist()
-        for parameter, count in zip(trained, counts, strict=True):
-            if not count and id(parameter) in self._filled:
-                parameter.grad = None
-        self._had.clear()
-        self._filled.clear()
-        self._average_plain()
-
-    def _average_plain(self) -> None:
-        """Of parameters that cannot be sharded, such as scalars; averaged twice they stay the same."""
-        module = self.module
-        assert module is not None
-        plain = [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
-        flags = torch.tensor([p.grad is not None for p in plain], dtype=torch.int32)
-        counts = all_sum(flags, self._control).tolist() if plain else []
-        for parameter, count in zip(plain, counts, strict=True):
-            if count:
-                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = all_sum(own, self._group) / self._group.size()
 
 
 def _states(module: nn.Module) -> Iterator[torch.Tensor]:

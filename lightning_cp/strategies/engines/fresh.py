@@ -1,0 +1,137 @@
+"""Initial values of models that were built on the meta device, once they are sharded.
+
+One module after the other, in the order in which they were built, gets its own parameters whole, sets them
+as it would have done, and keeps its rank's part. So one module's parameters is all that is ever whole, and
+modules that draw random numbers in ``reset_parameters`` draw those of one process with the same seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lightning_cp.checkpoint.pretrained.fresh import materialize
+from lightning_cp.comm.reduce import from_first
+from lightning_cp.errors import ConfigError
+
+_RESETS = ("reset_parameters", "_reset_parameters", "reset_buffers")
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Whether any parameter or buffer has no values."""
+    return any(x.is_meta for x in [*module.parameters(), *module.buffers()])
+
+
+def require_values(module: nn.Module, data_parallel: str) -> None:
+    """Refuse a model on the meta device where nothing gives it values.
+
+    Raises:
+        ConfigError: naming what does.
+    """
+    if is_on_meta(module):
+        raise ConfigError(
+            f"{type(module).__name__} is on the meta device, which data_parallel={data_parallel!r} cannot "
+            "train: build it on a real device, pass pretrained=, or use data_parallel='fsdp', which "
+            "initialises each rank's part by itself."
+        )
+
+
+def initialise(
+    model: nn.Module, device: torch.device, group: dist.ProcessGroup, *, offload: bool = False
+) -> None:
+    """Give everything on the meta device memory and values: those of the group's first rank.
+
+    Args:
+        model: sharded already.
+        device: where it computes, and where values are drawn.
+        group: ranks that train one model.
+        offload: parameters live in host memory.
+
+    Raises:
+        ConfigError: a module that nothing initialises, or that leaves values out.
+    """
+    owners = [(name, m) for name, m in model.named_modules() if _own_on_meta(m)]
+    ways = {m: _way(name, m, model) for name, m in owners}
+    materialize(model, torch.device("cpu") if offload else device, None)
+    for _, module in owners:
+        module._buffers.update(
+            {k: x.to(device) for k, x in module._buffers.items() if x is not None}
+        )
+    done: set[int] = set()
+    for name, module in owners:
+        with torch.no_grad(), _whole(module, device) as parts:
+            states = {**module._parameters, **module._buffers}
+            held = {key: x for key, x in states.items() if x is not None and x.is_floating_point()}
+            for x in held.values():
+                x.fill_(math.nan)
+            ways[module](module)
+            _require_set(name or type(module).__name__, held)
+            from_first((x for x in states.values() if x is not None), group)
+        for part, whole in parts:
+            if id(part) not in done:  # tied: the first one's values are kept
+                done.add(id(part))
+                _keep_part(part, whole)
+
+
+def _own_on_meta(module: nn.Module) -> bool:
+    states = [*module._parameters.values(), *module._buffers.values()]
+    return any(x is not None and x.is_meta for x in states)
+
+
+def _way(name: str, module: nn.Module, model: nn.Module) -> Callable[[nn.Module], Any]:
+    """What sets a module's own values: the model it is part of, if that is transformers', or itself."""
+    family: list[Any] = [
+        m for m in model.modules() if callable(getattr(m, "_init_weights", None)) and _in(module, m)
+    ]
+    if family:
+        return family[-1]._init_weights
+    own = next((x for x in _RESETS if callable(getattr(module, x, None))), None)
+    if own is None:
+        raise ConfigError(
+            f"{name or type(module).__name__} ({type(module).__name__}) was built on the meta device, and "
+            "nothing says what its values are. Give it a method reset_parameters() that sets its own "
+            "parameters and buffers, build it on a real device, or pass pretrained=."
+        )
+    return lambda m: getattr(m, own)()
+
+
+def _in(module: nn.Module, model: nn.Module) -> bool:
+    return any(module is each for each in model.modules())
+
+
+@contextmanager
+def _whole(module: nn.Module, device: torch.device) -> Iterator[list[tuple[DTensor, torch.Tensor]]]:
+    """Have whole parameters in the place of a module's own sharded ones."""
+    sharded = {k: p for k, p in module._parameters.items() if isinstance(p, DTensor)}
+    parts: list[tuple[DTensor, torch.Tensor]] = []
+    for key, part in sharded.items():
+        whole = nn.Parameter(torch.empty(part.shape, dtype=part.dtype, device=device))
+        module._parameters[key] = whole
+        parts.append((part, whole.data))
+    try:
+        yield parts
+    finally:
+        module._parameters.update(sharded)  # type: ignore[arg-type]
+
+
+def _keep_part(part: DTensor, whole: torch.Tensor) -> None:
+    """Copy what this rank holds of a tensor that every rank has whole."""
+    own = distribute_tensor(whole, part.device_mesh, part.placements, src_data_rank=None)
+    with torch.no_grad():
+        part.to_local().copy_(own.to_local())
+
+
+def _require_set(name: str, states: dict[str, torch.Tensor]) -> None:
+    left = [key for key, x in states.items() if x.numel() and bool(x.isnan().any())]
+    if left:
+        raise ConfigError(
+            f"{name} left {', '.join(left)} without values when it was initialised. Have its "
+            "reset_parameters() set all of its own parameters and buffers, or build it on a real device."
+        )

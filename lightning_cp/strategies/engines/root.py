@@ -1,0 +1,111 @@
+"""A model that was sharded: its gradients from a backward to the step, and its steps' parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_cp.comm.reduce import all_sum
+from lightning_cp.mesh import ContextParallelMesh, Flat
+from lightning_cp.strategies.engines.torch_fsdp2 import forget_step, groups_of
+
+
+class Root:
+    """A model that was sharded, and its gradients between a backward and the step."""
+
+    def __init__(self, module: nn.Module, mesh: ContextParallelMesh) -> None:
+        self._module = weakref.ref(module)
+        self._group = mesh.group(Flat.LOSS)
+        self._control = mesh.control_group(Flat.LOSS)
+        self._had: dict[int, bool] = {}
+        self._filled: dict[int, nn.Parameter] = {}
+        self._groups = groups_of(module)
+        for group in self._groups:
+            group.complete(self._had, self._filled)
+        self._trained = self._trains()
+        self.entered = False
+        self._manual = False
+
+    @property
+    def module(self) -> nn.Module | None:
+        return self._module()
+
+    def _trains(self) -> list[bool]:
+        module = self.module
+        return [p.requires_grad for p in module.parameters()] if module is not None else []
+
+    def is_current(self) -> bool:
+        return self._trained == self._trains()
+
+    def settle(self) -> None:
+        self._trained = self._trains()
+        for group in self._groups:
+            group.settle_dtypes()
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """In one of the module's methods, with its own parameters gathered."""
+        self.entered = True
+        try:
+            yield
+        except BaseException:
+            module = self.module
+            if isinstance(module, FSDPModule):
+                forget_step(module)
+            raise
+        finally:
+            self.entered = False
+            self._shard_again()
+
+    def stay_gathered(self) -> None:
+        """A backward within a method: what follows in it may use the parameters again."""
+        module = self.module
+        assert isinstance(module, FSDPModule)
+        self._manual = True
+        module.set_reshard_after_backward(False, recurse=False)
+
+    def _shard_again(self) -> None:
+        module = self.module
+        if self._manual and isinstance(module, FSDPModule):
+            module.set_reshard_after_backward(True, recurse=False)
+            module.reshard()
+        self._manual = False
+
+    def gather_anew(self) -> None:
+        """Within a method, after an optimizer has changed the shards."""
+        module = self.module
+        if self._manual and isinstance(module, FSDPModule):
+            module.reshard()
+            module.unshard()
+
+    def finish_backward(self) -> None:
+        """Once all that was reduced has been."""
+        if not self._had:
+            return
+        trained = [p for group in self._groups for p in group.trained()]
+        flags = [self._had.get(id(p), False) for p in trained]
+        counts = all_sum(torch.tensor(flags, dtype=torch.int32), self._control).tolist()
+        for parameter, count in zip(trained, counts, strict=True):
+            if not count and id(parameter) in self._filled:
+                parameter.grad = None
+        self._had.clear()
+        self._filled.clear()
+        self._average_plain()
+
+    def _average_plain(self) -> None:
+        """Of parameters that cannot be sharded, such as scalars; averaged twice they stay the same."""
+        module = self.module
+        assert module is not None
+        plain = [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        flags = torch.tensor([p.grad is not None for p in plain], dtype=torch.int32)
+        counts = all_sum(flags, self._control).tolist() if plain else []
+        for parameter, count in zip(plain, counts, strict=True):
+            if count:
+                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = all_sum(own, self._group) / self._group.size()
