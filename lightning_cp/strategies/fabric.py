@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -18,6 +19,7 @@ from typing_extensions import override
 
 from lightning_cp.errors import ConfigError, LightningCPError
 from lightning_cp.strategies._front import ContextParallelFront, in_floating_point
+from lightning_cp.strategies._lightning import STEPS
 from lightning_cp.strategies.engines import Engine
 from lightning_cp.strategies.loaders.draws import going_on
 from lightning_cp.strategies.loaders.proxy import LoaderProxy
@@ -94,7 +96,8 @@ class UlyssesRingStrategy(WatchedFabricSteps, FabricSaves, ContextParallelFront,
             rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
         if self._watch.is_on:
             self._core.progress.begin_with(module)
-        wrapped = self._wrap(module)
+        # Fabric itself goes through forward only where what it calls is another module than the user's.
+        wrapped = self._wrap(module, STEPS if isinstance(module, LightningModule) else ())
         self._run_state.follow_model(wrapped)
         return wrapped
 

@@ -277,7 +277,7 @@ def wrap_nothing(rank: int, world_size: int) -> None:
 
 def test_wrapping_what_is_not_there() -> None:
     match = "'Decoder' is neither the class nor the name of a module of Small.*: Block"
-    expect_on_every_rank(2, wrap_nothing, ConfigError, match)
+    expect_on_every_rank(2, wrap_nothing, error=ConfigError, match=match)
 
 
 def share_again(rank: int, world_size: int) -> None:
@@ -287,7 +287,8 @@ def share_again(rank: int, world_size: int) -> None:
 
 
 def test_a_module_of_another_run() -> None:
-    expect_on_every_rank(2, share_again, ConfigError, "was sharded before, by another strategy")
+    match = "was sharded before, by another strategy"
+    expect_on_every_rank(2, share_again, error=ConfigError, match=match)
 
 
 def two_models(rank: int, world_size: int, engine: str | None) -> Any:

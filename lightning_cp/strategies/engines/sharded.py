@@ -144,10 +144,11 @@ class ShardedEngine:
         """Gather the module's own parameters around a method, as around its forward."""
         module = root.module
         assert module is not None
+        users = getattr(module, method)
         register_fsdp_forward_method(module, method)
         gathered = getattr(module, method)
 
-        @wraps(gathered)
+        @wraps(users)  # Lightning looks at what is wrapped, one layer deep
         def step(*args: Any, **kwargs: Any) -> Any:
             self.before_data()
             with root.inside():

@@ -1,0 +1,149 @@
+"""What a rank holds of parameters, gradients and optimizer state is what the closed form says, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from lightning_cp.strategies.engines.norms import local_part
+from lightning_cp.strategies.engines.state_bytes import ModelShapes, StateBytes, state_bytes
+from lightning_cp.strategies.engines.torch_fsdp2 import groups_of
+from tests.pool import run_ranks
+from tests.strategies.plain_llama import PlainLlama
+from tests.strategies.small import Small, loader, trainer_of
+
+
+class Uneven(Small):
+    """Three blocks, 47 tokens and a scalar: hardly a size divides by three ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = PlainLlama(48, num_heads=3, num_kv_heads=1, head_dim=10, layers=3)
+        self.bias = nn.Parameter(torch.zeros(1, 47))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def logits(self, batch: Any) -> torch.Tensor:
+        return super().logits(batch) * self.scale + self.bias.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def shapes() -> ModelShapes:
+    """In the order of use."""
+    module = Uneven()
+    model = module.model
+    outer = [*model.norm.parameters(), *model.head.parameters(), module.scale, module.bias]
+    return ModelShapes(
+        before=(tuple(model.embed.weight.shape),),
+        blocks=tuple(tuple(tuple(p.shape) for p in block.parameters()) for block in model.blocks),
+        after=tuple(tuple(p.shape) for p in outer),
+    )
+
+
+def held(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of memory behind tensors, of each piece of it once."""
+    pieces = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(pieces.values())
+
+
+class Watch:
+    """Looks whenever a module is called, and before and after gradients of a unit are reduced."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.groups = module, groups_of(module)
+        self.parameters = self.gradients = 0
+        for each in module.modules():
+            each.register_forward_hook(self.at_output)
+        for group in self.groups:
+            self._around(group._group)
+
+    def _around(self, group: Any) -> None:
+        own = group.post_backward
+
+        def post_backward(*unused: Any) -> None:
+            self.look()
+            own(*unused)
+            self.look()
+
+        group.post_backward = post_backward
+
+    def at_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Now, and when backward comes here."""
+        self.look()
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(lambda _: self.look())
+
+    def look(self, *_: Any) -> None:
+        """Keep the largest."""
+        kept = [x for group in self.groups for _, x in group.unreduced()]
+        reduced = self.reduced()
+        own = [local_part(p) for p in self.sharded()]
+        gathered = [x for group in self.groups for x in group.gathered()]
+        self.parameters = max(self.parameters, held([*own, *gathered]))
+        self.gradients = max(self.gradients, held([*kept, *reduced]))
+
+    def sharded(self) -> list[torch.Tensor]:
+        """The parameters that optimizers see."""
+        if not self.groups:
+            return list(self.module.parameters())
+        plain = [p for p in self.module.parameters() if not p.dim()]
+        return [p for group in self.groups for p in group.trained()] + plain
+
+    def reduced(self) -> list[torch.Tensor]:
+        """Their gradients."""
+        return [local_part(p.grad) for p in self.sharded() if p.grad is not None]
+
+
+def measured(rank: int, world_size: int, settings: dict[str, Any]) -> StateBytes:
+    """In the second step; all that is there after it, and the most that was."""
+    module = Uneven()
+    trainer = trainer_of(world_size, {**settings, "num_heads": 3})
+    found: dict[str, Any] = {}
+
+    class Looking(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            if index == 1:
+                found["watch"] = Watch(module)
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            if "watch" in found:
+                found["gradients"] = held(found["watch"].reduced())
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if "watch" in found:
+                found["parameters"] = held(map(local_part, found["watch"].sharded()))
+                states = trainer.optimizers[0].state.values()
+                found["optimizer"] = held(
+                    local_part(x) for state in states for key, x in state.items() if key != "step"
+                )
+
+    trainer.callbacks.append(Looking())  # pyright: ignore[reportAttributeAccessIssue]
+    trainer.fit(module, loader(4))
+    watch = found["watch"]
+    return StateBytes(
+        parameters=found["parameters"],
+        parameters_peak=watch.parameters,
+        gradients=found["gradients"],
+        gradients_peak=watch.gradients,
+        optimizer=found["optimizer"],
+    )
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1", "hsdp"])
+def test_a_rank_holds_what_the_closed_form_says(engine: str) -> None:
+    ranks, cut = (4, 2) if engine == "hsdp" else (3, 3)
+    settings: dict[str, Any] = {"data_parallel": engine}
+    if engine == "hsdp":
+        settings |= {"data_parallel_size": 2, "data_parallel_replicate_size": 2}
+    results = run_ranks(ranks, measured, settings)
+    for rank, got in enumerate(results):
+        want = state_bytes(
+            shapes(), engine, rank=rank % cut, ranks=cut, itemsize=8, state_itemsize=8
+        )
+        assert got == want, f"rank {rank}"
