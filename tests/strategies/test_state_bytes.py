@@ -91,9 +91,9 @@ class Watch:
     def sharded(self) -> list[torch.Tensor]:
         """The parameters that optimizers see."""
         if not self.groups:
-            return list(self.module.parameters())
+            return [*self.module.parameters()]
         plain = [p for p in self.module.parameters() if not p.dim()]
-        return [p for group in self.groups for p in group.trained()] + plain
+        return [*(p for group in self.groups for p in group.trained()), *plain]
 
     def reduced(self) -> list[torch.Tensor]:
         """Their gradients."""
@@ -107,15 +107,19 @@ def measured(rank: int, world_size: int, settings: dict[str, Any]) -> StateBytes
     found: dict[str, Any] = {}
 
     class Looking(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-            if index == 1:
-                found["watch"] = Watch(module)
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
+            if batch_idx == 1:
+                found["watch"] = Watch(pl_module)
 
-        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             if "watch" in found:
                 found["gradients"] = held(found["watch"].reduced())
 
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             if "watch" in found:
                 found["parameters"] = held(map(local_part, found["watch"].sharded()))
                 states = trainer.optimizers[0].state.values()
