@@ -15,6 +15,9 @@ from pathlib import Path
 
 from lightning_cp.errors import ConfigError
 
+FOLDER_OF_FIRST = "LIGHTNING_CP_RUN_FOLDER"
+"""In ranks that were given a folder to be thrown away: the one that the command line names."""
+
 
 @contextmanager
 def one_folder(arguments: list[str]) -> Iterator[None]:
@@ -33,6 +36,9 @@ def one_folder(arguments: list[str]) -> Iterator[None]:
     if rank_of_cluster(os.environ) == 0:
         yield
         return
+    named = [x.partition("=")[2] for x in arguments if x.startswith("hydra.run.dir=")]
+    if named:
+        os.environ[FOLDER_OF_FIRST] = named[-1]
     with tempfile.TemporaryDirectory() as folder:
         arguments += ["hydra.output_subdir=null", f"hydra.run.dir={folder}"]
         yield

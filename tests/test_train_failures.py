@@ -10,7 +10,7 @@ import torch
 
 from lightning_cp.errors import CheckpointError, ConfigError, RankFailure
 from lightning_cp.train.failure import FOLDER, one_report
-from lightning_cp.train.run import _check_resume
+from lightning_cp.train.resume import checkpoint_to_resume
 from tests.test_train import command
 
 TWO = ("trainer.devices=2", "strategy=ring", "data.validation_sequences=4")
@@ -74,20 +74,25 @@ def test_ranks_that_wait_for_one_that_failed_are_ended(tmp_path: Path) -> None:
 
 def test_no_checkpoint_is_noticed_before_processes_start(tmp_path: Path) -> None:
     printed = failed(tmp_path, "resume=nope.ckpt")
-    match = (
-        f"CheckpointError: resume=nope.ckpt is no checkpoint: there is no file {tmp_path}/nope.ckpt"
-    )
-    assert match in printed
+    assert "CheckpointError: resume=nope.ckpt is no checkpoint: there is no checkpoint" in printed
+    assert "resume=auto with hydra.run.dir=FOLDER" in printed
     assert "Initializing distributed" not in printed
     assert "Traceback" not in printed
 
 
 def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "text.ckpt").write_text("no weights in here")
-    with pytest.raises(CheckpointError, match=r"text\.ckpt is not what torch\.save writes"):
-        _check_resume(str(tmp_path / "text.ckpt"))
-    torch.save({}, tmp_path / "real.ckpt")
-    _check_resume(str(tmp_path / "real.ckpt"))
+    with pytest.raises(CheckpointError, match=r"resume=.*text\.ckpt is no checkpoint"):
+        checkpoint_to_resume(str(tmp_path / "text.ckpt"), tmp_path)
+    real = str(tmp_path / "real.ckpt")
+    torch.save({}, real)
+    assert checkpoint_to_resume(real, tmp_path) == real
+
+
+def test_auto_needs_a_folder_of_its_own(tmp_path: Path) -> None:
+    printed = failed(tmp_path, "resume=auto")
+    assert "ConfigError: resume=auto goes on in the run's own folder" in printed
+    assert "hydra.run.dir=outputs/NAME" in printed
 
 
 def test_missing_paths_are_asked_for(tmp_path: Path) -> None:

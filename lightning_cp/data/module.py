@@ -25,6 +25,9 @@ class TrainingSampler(DistributedSampler[Any]):
     taken from the count, when the first sample is asked for. A pass always has its whole length.
     """
 
+    goes_on_by_itself = True
+    """Whoever resumes a run must not leave out what was trained on."""
+
     def __init__(self, data: ByteDataModule, **options: Any) -> None:
         super().__init__(data.training, **options)
         self.data = data

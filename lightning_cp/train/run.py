@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 import warnings
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from zipfile import is_zipfile
 
 import lightning as L
 import torch
@@ -19,10 +19,17 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 from lightning_cp.data import ByteDataModule, data_parallel
-from lightning_cp.errors import CheckpointError, ConfigError
+from lightning_cp.errors import ConfigError
 from lightning_cp.train.callbacks import LossPicture, StepMetrics
 from lightning_cp.train.module import LanguageModel
 from lightning_cp.train.report import BITS, Files, Outcome
+from lightning_cp.train.resume import (
+    AUTO,
+    ContinuedCSV,
+    checkpoint_to_resume,
+    require_folder,
+    run_folder,
+)
 
 
 def train(
@@ -41,25 +48,29 @@ def train(
     """
     began = time.perf_counter() if began is None else began
     _check_extras(config)
-    _check_resume(config.resume)
+    require_folder(config.resume, list(HydraConfig.get().overrides.hydra))
+    files = Files(Path(HydraConfig.get().runtime.output_dir))
+    kept = Files(run_folder(files.folder)).checkpoints
+    resume = checkpoint_to_resume(config.resume, kept)
     _quiet_what_is_expected()
     torch.set_num_threads(config.threads_per_rank)
     L.seed_everything(config.seed, verbose=False)
 
-    files = Files(Path(HydraConfig.get().runtime.output_dir))
     data: ByteDataModule = instantiate(config.data)
     model: LanguageModel = instantiate(config.model)
     steps = StepMetrics(data.tokens_per_batch)
-    trainer = make_trainer(config, files, data, steps)
+    continued = resume if config.resume == AUTO else None
+    logger = ContinuedCSV(files.folder, files.metrics.parent.name, continued)
+    trainer = make_trainer(config, logger, files, data, steps)
     if trainers is not None:
         trainers.append(trainer)
     _say(str(data))
 
-    before = trainer.validate(model, datamodule=data, ckpt_path=config.resume, verbose=False)[0]
-    trainer.fit(model, datamodule=data, ckpt_path=config.resume)
+    before = logger.first_with(BITS) or _validated(trainer, model, data, resume)
+    trainer.fit(model, datamodule=data, ckpt_path=resume)
     after = dict(trainer.callback_metrics)
     if BITS not in after:  # shorter than val_check_interval
-        after = trainer.validate(model, datamodule=data, verbose=False)[0]
+        after = _validated(trainer, model, data)
 
     outcome = Outcome(
         strategy=HydraConfig.get().runtime.choices["strategy"],
@@ -77,8 +88,14 @@ def train(
     return outcome
 
 
+def _validated(
+    trainer: L.Trainer, model: LanguageModel, data: ByteDataModule, checkpoint: str | None = None
+) -> Mapping[str, float]:
+    return trainer.validate(model, datamodule=data, ckpt_path=checkpoint, verbose=False)[0]
+
+
 def make_trainer(
-    config: DictConfig, files: Files, data: ByteDataModule, steps: StepMetrics
+    config: DictConfig, logger: CSVLogger, files: Files, data: ByteDataModule, steps: StepMetrics
 ) -> L.Trainer:
     """The configured Trainer, with the callbacks and the logger that every run has."""
     callbacks: list[Callback] = [
@@ -93,7 +110,6 @@ def make_trainer(
         ),
         TQDMProgressBar(refresh_rate=10),
     ]
-    logger = CSVLogger(files.folder, name=files.metrics.parent.name, version="")
     _keep_single(config)
     return instantiate(config.trainer, logger=logger, callbacks=callbacks)
 
@@ -119,19 +135,6 @@ def _check_extras(config: DictConfig) -> None:
             f"model.network is {target}, which needs transformers, and it is not installed. "
             "Install it with: pip install 'lightning_cp[hf]'."
         )
-
-
-def _check_resume(checkpoint: str | None) -> None:
-    if checkpoint is None or "://" in checkpoint:
-        return
-    path = Path(checkpoint).absolute()
-    if is_zipfile(path):  # as torch.save writes them
-        return
-    what = f"{path} is not what torch.save writes" if path.is_file() else f"there is no file {path}"
-    raise CheckpointError(
-        f"resume={checkpoint} is no checkpoint: {what}. A run leaves "
-        "checkpoints/last.ckpt and checkpoints/best.ckpt in its folder; resume=null starts anew."
-    )
 
 
 def _quiet_what_is_expected() -> None:

@@ -18,6 +18,7 @@ from tests.mutants.in_exchanges import EXCHANGE_MUTANTS
 from tests.mutants.in_guards import GUARD_MUTANTS
 from tests.mutants.in_kernels import KERNEL_MUTANTS
 from tests.mutants.in_layouts import LAYOUT_MUTANTS
+from tests.mutants.in_resume import RESUME_MUTANTS
 from tests.mutants.in_triton import TRITON_MUTANTS
 from tests.mutants.in_votes import VOTE_MUTANTS
 from tests.mutants.mutant import Mutant
@@ -27,6 +28,7 @@ EVERY = (
     *EXCHANGE_MUTANTS,
     *KERNEL_MUTANTS,
     *VOTE_MUTANTS,
+    *RESUME_MUTANTS,
     *GUARD_MUTANTS,
     *(TRITON_MUTANTS if is_installed() else ()),  # without Triton their tests are skipped
 )

@@ -11,6 +11,7 @@ from typing import Any
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from torch.utils.data import DataLoader
 
+from lightning_cp.strategies.resume.order import order_of, require_same_order
 from lightning_cp.strategies.resume.random_state import Moment
 from lightning_cp.strategies.resume.skipping import skipping
 
@@ -119,6 +120,7 @@ class Place:
             "passes": self.passes,
             "batches": self.read - waiting,
             "batch_size": getattr(loader, "batch_size", None),
+            "order": order_of(loader),
             "epoch": self.epoch,
             "begin": self.begin,
             "first": self.first,
@@ -151,7 +153,11 @@ def reopen(loader: Any, saved: dict[str, Any]) -> Iterator[Any]:
 
     A loader or dataset with a state of its own is given it. In others the sampler is gone through again,
     which reads nothing; streams without a state are read again from the beginning of the pass.
+
+    Raises:
+        CheckpointError: other data ranks would read other samples than those that are left.
     """
+    require_same_order(loader, saved)
     entry, begin, count = Moment.now(), saved["begin"], saved["batches"]
     if saved["epoch"] is not None:
         _set_sampler_epoch(loader, saved["epoch"])

@@ -87,7 +87,9 @@ def point_of(record: Mapping[str, Any], mesh: ContextParallelMesh, rank: int) ->
     reader = data * saved["cp"] * saved["tp"]
     place = reader + cp * saved["tp"]
     point = _unpacked(parts[part_of[place]])
-    point.loaders = _unpacked(parts[part_of[reader]]).loaders
+    loaders = _unpacked(parts[part_of[reader]]).loaders
+    ranks = (saved["data"], mesh.data_size)
+    point.loaders = [{**each, "ranks": ranks} for each in loaders]
     if mesh.data_rank >= saved["data"] and len(parts) > 1:
         _seed_anew(point, mesh.data_rank)
     return point

@@ -1,0 +1,172 @@
+"""Where the main job goes on: ``resume=auto``, a path, or nowhere."""
+
+from __future__ import annotations
+
+import csv
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile, ZipFile
+
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.errors import CheckpointError, ConfigError
+from lightning_cp.run_folder import FOLDER_OF_FIRST
+
+AUTO = "auto"
+_KEPT = "LIGHTNING_CP_RESUME"
+"""What the process that the user started has found, for those that it starts."""
+
+
+def checkpoint_to_resume(asked: str | None, checkpoints: Path) -> str | None:
+    """The checkpoint that ``resume=`` asks for, before any process is started; ``None``: a new run.
+
+    Args:
+        asked: ``auto``: the newest one in ``checkpoints`` that is whole; or a path.
+        checkpoints: where the run of this folder keeps its own.
+
+    Raises:
+        CheckpointError: there is none at the path; or all that ``auto`` finds are damaged.
+    """
+    if asked != AUTO:
+        _check_path(asked)
+        return asked
+    if _KEPT in os.environ:
+        return os.environ[_KEPT] or None
+    found = newest_whole(checkpoints)
+    os.environ[_KEPT] = str(found or "")
+    if found is None:
+        say(f"resume=auto: no checkpoint in {_shown(checkpoints)} yet, so this is a new run")
+    else:
+        say(f"resume=auto: going on from {_shown(found)}")
+    return None if found is None else str(found)
+
+
+def run_folder(own: Path) -> Path:
+    """The first rank's folder, where a cluster has started the ranks and gave this one another."""
+    return Path(os.environ.get(FOLDER_OF_FIRST) or own)
+
+
+def newest_whole(folder: Path) -> Path | None:
+    """The checkpoint written last of those that can be read; a line names each one that is passed over.
+
+    Raises:
+        CheckpointError: there are some, and none of them is whole.
+    """
+    if not folder.is_dir():
+        return None
+    there = [path for path in folder.iterdir() if _may_be_one(path)]
+    there.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in there:
+        try:
+            _require_whole(path)
+        except CheckpointError as damaged:
+            say(f"resume=auto: {_shown(path)} is passed over: {damaged}")
+        else:
+            return path
+    if there:
+        raise CheckpointError(
+            f"resume=auto found {len(there)} checkpoints in {_shown(folder)}, and none is whole. Move them "
+            "away to start anew, or name another one: resume=PATH."
+        )
+    return None
+
+
+def _may_be_one(path: Path) -> bool:
+    hidden = path.name.startswith(".")  # a save that was not finished
+    return not hidden and path.suffix == ".ckpt" and path.exists()
+
+
+def _require_whole(path: Path) -> None:
+    if open_checkpoint(path).manifest is not None:
+        return
+    try:  # written by another strategy: nothing but the archive's own sums
+        with ZipFile(path) as archive:
+            broken = archive.testzip()
+    except (BadZipFile, OSError) as error:
+        raise CheckpointError(str(error)) from error
+    if broken is not None:
+        raise CheckpointError(f"{broken} in it is damaged")
+
+
+def _check_path(checkpoint: str | None) -> None:
+    if checkpoint is None or "://" in checkpoint:
+        return
+    path = Path(checkpoint).absolute()
+    try:
+        open_checkpoint(path)
+    except CheckpointError as refused:
+        raise CheckpointError(
+            f"resume={checkpoint} is no checkpoint: {refused} A run leaves checkpoints/last.ckpt and "
+            "checkpoints/best.ckpt in its folder; resume=null starts anew, and resume=auto with "
+            "hydra.run.dir=FOLDER takes the newest one of that folder."
+        ) from None
+
+
+def require_folder(asked: str | None, overrides: list[str]) -> None:
+    """Refuse ``resume=auto`` in a folder that is a new one each time.
+
+    Args:
+        asked: what ``resume=`` is.
+        overrides: Hydra's own, as ``hydra.run.dir=...``.
+
+    Raises:
+        ConfigError: no folder was named.
+    """
+    named = any(x.lstrip("+").startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for x in overrides)
+    if asked == AUTO and not named:
+        raise ConfigError(
+            "resume=auto goes on in the run's own folder, and by default that is a new one each time. Name "
+            "it: resume=auto hydra.run.dir=outputs/NAME."
+        )
+
+
+class ContinuedCSV(CSVLogger):
+    """A CSVLogger that keeps the lines of the run that it continues in the same folder.
+
+    Args:
+        folder: where the file's folder is.
+        name: of the file's folder.
+        checkpoint: what the run goes on from; lines of later steps are left out, as they come once more.
+    """
+
+    def __init__(self, folder: Path, name: str, checkpoint: str | None) -> None:
+        super().__init__(folder, name=name, version="")
+        steps = 0 if checkpoint is None else _steps_of(Path(checkpoint))
+        self.kept = _lines_before(folder / name / "metrics.csv", steps)
+        if self.kept and rank_zero_only.rank == 0:
+            with warnings.catch_warnings():  # that there are lines, which are in memory now
+                warnings.simplefilter("ignore")
+                self.experiment.metrics.extend(self.kept)
+
+    def first_with(self, column: str) -> dict[str, float] | None:
+        """Of the lines that were kept, the first one that has it."""
+        for row in self.kept:
+            if column in row:
+                return {name: float(value) for name, value in row.items()}
+        return None
+
+
+def _lines_before(file: Path, steps: int) -> list[dict[str, Any]]:
+    if not steps or not file.is_file():
+        return []
+    with file.open(newline="") as lines:
+        rows = [{k: v for k, v in row.items() if v} for row in csv.DictReader(lines)]
+    return [row for row in rows if int(row["step"]) < steps]
+
+
+def _steps_of(checkpoint: Path) -> int:
+    return int(open_checkpoint(checkpoint).tree.get("global_step", 0))
+
+
+@rank_zero_only
+def say(text: str) -> None:
+    """Print it once."""
+    print(text, flush=True)
+
+
+def _shown(path: Path) -> str:
+    return "/".join(path.parts[-2:])

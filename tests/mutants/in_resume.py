@@ -1,0 +1,53 @@
+"""Mistakes in going on where a run was: nothing fails, and another run than the saved one goes on."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+ROOM = "lightning_cp/strategies/resume/"
+TRAINER = "tests/strategies/resume/test_trainer.py::test_goes_on_as_if_nothing_had_happened"
+FABRIC = "tests/strategies/resume/test_fabric.py::test_goes_on_as_if_nothing_had_happened"
+
+RESUME_MUTANTS = (
+    Mutant(
+        "random numbers not restored",
+        ROOM + "trainer.py",
+        "        self._point.restore_random(device)\n",
+        "",
+        (f"{TRAINER}[mid-epoch]",),
+        "A resumed run drops other activations than the one that was saved.",
+    ),
+    Mutant(
+        "one sample skipped on resume",
+        ROOM + "skipping.py",
+        "islice(self._going, left)",
+        "islice(self._going, left + 1)",
+        (f"{TRAINER}[mid-epoch]",),
+        "A batch is never trained on.",
+    ),
+    Mutant(
+        "window resumed in its middle",
+        ROOM + "trainer.py",
+        "            return loops.accumulates(trainer) or",
+        "            return False and loops.accumulates(trainer) or",
+        (f"{TRAINER}[inside a window]",),
+        "The window steps along the gradients of its last batches only.",
+    ),
+    Mutant(
+        "validation that was due left out",
+        ROOM + "loops.py",
+        "loop.val_loop._restart_stage = EvaluationStage.RESTARTED_MID_EVALUATION  # all of it",
+        "pass",
+        (f"{TRAINER}[before a validation]",),
+        "The numbers that validation draws are not drawn, and no best checkpoint is kept.",
+    ),
+    Mutant(
+        "saved as after batches that no step has used",
+        ROOM + "fabric.py",
+        "        if self._begun is None:\n            self._begun = self._now()",
+        "        self._begun = None",
+        (f"{FABRIC}[inside a window]",),
+        "The window's first batches are lost.",
+    ),
+)
+"""All seeded mutants of exact resume."""
