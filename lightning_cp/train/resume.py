@@ -137,7 +137,7 @@ class ContinuedCSV(CSVLogger):
         super().__init__(folder, name=name, version="")
         steps = 0 if checkpoint is None else _steps_of(Path(checkpoint))
         self.kept = _lines_before(folder / name / "metrics.csv", steps)
-        if self.kept and rank_zero_only.rank == 0:
+        if self.kept and getattr(rank_zero_only, "rank", 0) == 0:
             with warnings.catch_warnings():  # that there are lines, which are in memory now
                 warnings.simplefilter("ignore")
                 self.experiment.metrics.extend(self.kept)
