@@ -84,7 +84,14 @@ class RunState:
     def follow(self, shared: SharedLoader) -> None:
         """One more loader, in the order of the script."""
         self._loaders.append(weakref.ref(shared))
-        shared.tell(before_training=self._begins_batch)
+        known = weakref.ref(self)  # a loader may outlive its strategy
+
+        def before_training() -> None:
+            state = known()
+            if state is not None:
+                state._begins_batch()
+
+        shared.tell(before_training=before_training)
         self._place(shared)
 
     def follow_model(self, wrapped: nn.Module) -> None:

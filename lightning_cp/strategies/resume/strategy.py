@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import cached_property
 from typing import Any
 
@@ -52,7 +53,14 @@ class ResumesExactly:
         if training:
             self._resume.place_loader(shared, self.mesh, self.global_rank)
         else:
-            shared.tell(before_pass=lambda: self._resume.begins_validation(self._trainer))
+            known = weakref.ref(self)  # a loader may outlive its strategy
+
+            def before_pass() -> None:
+                strategy = known()
+                if strategy is not None:
+                    strategy._resume.begins_validation(strategy._trainer)
+
+            shared.tell(before_pass=before_pass)
 
     @property
     def _trainer(self: Any) -> Any:
