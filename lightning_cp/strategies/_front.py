@@ -38,9 +38,10 @@ from lightning_cp.strategies.settings import Settings
 from lightning_cp.strategies.sweeps import refuse_foreign_launcher
 from lightning_cp.strategies.watch.finite import FiniteGuard, Step
 from lightning_cp.strategies.watch.launchers import make_reporting
+from lightning_cp.strategies.watch.restarts import MeetsAnew
 
 
-class ContextParallelFront:
+class ContextParallelFront(MeetsAnew):
     """Puts the sequence on a mesh axis: Ulysses inside, a ring outside, data parallel around both.
 
     An unmodified ``training_step`` gives the loss, gradients and weights of one process.

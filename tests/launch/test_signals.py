@@ -66,4 +66,4 @@ def test_every_rank_saves_the_same_step(
     assert f"stopped by a signal after step {AT}, saved as last.ckpt" in said
     assert not list(folder.glob(".*"))  # nothing half-written
     all_succeeded(run(folder, how, "none", 0, 0, saves, folder / "last.ckpt"))
-    # assert left(folder) == uninterrupted(tmp_path_factory.getbasetemp() / "uninterrupted")
+    assert left(folder) == uninterrupted(tmp_path_factory.getbasetemp() / "uninterrupted")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.launch.expected import came_to_the_same
 from tests.launch.start import SCRIPTS, all_succeeded, free_port, ranks
-from tests.launch.test_signals import AT
+from tests.launch.test_signals import AT, left, uninterrupted
 
 
 def srun(tasks: int, nodes: int = 1, **more: str) -> list[dict[str, str]]:
@@ -71,4 +71,4 @@ def test_a_job_is_queued_again_and_goes_on(
     again = ranks(folder, srun(2, PATH=path), script, folder, 2, "none", 0, 0, "none")
     all_succeeded(again)
     assert "hpc_ckpt_1.ckpt" in again[0].output
-    # assert left(folder) == uninterrupted(tmp_path_factory.getbasetemp() / "uninterrupted")
+    assert left(folder) == uninterrupted(tmp_path_factory.getbasetemp() / "uninterrupted")
