@@ -48,4 +48,12 @@ GUARD_MUTANTS = (
         (f"{TRAINER}[by norm-gradient]",),
         "Only the first step of a run is looked at.",
     ),
+    Mutant(
+        "dead ranks are answered once for all",
+        "lightning_cp/strategies/watch/restarts.py",
+        '            if store.check([f"{_FOLDER}/{own}/knows/{other}"]):',
+        '            if store.check([f"{_FOLDER}/asks/{other}"]):',
+        ("tests/strategies/test_restarts.py::test_questions_of_the_dead_do_not_count",),
+        "After a restart a rank waits for an answer that rank 0 has given to a dead one.",
+    ),
 )

@@ -44,16 +44,17 @@ def connect(strategy: Any) -> None:
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if not (shared and restarts) or dist.is_initialized():
         return
-    environment, timeout = strategy.cluster_environment, strategy._timeout
+    environment = strategy.cluster_environment
+    timeout = strategy._timeout or timedelta(minutes=30)
     rank, world_size = environment.global_rank(), environment.world_size()
     store = dist.TCPStore(
         environment.main_address,
         environment.main_port,
         world_size,
         is_master=False,
-        timeout=timeout or timedelta(minutes=30),
+        timeout=timeout,
     )
-    name = name_of_attempt(store, rank, world_size)
+    name = name_of_attempt(store, rank, world_size, timeout)
     backend, device = strategy._get_process_group_backend(), strategy.root_device
     dist.init_process_group(
         backend,
@@ -67,11 +68,11 @@ def connect(strategy: Any) -> None:
         atexit.register(_destroy_dist_connection)  # as Lightning has it
 
 
-def name_of_attempt(store: dist.TCPStore, rank: int, world_size: int) -> str:
+def name_of_attempt(store: dist.Store, rank: int, world_size: int, patience: timedelta) -> str:
     """What all ranks that live now call this attempt, and no earlier one was called.
 
     Raises:
-        DistStoreError: the others have not come within the store's timeout.
+        DistStoreError: the others have not come within ``patience``, which is the store's own too.
     """
     own = uuid.uuid4().hex
     if rank:
@@ -79,7 +80,7 @@ def name_of_attempt(store: dist.TCPStore, rank: int, world_size: int) -> str:
         name = store.get(f"{_FOLDER}/answer/{own}").decode()
         store.set(f"{_FOLDER}/{name}/knows/{rank}", "")
         return name
-    end = time.monotonic() + store.timeout.total_seconds()
+    end = time.monotonic() + patience.total_seconds()
     unknowing = set(range(1, world_size))
     while unknowing:
         for other in sorted(unknowing):
