@@ -1,0 +1,293 @@
+"""Peak memory and time of loading a Hugging Face checkpoint into sharded models, beside their bounds.
+
+    python -m lightning_cp.bench.loading --gigabytes 4.3 --files 24 --ranks 1 2 4 --rounds 3
+
+makes a checkpoint of a Llama's shapes in a temporary folder, and loads it in fresh processes into a model on
+the meta device, sharded by FSDP2 (``fsdp``), by rows and columns (``tp``), or by both on one dimension
+(``fsdp_tp``). Memory is what the process's peak (VmHWM, mapped files included) rises over what it had before
+loading; the bound is its own shard + 1.25 x the largest slice + 256 MB. Time is that of the slowest rank, and
+is compared with reading as many bytes from the same places of the files into fresh memory, and nothing else.
+Ways and rounds alternate; medians are printed. ``--cold`` drops the files from the page cache before each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+
+from lightning_cp.bench import table
+from lightning_cp.bench.processes import on_ranks
+from lightning_cp.checkpoint.pretrained.index import INDEX, open_checkpoint
+from lightning_cp.checkpoint.pretrained.load import load_pretrained
+from lightning_cp.checkpoint.pretrained.plan import LoadPlan, plan_load
+from lightning_cp.checkpoint.pretrained.write import Shape, TensorFile, in_files, index_text
+from lightning_cp.errors import ConfigError
+
+HEAD = (
+    *("ranks", "sharding", "way", "shard, MB", "largest slice, MB", "peak, MB", "bound, MB"),
+    *("peak / bound", "time, s", "plain reading, s", "ratio"),
+)
+WAYS = ("ours", "dcp")
+KINDS = ("fsdp", "tp", "fsdp_tp")
+ROW_SHARDED = ("o_proj", "down_proj")
+HIDDEN, INNER, VOCAB = 2048, 5632, 32000
+RESERVE = 256e6
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one rank."""
+
+    shard: int
+    largest: int
+    peak: int
+    seconds: float
+
+    @property
+    def bound(self) -> float:
+        """Bytes that the peak may have."""
+        return self.shard + 1.25 * self.largest + RESERVE
+
+
+class Block(nn.Module):
+    """The matrices of a Llama's layer; nothing is computed with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.register_module(name, nn.Linear(HIDDEN, HIDDEN, bias=False))
+        for name in ("gate_proj", "up_proj"):
+            self.register_module(name, nn.Linear(HIDDEN, INNER, bias=False))
+        self.down_proj = nn.Linear(INNER, HIDDEN, bias=False)
+        self.norm = nn.Parameter(torch.ones(HIDDEN))
+
+
+class Network(nn.Module):
+    """So many layers between an embedding and a head."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(VOCAB, HIDDEN)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.lm_head = nn.Linear(HIDDEN, VOCAB, bias=False)
+
+
+def network(layers: int) -> Network:
+    """On the meta device, in bfloat16."""
+    with torch.device("meta"):
+        return Network(layers).to(torch.bfloat16)
+
+
+def layers_for(nbytes: float) -> int:
+    """As many as make up a model of that size, at least one."""
+    sizes = [sum(p.nbytes for p in network(count).parameters()) for count in (0, 1)]
+    return max(1, round((nbytes - sizes[0]) / (sizes[1] - sizes[0])))
+
+
+def make_checkpoint(folder: Path, layers: int, files: int) -> None:
+    """Write it: bytes of no meaning, different everywhere.
+
+    Raises:
+        ConfigError: more files than tensors can be spread over.
+    """
+    shapes = {
+        name: Shape(p.dtype, tuple(p.shape)) for name, p in network(layers).named_parameters()
+    }
+    total = sum(shape.nbytes for shape in shapes.values())
+    limit, made = total // files, in_files(shapes, max(1, total // files))
+    while len(made) > files:
+        limit += total // (100 * files) + 1
+        made = in_files(shapes, limit)
+    if len(made) < files // 2:
+        raise ConfigError(f"--files {files} is more than {len(shapes)} tensors can be spread over.")
+    noise = torch.randint(0, 2**15, (VOCAB * HIDDEN + 4096,), dtype=torch.int16)
+    for name, keys in made.items():
+        file = TensorFile(folder / name, {key: shapes[key] for key in keys})
+        for number, key in enumerate(file.order):
+            count = torch.Size(shapes[key].shape).numel()
+            file.write(noise[number : number + count])
+        file.close()
+    (folder / INDEX).write_text(index_text(shapes, made))
+
+
+def shard(model: Network, kind: str, world: int) -> None:
+    """Shard it over all ranks."""
+    if kind == "fsdp":
+        mesh = init_device_mesh("cpu", (world,))
+    elif kind == "tp":
+        mesh = None
+        _by_rows_and_columns(model, init_device_mesh("cpu", (world,)))
+    else:
+        both = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("fsdp", "tp"))
+        _by_rows_and_columns(model, both["tp"])
+        mesh = both["fsdp"]
+    if mesh is not None:
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+
+def _by_rows_and_columns(model: Network, mesh: Any) -> None:
+    """As tensor parallelism does: output rows, or input columns."""
+
+    def part(name: str, module: nn.Module, mesh: Any) -> None:
+        for own, x in list(module.named_parameters(recurse=False)):
+            dim = 1 if name.endswith(ROW_SHARDED) else 0
+            if x.ndim == 2:
+                made = distribute_tensor(x, mesh, [Shard(dim)], src_data_rank=None)
+                module.register_parameter(own, nn.Parameter(made))
+
+    distribute_module(model, mesh, part)
+
+
+def load(folder: Path, layers: int, kind: str, way: str) -> Found:
+    """Load on this rank, and say what it took."""
+    model = network(layers)
+    shard(model, kind, dist.get_world_size())
+    plan = plan_load(model, open_checkpoint(folder))
+    largest = max(one.nbytes for one in plan.slices)
+    # What PyTorch sets up once is not the loader's.
+    load_nothing = torch.empty(8).to(torch.bfloat16)
+    del load_nothing
+    dist.barrier()
+    _reset_peak()
+    before, started = _status("VmRSS"), time.monotonic()
+    if way == "ours":
+        load_pretrained(model, folder, progress=False)
+    else:
+        _load_by_dcp(model, folder)
+    seconds = time.monotonic() - started
+    size = sum(_local(x).nbytes for x in model.parameters())
+    return Found(size, largest, _status("VmHWM") - before, seconds)
+
+
+def _load_by_dcp(model: nn.Module, folder: Path) -> None:
+    """PyTorch's own reader, as its documentation has it."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    from torch.distributed.checkpoint import load as load_checkpoint
+
+    model.to_empty(device="cpu")
+    load_checkpoint(dict(model.state_dict()), storage_reader=HuggingFaceStorageReader(str(folder)))
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def read_plainly(folder: Path, layers: int, kind: str) -> float:
+    """Seconds of reading as many bytes from the same places into fresh memory."""
+    model = network(layers)
+    shard(model, kind, dist.get_world_size())
+    plan: LoadPlan = plan_load(model, open_checkpoint(folder))
+    dist.barrier()
+    started = time.monotonic()
+    memory: list[torch.Tensor] = []
+    for one in plan.slices:
+        memory.append(torch.empty(one.nbytes, dtype=torch.uint8))
+        start = one.entry.start + (one.offsets[0] * one.nbytes // max(1, one.lengths[0]))
+        start = min(start, one.entry.start + one.entry.nbytes - one.nbytes)
+        with one.entry.file.open("rb", buffering=0) as stream:
+            held: Any = memory[-1].numpy()
+            at = 0
+            while at < one.nbytes:
+                at += os.preadv(stream.fileno(), [memoryview(held)[at:]], start + at)
+    return time.monotonic() - started
+
+
+def _reset_peak() -> None:
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError(f"this system does not tell {name}: the benchmark needs Linux.")
+
+
+def drop_from_cache(folder: Path) -> None:
+    """Have the next reader go to the disk."""
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def rows(given: argparse.Namespace, folder: Path, layers: int) -> Iterator[list[str]]:
+    """A row for each number of ranks, sharding and way."""
+    for ranks in given.ranks:
+        for kind in given.shardings:
+            if kind == "fsdp_tp" and ranks % 2:
+                continue
+            plain: list[float] = []
+            found: dict[str, list[list[Found]]] = {way: [] for way in given.ways}
+            for _ in range(given.rounds):
+                for way in given.ways:
+                    _before(given, folder)
+                    plain.append(max(on_ranks(ranks, read_plainly, folder, layers, kind)))
+                    _before(given, folder)
+                    found[way].append(on_ranks(ranks, load, folder, layers, kind, way))
+            for way in given.ways:
+                yield _row(ranks, kind, way, found[way], statistics.median(plain))
+
+
+def _before(given: argparse.Namespace, folder: Path) -> None:
+    if given.cold:
+        drop_from_cache(folder)
+
+
+def _row(ranks: int, kind: str, way: str, rounds: list[list[Found]], plain: float) -> list[str]:
+    """The rank and the round that came closest to the bound; the median time."""
+    worst = max((x for every in rounds for x in every), key=lambda x: x.peak / x.bound)
+    seconds = statistics.median(max(x.seconds for x in every) for every in rounds)
+    sizes = (worst.shard, worst.largest, worst.peak, worst.bound)
+    return [
+        *(str(ranks), kind, way, *(f"{size / 1e6:,.0f}" for size in sizes)),
+        f"{worst.peak / worst.bound:.2f}",
+        *(f"{seconds:.2f}", f"{plain:.2f}", f"{seconds / plain:.2f}"),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print a Markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--gigabytes", type=float, default=4.3)
+    parser.add_argument("--files", type=int, default=24)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shardings", nargs="+", choices=KINDS, default=["fsdp", "tp"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["ours"])
+    parser.add_argument("--cold", action="store_true")
+    given = parser.parse_args(arguments)
+    for name in ("gigabytes", "files", "rounds"):
+        if not getattr(given, name) > 0:
+            parser.error(f"--{name} must be positive, got {getattr(given, name)}")
+    if min(given.ranks) < 1:
+        parser.error(f"--ranks must be positive, got {given.ranks}")
+    with tempfile.TemporaryDirectory() as name:
+        folder, layers = Path(name), layers_for(given.gigabytes * 1e9)
+        make_checkpoint(folder, layers, given.files)
+        sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
+        print(f"{sum(sizes) / 1e9:.2f} GB in {len(sizes)} files, {layers} layers, bfloat16\n")
+        print(table.head(HEAD))
+        for cells in rows(given, folder, layers):
+            print(table.row(cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

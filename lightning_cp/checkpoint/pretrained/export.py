@@ -1,0 +1,258 @@
+"""``export_pretrained``: a model of any sharding as a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_cp.checkpoint.durable import SAVING, beside, discard, put_in_place, write_durably
+from lightning_cp.checkpoint.pretrained.incomplete import require_complete
+from lightning_cp.checkpoint.pretrained.keys import Rule, names_for, rules_of
+from lightning_cp.checkpoint.pretrained.load import dtype_of
+from lightning_cp.checkpoint.pretrained.names import plain, tensors_of
+from lightning_cp.checkpoint.pretrained.write import INDEX, Shape, TensorFile, in_files, index_text
+from lightning_cp.checkpoint.tensors import whole
+from lightning_cp.comm.outcome import share_outcome
+from lightning_cp.errors import CheckpointError, ConfigError
+
+FILE_BYTES = 5_000_000_000
+REPLACED = (".safetensors", ".json")
+"""What may be in a folder that is replaced."""
+
+
+def export_pretrained(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    config: Any = None,
+    dtype: torch.dtype | str | None = None,
+    keys: Mapping[str, str] | None = None,
+    prefix: str | None = None,
+    file_bytes: int = FILE_BYTES,
+    overwrite: bool = False,
+) -> Path:
+    """Write a model's parameters as safetensors files that ``from_pretrained`` and ``load_pretrained`` read.
+
+    All ranks of the world call it. Rank 0 has one tensor whole at a time and writes; the folder gets its name
+    once everything is on the disk, and what ends before leaves nothing.
+
+    Args:
+        model: sharded in any way, or not.
+        path: the folder to be made.
+        config: has ``save_pretrained``; by default the network's own, if it has one.
+        dtype: of floating-point tensors in the files; by default their own.
+        keys: as for ``load_pretrained``: parameter names to names in the files. A fused parameter cannot be
+            taken apart, since nothing says where.
+        prefix: of the model's names, to be left away; by default that of the network from transformers in it.
+        file_bytes: a file is not longer, unless one tensor is.
+        overwrite: replace a folder that is there, if it holds nothing but such files.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: a folder that is there, or options that cannot be.
+        CheckpointError: a model that was loaded in part, or files that cannot be written.
+        RankFailure: another rank has raised.
+    """
+    target, made, error = Path(path), None, None
+    try:
+        require_complete(model)
+        made = _plan(model, keys, prefix, dtype_of(dtype), file_bytes)
+        _require_free(target, overwrite)
+    except (CheckpointError, ConfigError) as raised:
+        error = raised
+    device = _device_type(model)
+    share_outcome(error, device, what="exporting weights")
+    assert made is not None
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    staged = beside(target, SAVING)
+    try:
+        error = _write(made, staged if first else None)
+        if first and error is None:
+            error = _finish(made, staged, target, config)
+    finally:
+        if first:
+            discard(staged)
+    share_outcome(error, device, what="exporting weights")
+    return target
+
+
+@dataclass(frozen=True)
+class _Export:
+    """What is written where."""
+
+    network: nn.Module
+    parts: dict[str, list[torch.Tensor]]
+    """Key -> the parameters that make it up, side by side along dimension 0."""
+    shapes: dict[str, Shape]
+    files: dict[str, list[str]]
+
+
+def _plan(
+    model: nn.Module,
+    keys: Mapping[str, str] | None,
+    prefix: str | None,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+) -> _Export:
+    if type(file_bytes) is not int or file_bytes < 1:
+        raise ConfigError(f"file_bytes must be an integer of at least 1, got {file_bytes!r}.")
+    path, network = _network(model, prefix)
+    held = tensors_of(model, path).by_name
+    if not held:
+        raise ConfigError(f"no parameter of the model begins with prefix={path!r}.")
+    parts = _parts(held, rules_of(keys))
+    shapes = {key: _shape(key, tensors, dtype) for key, tensors in parts.items()}
+    return _Export(network, parts, shapes, in_files(shapes, file_bytes))
+
+
+def _network(model: nn.Module, prefix: str | None) -> tuple[str, nn.Module]:
+    """Where the network begins, and which it is: the outermost that says how it is saved."""
+    for path, module in model.named_modules():
+        at = f"{plain(path)}." if path else ""
+        saves = callable(getattr(module, "save_pretrained", None)) and hasattr(module, "config")
+        if at == prefix or (prefix is None and saves):
+            return at, module
+    return prefix or "", model
+
+
+def _parts(
+    held: Mapping[str, torch.Tensor], rules: Sequence[Rule]
+) -> dict[str, list[torch.Tensor]]:
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name in held:
+        parameters, keys = names_for(name, rules)
+        if len(keys) > 1:
+            raise ConfigError(
+                f"{name} cannot be written as {' + '.join(keys)}: nothing says where one ends and the next "
+                "begins. Leave that line of keys out, and have the fused name in the files."
+            )
+        missing = [other for other in parameters if other not in held]
+        if missing:
+            raise ConfigError(
+                f"{keys[0]} is made of {missing[0]} too, which the model does not have."
+            )
+        parts[keys[0]] = [held[other] for other in parameters]
+    return parts
+
+
+def _shape(key: str, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> Shape:
+    rests = {(x.dtype, tuple(x.shape)[1:]) for x in tensors}
+    if len(rests) > 1:
+        raise ConfigError(
+            f"{key} cannot be made of tensors of shapes {', '.join(str(list(x.shape)) for x in tensors)}: "
+            "only the first dimension may differ."
+        )
+    own, rest = rests.pop()
+    made = dtype if dtype is not None and own.is_floating_point else own
+    if len(tensors) == 1:
+        return Shape(made, tuple(tensors[0].shape))
+    return Shape(made, (sum(len(x) for x in tensors), *rest))
+
+
+def _require_free(target: Path, overwrite: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if target.is_symlink() or not target.is_dir():
+        raise ConfigError(f"{target.name} is there, and no folder. Name another one.")
+    others = [x.name for x in target.iterdir() if x.is_dir() or x.suffix not in REPLACED]
+    if others and (overwrite or any(target.iterdir())):
+        raise ConfigError(
+            f"the folder {target.name} holds {others[0]}, which is no part of a checkpoint: it is not "
+            "replaced. Name another one."
+        )
+    if any(target.iterdir()) and not overwrite:
+        raise ConfigError(
+            f"the folder {target.name} is not empty. Name another one, or pass overwrite=True."
+        )
+
+
+def _write(made: _Export, staged: Path | None) -> Exception | None:
+    """Every rank takes part to the end; the one that writes remembers what went wrong."""
+    error: Exception | None = None
+    file: TensorFile | None = None
+    try:
+        if staged is not None:
+            staged.mkdir(parents=True)
+    except OSError as raised:
+        error = _cannot_write(raised)
+    for name, keys in made.files.items():
+        shapes = {key: made.shapes[key] for key in keys}
+        order = sorted(shapes, key=lambda key: -shapes[key].dtype.itemsize)
+        try:
+            file = None if staged is None or error else TensorFile(staged / name, shapes)
+        except OSError as raised:
+            error = _cannot_write(raised)
+        for key in order:
+            for x in made.parts[key]:
+                gathered = whole(x, keep=file is not None)
+                if file is None or error is not None or gathered is None:
+                    continue
+                try:
+                    file.write(gathered.to(shapes[key].dtype))
+                except OSError as raised:
+                    error = _cannot_write(raised)
+        error = _close(file, error)
+    return error
+
+
+def _close(file: TensorFile | None, error: Exception | None) -> Exception | None:
+    try:
+        if file is not None:
+            file.close(durably=error is None)
+    except OSError as raised:
+        return error or _cannot_write(raised)
+    return error
+
+
+def _finish(made: _Export, staged: Path, target: Path, config: Any) -> Exception | None:
+    """All but the tensors, then the name."""
+    try:
+        if len(made.files) > 1:
+            write_durably(staged / INDEX, index_text(made.shapes, made.files).encode())
+        _save_config(made, staged, config)
+        put_in_place(staged, target)
+    except OSError as raised:
+        return _cannot_write(raised)
+    return None
+
+
+def _save_config(made: _Export, staged: Path, config: Any) -> None:
+    """The network's configuration says the class and the dtype that are in the files now."""
+    given = config if config is not None else getattr(made.network, "config", None)
+    if not callable(getattr(given, "save_pretrained", None)):
+        return
+    saved: Any = copy.deepcopy(given)
+    floats = [x.dtype for x in made.shapes.values() if x.dtype.is_floating_point]
+    if config is None:
+        kind = type(made.network)
+        saved.architectures = [kind.__name__.removeprefix("FSDP")]
+    if floats:
+        saved.dtype = max(set(floats), key=floats.count)
+    saved.save_pretrained(staged)
+    generation: Any = getattr(made.network, "generation_config", None)
+    if config is None and callable(getattr(generation, "save_pretrained", None)):
+        generation.save_pretrained(staged)
+
+
+def _cannot_write(error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"the export could not be written ({error.strerror or error}), and nothing of it is left. Free some "
+        "space or name another folder, and call it again: the model is as it was."
+    )
+
+
+def _device_type(model: nn.Module) -> str:
+    for x in model.parameters():
+        return x.device_mesh.device_type if isinstance(x, DTensor) else x.device.type
+    return "cpu"

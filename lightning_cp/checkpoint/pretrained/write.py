@@ -1,0 +1,113 @@
+"""Writing safetensors files one tensor at a time: the header first, since all sizes are known before."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from lightning_cp.checkpoint.pretrained.header import DTYPES
+from lightning_cp.checkpoint.pretrained.index import INDEX, SINGLE
+from lightning_cp.errors import ConfigError
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a file says of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def in_files(tensors: Mapping[str, Shape], limit: int) -> dict[str, list[str]]:
+    """File names and the keys in each, in order; a file stays below ``limit`` bytes if its keys let it."""
+    files: list[list[str]] = [[]]
+    size = 0
+    for key, tensor in tensors.items():
+        if files[-1] and size + tensor.nbytes > limit:
+            files.append([])
+            size = 0
+        files[-1].append(key)
+        size += tensor.nbytes
+    if len(files) == 1:
+        return {SINGLE: files[0]}
+    total = len(files)
+    return {
+        f"model-{number:05d}-of-{total:05d}.safetensors": keys
+        for number, keys in enumerate(files, start=1)
+    }
+
+
+def index_text(tensors: Mapping[str, Shape], files: Mapping[str, Sequence[str]]) -> str:
+    """Which key is in which file, as transformers writes it."""
+    where = {key: name for name, keys in files.items() for key in keys}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n"
+
+
+class TensorFile:
+    """A new file, to be filled in the order of ``order``.
+
+    Args:
+        path: it must not exist.
+        tensors: what it will hold.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Shape]) -> None:
+        self.order = aligned(tensors)
+        self._stream: BinaryIO = path.open("xb")
+        self._stream.write(header_bytes({key: tensors[key] for key in self.order}))
+
+    def write(self, x: torch.Tensor) -> None:
+        """The next tensor, on the CPU."""
+        flat: Any = x.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        self._stream.write(memoryview(flat))
+
+    def close(self, *, durably: bool = True) -> None:
+        """Have it on the disk."""
+        if durably:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+        self._stream.close()
+
+
+def aligned(tensors: Mapping[str, Shape]) -> list[str]:
+    """Keys with the largest elements first: then each tensor begins where its dtype may."""
+    return sorted(tensors, key=lambda key: -tensors[key].dtype.itemsize)
+
+
+def header_bytes(tensors: Mapping[str, Shape]) -> bytes:
+    """The length and the header, to a multiple of 8 bytes.
+
+    Raises:
+        ConfigError: a dtype that the format does not have.
+    """
+    said: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for key, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            raise ConfigError(f"{key} has dtype {tensor.dtype}, which safetensors does not hold.")
+        said[key] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    text = json.dumps(said, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+__all__ = ["INDEX", "Shape", "TensorFile", "aligned", "header_bytes", "in_files", "index_text"]

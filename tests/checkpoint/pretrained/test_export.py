@@ -1,0 +1,181 @@
+"""A model of any sharding as files that transformers loads, bitwise; nothing is left half-written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from lightning_cp.checkpoint import export_pretrained, load_pretrained
+from lightning_cp.checkpoint.pretrained import export as export_module
+from lightning_cp.checkpoint.pretrained.write import TensorFile
+from lightning_cp.errors import CheckpointError, ConfigError, RankFailure
+from tests.checkpoint.pretrained.models import MESHES, make, save, shard, world_of
+from tests.checkpoint.pretrained.test_options import PARTS, WHOLE, Apart, Fused, Wrapped
+from tests.pool import run_ranks
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, as the library of the format reads them."""
+    return {key: x for file in path.glob("*.safetensors") for key, x in load_file(file).items()}
+
+
+def names_in(folder: Path) -> list[str]:
+    """Of all that is there, hidden or not."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def there_and_back(rank: int, world: int, source: Path, target: Path, kind: str) -> None:
+    model = make(torch.bfloat16, device="meta")
+    mesh = shard(model, kind)
+    load_pretrained(model, source, mesh, progress=False)
+    export_pretrained(model, target, file_bytes=9000)
+
+
+@pytest.mark.parametrize("kind", list(MESHES))
+def test_what_was_loaded_is_exported_bitwise(kind: str, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    wanted = save(tmp_path / "source", torch.bfloat16, seed=6)
+    target = tmp_path / "target"
+    run_ranks(world_of(kind), there_and_back, tmp_path / "source", target, kind)
+    assert names_in(tmp_path) == ["source", "target"]
+    assert len(list(target.glob("*.safetensors"))) > 2
+    found = stored(target)
+    assert found.keys() == stored(tmp_path / "source").keys()
+    model: Any = LlamaForCausalLM.from_pretrained(target)
+    assert model.dtype == torch.bfloat16
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, wanted[name]), name
+    assert json.loads((target / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_one_process_exports_too(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    model = make(tie_word_embeddings=True)
+    made = export_pretrained(Wrapped(model), tmp_path / "made")
+    assert [file.name for file in made.glob("*.safetensors")] == ["model.safetensors"]
+    assert "lm_head.weight" not in stored(made)  # tied: once
+    again: Any = LlamaForCausalLM.from_pretrained(made)
+    assert all(torch.equal(x, model.state_dict()[name]) for name, x in again.state_dict().items())
+
+
+def test_another_dtype(tmp_path: Path) -> None:
+    model = make()
+    export_pretrained(model, tmp_path / "made", dtype="bfloat16")
+    for name, x in stored(tmp_path / "made").items():
+        assert torch.equal(x, model.state_dict()[name].bfloat16())
+    assert json.loads((tmp_path / "made" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_tensors_of_all_kinds_begin_where_their_dtype_may(tmp_path: Path) -> None:
+    model = nn.Module()
+    for name, dtype, size in (
+        ("a", torch.uint8, 3),
+        ("b", torch.float64, 2),
+        ("c", torch.int16, 1),
+    ):
+        model.register_buffer(name, torch.arange(size).to(dtype))
+    model.register_buffer("d", torch.tensor(2.5))
+    model.register_buffer("e", torch.empty(0, 3))
+    export_pretrained(model, tmp_path / "made")
+    found = stored(tmp_path / "made")
+    for name, x in model.state_dict().items():
+        assert found[name].dtype == x.dtype
+        assert torch.equal(found[name], x)
+    again = nn.Module()
+    for name, x in model.state_dict().items():
+        again.register_buffer(name, torch.full_like(x, 9))
+    load_pretrained(again, tmp_path / "made", progress=False)
+    assert all(torch.equal(x, found[name]) for name, x in again.state_dict().items())
+
+
+def test_parts_are_written_as_one(tmp_path: Path) -> None:
+    apart = Apart(device="cpu")
+    export_pretrained(apart, tmp_path / "made", keys={PARTS: WHOLE})
+    layer: Any = apart.layers[1]
+    wanted = torch.cat([layer[name].weight for name in "qkv"])
+    assert torch.equal(stored(tmp_path / "made")["layers.1.qkv.weight"], wanted)
+    with pytest.raises(ConfigError, match="nothing says where one ends"):
+        export_pretrained(Fused(device="cpu"), tmp_path / "other", keys={WHOLE: PARTS})
+
+
+def interrupted(rank: int, world: int, target: Path, how: str) -> str:
+    """The third tensor cannot be written, on rank 0; the other one is told."""
+    model = make(device="cpu")
+    shard(model, "fsdp") if how == "OSError" else None
+    count = []
+
+    class Fails(TensorFile):
+        def write(self, x: torch.Tensor) -> None:
+            count.append(x)
+            if len(count) == 3:
+                raise (
+                    OSError(28, "No space left on device")
+                    if how == "OSError"
+                    else KeyboardInterrupt
+                )
+            super().write(x)
+
+    export_module.TensorFile = Fails  # type: ignore[misc]
+    try:
+        export_pretrained(model, target, overwrite=True)
+    except (CheckpointError, RankFailure, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        export_module.TensorFile = TensorFile  # type: ignore[misc]
+    return "nothing was raised"
+
+
+def test_a_full_disk_leaves_what_was_there_before(tmp_path: Path) -> None:
+    target = tmp_path / "made"
+    export_pretrained(make(seed=6), target)
+    before = stored(target)
+    said = run_ranks(4, interrupted, target, "OSError")
+    assert "CheckpointError: the export could not be written (No space left on device)" in said[0]
+    assert all("RankFailure" in x and "rank 0 raised CheckpointError" in x for x in said[1:])
+    assert names_in(tmp_path) == ["made"]
+    assert all(torch.equal(x, before[name]) for name, x in stored(target).items())
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    assert interrupted(0, 1, tmp_path / "made", "Ctrl-C") == "KeyboardInterrupt: "
+    assert names_in(tmp_path) == []
+
+
+def test_folders_that_are_there(tmp_path: Path) -> None:
+    model, target = nn.Linear(2, 2), tmp_path / "made"
+    export_pretrained(model, target)
+    with pytest.raises(ConfigError, match="the folder made is not empty"):
+        export_pretrained(model, target)
+    export_pretrained(model, target, overwrite=True)
+    (target / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"made holds thesis.tex, which is no part"):
+        export_pretrained(model, target, overwrite=True)
+    assert (target / "thesis.tex").read_text() == "years of work"
+    with pytest.raises(ConfigError, match="is there, and no folder"):
+        export_pretrained(model, target / "thesis.tex")
+    (tmp_path / "empty").mkdir()
+    export_pretrained(model, tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"file_bytes": 0}, "file_bytes must be an integer of at least 1"),
+        ({"dtype": "int8"}, "floating-point dtype"),
+        ({"prefix": "x."}, "no parameter of the model begins with"),
+        ({"keys": {"weight + nothing": "w"}}, "made of nothing too"),
+        ({"keys": {"weight + bias": "w"}}, "only the first dimension may differ"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        export_pretrained(nn.Linear(2, 2), tmp_path / "made", **options)
+    assert not (tmp_path / "made").exists()
