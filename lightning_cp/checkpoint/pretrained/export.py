@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,17 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.checkpoint.durable import SAVING, beside, discard, put_in_place, write_durably
 from lightning_cp.checkpoint.pretrained.incomplete import require_complete
+from lightning_cp.checkpoint.pretrained.index import INDEX
 from lightning_cp.checkpoint.pretrained.keys import Rule, names_for, rules_of
 from lightning_cp.checkpoint.pretrained.load import dtype_of
 from lightning_cp.checkpoint.pretrained.names import plain, tensors_of
-from lightning_cp.checkpoint.pretrained.write import INDEX, Shape, TensorFile, in_files, index_text
+from lightning_cp.checkpoint.pretrained.write import (
+    Shape,
+    TensorFile,
+    aligned,
+    in_files,
+    index_text,
+)
 from lightning_cp.checkpoint.tensors import whole
 from lightning_cp.comm.outcome import share_outcome
 from lightning_cp.errors import CheckpointError, ConfigError
@@ -77,9 +85,7 @@ def export_pretrained(
     first = not dist.is_initialized() or dist.get_rank() == 0
     staged = beside(target, SAVING)
     try:
-        error = _write(made, staged if first else None)
-        if first and error is None:
-            error = _finish(made, staged, target, config)
+        error = _write(made, staged if first else None, target, config)
     finally:
         if first:
             discard(staged)
@@ -147,17 +153,18 @@ def _parts(
 
 
 def _shape(key: str, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> Shape:
-    rests = {(x.dtype, tuple(x.shape)[1:]) for x in tensors}
-    if len(rests) > 1:
+    first = tensors[0]
+    if any((x.dtype, x.shape[1:]) != (first.dtype, first.shape[1:]) for x in tensors):
         raise ConfigError(
             f"{key} cannot be made of tensors of shapes {', '.join(str(list(x.shape)) for x in tensors)}: "
             "only the first dimension may differ."
         )
-    own, rest = rests.pop()
+    own = first.dtype
     made = dtype if dtype is not None and own.is_floating_point else own
-    if len(tensors) == 1:
-        return Shape(made, tuple(tensors[0].shape))
-    return Shape(made, (sum(len(x) for x in tensors), *rest))
+    shape = list(first.shape)
+    if len(tensors) > 1:
+        shape[0] = sum(len(x) for x in tensors)
+    return Shape(made, tuple(shape))
 
 
 def _require_free(target: Path, overwrite: bool) -> None:
@@ -177,54 +184,73 @@ def _require_free(target: Path, overwrite: bool) -> None:
         )
 
 
-def _write(made: _Export, staged: Path | None) -> Exception | None:
-    """Every rank takes part to the end; the one that writes remembers what went wrong."""
-    error: Exception | None = None
-    file: TensorFile | None = None
-    try:
-        if staged is not None:
-            staged.mkdir(parents=True)
-    except OSError as raised:
-        error = _cannot_write(raised)
-    for name, keys in made.files.items():
-        shapes = {key: made.shapes[key] for key in keys}
-        order = sorted(shapes, key=lambda key: -shapes[key].dtype.itemsize)
+class _Writer:
+    """The rank that writes, or (without a folder) one that takes part in gathering only.
+
+    Every rank gathers to the end, also where a write has failed: the error is kept until then.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.error: CheckpointError | None = None
+        self._folder = folder
+        self._file: TensorFile | None = None
+
+    @property
+    def wants(self) -> bool:
+        """Whether a gathered tensor is of use."""
+        return self._folder is not None and self.error is None
+
+    def try_to(self, act: Callable[[Path], object]) -> None:
+        """Do something with the folder, if all went well so far."""
+        if self._folder is None or self.error is not None:
+            return
         try:
-            file = None if staged is None or error else TensorFile(staged / name, shapes)
+            act(self._folder)
         except OSError as raised:
-            error = _cannot_write(raised)
-        for key in order:
-            for x in made.parts[key]:
-                gathered = whole(x, keep=file is not None)
-                if file is None or error is not None or gathered is None:
-                    continue
-                try:
-                    file.write(gathered.to(shapes[key].dtype))
-                except OSError as raised:
-                    error = _cannot_write(raised)
-        error = _close(file, error)
-    return error
+            self.error = CheckpointError(
+                f"the export could not be written ({raised.strerror or raised}), and nothing of it is left. "
+                "Free some space or name another folder, and call it again: the model is as it was."
+            )
+
+    def write(self, made: _Export) -> None:
+        """All files of tensors; every rank comes here."""
+        for name, keys in made.files.items():
+            shapes = {key: made.shapes[key] for key in keys}
+            self.try_to(partial(self._begin, name, shapes))
+            try:
+                for key in aligned(shapes):
+                    for x in made.parts[key]:
+                        self._add(whole(x, keep=self.wants), shapes[key].dtype)
+                self.try_to(lambda _: self._file and self._file.sync())
+            finally:
+                if self._file is not None:
+                    self._file.close()
+                self._file = None
+
+    def _begin(self, name: str, shapes: Mapping[str, Shape], folder: Path) -> None:
+        self._file = TensorFile(folder / name, shapes)
+
+    def _add(self, x: torch.Tensor | None, dtype: torch.dtype) -> None:
+        file = self._file
+        if x is not None and file is not None:
+            self.try_to(lambda _: file.write(x.to(dtype)))
 
 
-def _close(file: TensorFile | None, error: Exception | None) -> Exception | None:
-    try:
-        if file is not None:
-            file.close(durably=error is None)
-    except OSError as raised:
-        return error or _cannot_write(raised)
-    return error
+def _write(made: _Export, staged: Path | None, target: Path, config: Any) -> CheckpointError | None:
+    """Every rank takes part; the one with a folder says what went wrong."""
+    writer = _Writer(staged)
+    writer.try_to(lambda folder: folder.mkdir(parents=True))
+    writer.write(made)
+    writer.try_to(partial(_finish, made, target, config))
+    return writer.error
 
 
-def _finish(made: _Export, staged: Path, target: Path, config: Any) -> Exception | None:
+def _finish(made: _Export, target: Path, config: Any, staged: Path) -> None:
     """All but the tensors, then the name."""
-    try:
-        if len(made.files) > 1:
-            write_durably(staged / INDEX, index_text(made.shapes, made.files).encode())
-        _save_config(made, staged, config)
-        put_in_place(staged, target)
-    except OSError as raised:
-        return _cannot_write(raised)
-    return None
+    if len(made.files) > 1:
+        write_durably(staged / INDEX, index_text(made.shapes, made.files).encode())
+    _save_config(made, staged, config)
+    put_in_place(staged, target)
 
 
 def _save_config(made: _Export, staged: Path, config: Any) -> None:
@@ -243,13 +269,6 @@ def _save_config(made: _Export, staged: Path, config: Any) -> None:
     generation: Any = getattr(made.network, "generation_config", None)
     if config is None and callable(getattr(generation, "save_pretrained", None)):
         generation.save_pretrained(staged)
-
-
-def _cannot_write(error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"the export could not be written ({error.strerror or error}), and nothing of it is left. Free some "
-        "space or name another folder, and call it again: the model is as it was."
-    )
 
 
 def _device_type(model: nn.Module) -> str:

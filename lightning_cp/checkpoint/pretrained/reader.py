@@ -18,8 +18,10 @@ import torch
 from lightning_cp.checkpoint.pretrained.header import Entry, open_regular
 from lightning_cp.errors import CheckpointError
 
-BUFFER = 16 * 2**20
-"""Bytes read at a time: of the buffer, and between two calls of ``done``."""
+STRAIGHT = 16 * 2**20
+"""Bytes read at a time into their place: between two calls of ``done``."""
+BUFFER = 2**20
+"""Bytes that pass through a buffer at a time; it stays in a core's cache between being filled and read."""
 SEEK = 32 * 2**10
 """Bytes that are rather skipped than read along; about what a system call costs."""
 
@@ -97,7 +99,7 @@ class SliceReader:
         at = 0
         while at < len(memory):
             try:
-                got = os.preadv(self._fd, [memory[at : at + BUFFER]], start + at)
+                got = os.preadv(self._fd, [memory[at : at + STRAIGHT]], start + at)
             except OSError as error:
                 raise CheckpointError(
                     f"{entry.file.name} cannot be read at {entry.name!r}: {error.strerror}."

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import torch
 
 from lightning_cp.checkpoint.pretrained.header import DTYPES
-from lightning_cp.checkpoint.pretrained.index import INDEX, SINGLE
+from lightning_cp.checkpoint.pretrained.index import SINGLE
 from lightning_cp.errors import ConfigError
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -67,19 +67,25 @@ class TensorFile:
 
     def __init__(self, path: Path, tensors: Mapping[str, Shape]) -> None:
         self.order = aligned(tensors)
-        self._stream: BinaryIO = path.open("xb")
-        self._stream.write(header_bytes({key: tensors[key] for key in self.order}))
+        self._stream: BinaryIO = path.open("xb", buffering=0)
+        self._put(memoryview(header_bytes({key: tensors[key] for key in self.order})))
 
     def write(self, x: torch.Tensor) -> None:
         """The next tensor, on the CPU."""
         flat: Any = x.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        self._stream.write(memoryview(flat))
+        self._put(memoryview(flat))
 
-    def close(self, *, durably: bool = True) -> None:
+    def _put(self, rest: memoryview) -> None:
+        while rest:
+            rest = rest[self._stream.write(rest) :]
+
+    def sync(self) -> None:
         """Have it on the disk."""
-        if durably:
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+
+    def close(self) -> None:
+        """No more comes."""
         self._stream.close()
 
 
@@ -108,6 +114,3 @@ def header_bytes(tensors: Mapping[str, Shape]) -> bytes:
     text = json.dumps(said, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-__all__ = ["INDEX", "Shape", "TensorFile", "aligned", "header_bytes", "in_files", "index_text"]
