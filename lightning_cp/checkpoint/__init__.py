@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_cp.checkpoint.latest import latest_checkpoint as latest_checkpoint
+    from lightning_cp.checkpoint.pretrained.dcp import CheckedStorageReader as CheckedStorageReader
     from lightning_cp.checkpoint.pretrained.export import export_pretrained as export_pretrained
     from lightning_cp.checkpoint.pretrained.load import load_pretrained as load_pretrained
     from lightning_cp.checkpoint.read import open_checkpoint as open_checkpoint
@@ -21,6 +22,7 @@ _HOME = {
     "open_checkpoint": "lightning_cp.checkpoint.read",
     "save_checkpoint": "lightning_cp.checkpoint.save",
     "whole": "lightning_cp.checkpoint.tensors",
+    "CheckedStorageReader": "lightning_cp.checkpoint.pretrained.dcp",
     "export_pretrained": "lightning_cp.checkpoint.pretrained.export",
     "load_pretrained": "lightning_cp.checkpoint.pretrained.load",
 }

@@ -138,6 +138,7 @@ def _parts(
     parts: dict[str, list[torch.Tensor]] = {}
     for name in held:
         parameters, keys = names_for(name, rules)
+        key = keys[0]
         if len(keys) > 1:
             raise ConfigError(
                 f"{name} cannot be written as {' + '.join(keys)}: nothing says where one ends and the next "
@@ -145,10 +146,8 @@ def _parts(
             )
         missing = [other for other in parameters if other not in held]
         if missing:
-            raise ConfigError(
-                f"{keys[0]} is made of {missing[0]} too, which the model does not have."
-            )
-        parts[keys[0]] = [held[other] for other in parameters]
+            raise ConfigError(f"{key} is made of {missing[0]} too, which the model does not have.")
+        parts[key] = [held[other] for other in parameters]
     return parts
 
 
