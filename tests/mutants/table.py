@@ -18,6 +18,7 @@ from tests.mutants.in_exchanges import EXCHANGE_MUTANTS
 from tests.mutants.in_guards import GUARD_MUTANTS
 from tests.mutants.in_kernels import KERNEL_MUTANTS
 from tests.mutants.in_layouts import LAYOUT_MUTANTS
+from tests.mutants.in_loading import LOADING_MUTANTS
 from tests.mutants.in_resume import RESUME_MUTANTS
 from tests.mutants.in_tensor_parallel import TENSOR_PARALLEL_MUTANTS
 from tests.mutants.in_triton import TRITON_MUTANTS
@@ -32,6 +33,7 @@ EVERY = (
     *RESUME_MUTANTS,
     *GUARD_MUTANTS,
     *TENSOR_PARALLEL_MUTANTS,
+    *LOADING_MUTANTS,
     *(TRITON_MUTANTS if is_installed() else ()),  # without Triton their tests are skipped
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}
