@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 
 from lightning_cp.kernels.triton_fa2 import is_installed
+from tests.mutants.in_engines import ENGINE_MUTANTS
 from tests.mutants.in_exchanges import EXCHANGE_MUTANTS
 from tests.mutants.in_guards import GUARD_MUTANTS
 from tests.mutants.in_kernels import KERNEL_MUTANTS
@@ -34,6 +35,7 @@ EVERY = (
     *GUARD_MUTANTS,
     *TENSOR_PARALLEL_MUTANTS,
     *LOADING_MUTANTS,
+    *ENGINE_MUTANTS,
     *(TRITON_MUTANTS if is_installed() else ()),  # without Triton their tests are skipped
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}

@@ -134,7 +134,7 @@ def test_a_window_reduces_once(engine: str) -> None:
         ),
         Cell("ddp", 2, steps=5, accumulate=2, more=(("bucket_cap_mb", "per_parameter"),)),
     ],
-    ids=lambda c: f"{c}-{c.clip_by}-{c.more}",
+    ids=["by_value", "by_value_zero1", "hsdp", "offload", "wrapped", "per_parameter"],
 )
 def test_options_change_nothing(cell: Cell) -> None:
     found = errors(cell)

@@ -1,0 +1,185 @@
+"""Models that are built without memory, computed in other dtypes, or dropped with their Fabric."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.models.handle import SwapHandle
+from lightning_cp.strategies.engines.units import units_of
+from tests.pool import expect_on_every_rank, run_ranks
+from tests.strategies.plain_llama import PlainLlama, RMSNorm
+from tests.strategies.runs import whole
+from tests.strategies.small import VOCAB, Small, loader, samples, trainer_of
+from tests.strategies.test_fabric import fabric_of
+
+RING = {"ring_size": 2, "ulysses_size": 1}
+
+
+class Norm(RMSNorm):
+    """Says what its values are, also of a buffer that no checkpoint holds."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.register_buffer("one", torch.ones(1), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        self.one.fill_(1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.one
+
+
+def built() -> PlainLlama:
+    """All of its modules can set their own values."""
+    torch.set_default_dtype(torch.float64)
+    model = PlainLlama(VOCAB, num_heads=4, num_kv_heads=2, layers=2)
+    for part in (*model.blocks, model):
+        for name, child in list(part.named_children()):
+            if isinstance(child, RMSNorm):
+                setattr(part, name, Norm(child.weight.numel()))
+    return model
+
+
+def empty(rank: int, world_size: int, engine: str, offload: bool) -> Any:
+    """Fabric's ``init_module(empty_init=True)``: the weights, and whether a step runs."""
+    fabric = fabric_of(world_size, {**RING, "data_parallel": engine, "cpu_offload": offload})
+    fabric.launch()
+    torch.manual_seed(100 + rank)
+    with fabric.init_module(empty_init=True):
+        model = built()
+    assert all(p.is_meta for p in model.parameters())
+    torch.manual_seed(5 + rank)  # the first rank's counts
+    wrapped: Any = fabric.setup_module(model)
+    weights = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    strategy: Any = fabric.strategy
+    part = strategy.shard_batch({key: x[None] for key, x in samples(1)[0].items()})
+    loss = wrapped(part["input_ids"], part["position_ids"]).square().mean()
+    fabric.backward(loss)
+    return weights, bool(loss.isfinite())
+
+
+@pytest.mark.parametrize(("engine", "offload"), [("fsdp", False), ("zero1", True)])
+def test_what_is_built_without_memory_has_the_values_of_one_process(
+    engine: str, offload: bool
+) -> None:
+    before = torch.get_default_dtype()
+    model = built()
+    torch.manual_seed(5)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    torch.set_default_dtype(before)
+    for weights, finite in run_ranks(2, empty, engine, offload):
+        assert finite
+        for name, parameter in model.named_parameters():
+            assert torch.equal(weights[name], parameter.detach()), name
+
+
+def mute(rank: int, world_size: int, engine: str) -> None:
+    class Mute(Small):
+        def configure_model(self) -> None:
+            with torch.device("meta"):
+                self.model = PlainLlama(VOCAB, num_heads=4, num_kv_heads=2, layers=1)
+
+    trainer_of(world_size, {**RING, "data_parallel": engine}).fit(Mute(), loader(2))
+
+
+@pytest.mark.parametrize(
+    ("engine", "match"),
+    [
+        ("fsdp", r"norm1 \(RMSNorm\) was built on the meta device.*reset_parameters\(\)"),
+        ("ddp", "is on the meta device, which data_parallel='ddp' cannot train.*'fsdp'"),
+    ],
+)
+def test_values_that_nothing_sets(engine: str, match: str) -> None:
+    expect_on_every_rank(2, mute, engine, error=ConfigError, match=match)
+
+
+def lower(rank: int, world_size: int, more: Any, precision: str | None) -> Any:
+    """Dtypes while computing, and of what the optimizer steps; the losses stay near those of float32."""
+    module = Small()
+    module.float()
+    torch.set_default_dtype(torch.float32)
+    seen: list[torch.dtype] = []
+    module.model.blocks[0].q.register_forward_hook(lambda m, a, out: seen.append(out.dtype))
+    trainer = trainer_of(world_size, {**RING, "data_parallel": "fsdp", **more}, precision=precision)
+    trainer.fit(module, loader(4))
+    gradients = {p.dtype for p in module.parameters()}
+    return (
+        seen[0],
+        gradients,
+        all(bool(whole(p.detach()).isfinite().all()) for p in module.parameters()),
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "precision", "stored"),
+    [
+        ({"mixed_precision": "bfloat16"}, None, torch.float32),
+        ({}, "bf16-mixed", torch.float32),
+        ({}, "bf16-true", torch.bfloat16),
+    ],
+)
+def test_computing_in_bfloat16(more: Any, precision: str | None, stored: torch.dtype) -> None:
+    for computed, kept, finite in run_ranks(2, lower, more, precision):
+        assert computed == torch.bfloat16
+        assert kept == {stored}
+        assert finite
+
+
+# -- what is wrapped ------------------------------------------------------------------------------
+
+
+def test_blocks_are_found_and_lists_within_them_are_not() -> None:
+    model = PlainLlama(layers=3)
+    for block in model.blocks:
+        block.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
+    assert units_of(model, None) == list(model.blocks)
+    assert units_of(nn.ModuleList(nn.Linear(2, 2) for _ in range(3)), None) == []
+    model.head.weight = model.blocks[
+        0
+    ].q.weight  # gathered with the model, or they would come apart
+    assert units_of(model, None) == list(model.blocks)[1:]
+    with pytest.raises(
+        ConfigError, match=r"'blocks\.0' shares 'head\.weight' with a module outside"
+    ):
+        units_of(model, "blocks.0")
+    assert units_of(model, ["Linear", "blocks.1"])[-1] is model.blocks[1]
+
+
+# -- a Fabric that is dropped ---------------------------------------------------------------------
+
+
+def one_step(fabric: Fabric, module: Any) -> None:
+    """Within a step, which nobody ends."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(module, optimizer)  # type: ignore[misc]
+    strategy: Any = fabric.strategy
+    batch = strategy.shard_batch({key: x[None] for key, x in samples(1)[0].items()})
+    fabric.backward(model.training_step(batch, 0))
+    optimizer.step()
+
+
+def dropped(rank: int, world_size: int, engine: str) -> tuple[int, bool]:
+    """Handles that are left of it, and whether attention is PyTorch's again."""
+    before = torch.nn.functional.scaled_dot_product_attention
+    fabric = fabric_of(world_size, {**RING, "data_parallel": engine})
+    fabric.launch()
+    one_step(fabric, Small())
+    del fabric
+    gc.collect()
+    left = sum(type(x) is SwapHandle for x in gc.get_objects())
+    return left, torch.nn.functional.scaled_dot_product_attention is before
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_a_dropped_fabric_gives_attention_back(engine: str) -> None:
+    assert run_ranks(2, dropped, engine) == [(0, True)] * 2
