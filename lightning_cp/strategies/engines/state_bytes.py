@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 Shape = tuple[int, ...]
 
@@ -72,8 +71,8 @@ def state_bytes(
     sizes = [_whole_in_memory(block, ranks, itemsize) for block in blocks]
     if engine == "zero1":
         gathered += sum(sizes)
-    else:  # the next block of backward is gathered ahead
-        gathered += max((a + b for a, b in pairwise(sizes)), default=sum(sizes))
+    else:  # the next one is still in its collective's buffer while a block is in use
+        gathered += max(sizes, default=0)
     held = sum(_rows(shape, rank, ranks) * _row(shape) for shape in each)
     peak = _gradients_peak(model, ranks, itemsize)
     return StateBytes(cut, cut + gathered, cut, peak, states * held * state_itemsize)
