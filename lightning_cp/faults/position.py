@@ -82,28 +82,31 @@ class Position:
         self._slot = slot
         self._write(self.place)
 
-    def restart(self, step: int) -> None:
-        """Training begins, after this many steps."""
-        self._stepped = True
-        self.enter(Phase.SETUP, step)
+    def restart(self) -> None:
+        """A run begins."""
+        self._stepped = self.is_first = True
+        self.enter(Phase.SETUP)
 
     def progress(self, *_: Any) -> None:
         """Something was done; also a hook for anything."""
         self.count += 1
 
-    def begin_micro_batch(self) -> None:
-        """A training batch is there, and goes forward."""
+    def begin_micro_batch(self, after: int | None = None) -> None:
+        """A training batch is there, and goes forward.
+
+        Args:
+            after: steps before this one, where somebody else counts them.
+        """
         step, micro_batch, _ = self.place
         if self._stepped:
-            step, micro_batch = step + 1, 0
+            step, micro_batch = (step if after is None else after) + 1, 0
             self._stepped = False
         self.began = self.count
         self._write(Place(step, micro_batch + 1, Phase.FORWARD))
 
-    def enter(self, phase: Phase, step: int | None = None) -> None:
+    def enter(self, phase: Phase) -> None:
         """The rank does something else from now on."""
-        before = self.place
-        self._write(Place(before.step if step is None else step, before.micro_batch, phase))
+        self._write(self.place._replace(phase=phase))
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:

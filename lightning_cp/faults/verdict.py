@@ -120,9 +120,10 @@ class Judge:
             said = [without_life(m.name, now - m.heard, m.beat.place) for m in frozen.values()]
             return Verdict("frozen", tuple(frozen), "; ".join(said))
         waited = now - self._moved
-        if members and all(_later(waited, member.beat.limit) for member in members.values()):
-            return _stuck(members, waited)
-        return None
+        if not members or not all(_later(waited, m.beat.limit) for m in members.values()):
+            return None
+        left = [rank for rank, member in enumerate(self._members) if member.left]
+        return self._all_of("left", left) if left else _stuck(members, waited)
 
 
 def without_life(name: str, seconds: float, place: Place) -> str:

@@ -70,6 +70,7 @@ class Watch:
         if self.is_on or not wanted or dist.get_world_size() == 1:
             return
         self._noted = None
+        self.position.restart()
         world, rank = dist.group.WORLD, dist.get_rank()
         assert world is not None
         token = secrets.token_bytes(16)
@@ -97,8 +98,8 @@ class Watch:
         If it looks as if another rank had failed before, this waits for that one's word, which ends the
         process; it returns if there is none.
         """
-        if not self.is_on or self._noted is error:
-            return
+        if not self.is_on or self._noted is error or isinstance(error, SystemExit):
+            return  # who exits, maybe with all others, says so when it ends
         assert self._watcher is not None
         self._noted = error
         note = Note.of_error(error, self.position.place)

@@ -39,6 +39,7 @@ from lightning_cp.strategies.sweeps import refuse_foreign_launcher
 from lightning_cp.strategies.watch.finite import FiniteGuard, Step
 from lightning_cp.strategies.watch.launchers import make_reporting
 from lightning_cp.strategies.watch.restarts import MeetsAnew
+from lightning_cp.strategies.watch.same import require_same_start
 
 
 class ContextParallelFront(MeetsAnew):
@@ -262,7 +263,8 @@ class ContextParallelFront(MeetsAnew):
         parent._configure_launcher()
         make_reporting(self._launcher)
 
-    def _begin_watch(self: Any) -> None:
+    def _begin_watch(self: Any, trainer: Any = None) -> None:
+        require_same_start(self._core.settings, trainer)
         address = self.cluster_environment.main_address
         self._core.watch.begin(self._core.settings, address, self.launcher)
         # Not the core's method: the core knows the model, and that knows the Trainer, and that this strategy.

@@ -61,7 +61,8 @@ class UlyssesRingStrategy(
         with going_on():
             super().setup_environment()
         self._check_world()
-        self._begin_watch()
+        assert self.lightning_module is not None
+        self._begin_watch(self.lightning_module.trainer)
         self._build_mesh()
         if self.data_parallel_size == 1:
             assert self.lightning_module is not None

@@ -7,13 +7,15 @@ mark is silent. A ``RankFailure`` only repeats another rank's error, so it is pr
 report is nowhere to be found (it is on another machine's terminal).
 
 The others are started by Lightning, which ends the whole job with SIGKILL when it sees that one of them has
-failed. So a rank that has reported waits to be ended by the first process, which then exits with status 1.
+failed. So a rank that has reported waits to be ended by the first process, which then exits with status 1;
+unless the ranks watch each other (see :mod:`lightning_cp.faults`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,10 +23,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_cp.errors import LightningCPError, RankFailure
+from lightning_cp.faults.ending import before_end
 
 FOLDER = "LIGHTNING_CP_FAILURES"
 """Names the folder with the marks; set in all ranks but the one that the user started."""
@@ -51,7 +55,7 @@ def one_report() -> Iterator[list[Any]]:
             if first:
                 _within_patience(lambda: _all_printed(marks))
                 _end(others)
-            else:
+            elif not _others_know(trainers):
                 time.sleep(PATIENCE)
             raise SystemExit(1) from None
 
@@ -60,9 +64,12 @@ def one_report() -> Iterator[list[Any]]:
 def _folder() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as made:
         os.environ[FOLDER] = made
+        clean = partial(shutil.rmtree, made)
+        before_end.append(clean)
         try:
             yield
         finally:
+            before_end.remove(clean)
             del os.environ[FOLDER]
 
 
@@ -109,6 +116,12 @@ def _within_patience(condition: Callable[[], bool]) -> bool:
 def _all_printed(marks: Path) -> bool:
     """Whether nobody who has left a mark is still printing."""
     return all(mark.stat().st_size for mark in marks.glob("*"))
+
+
+def _others_know(trainers: list[Any]) -> bool:
+    """Whether the ranks watch each other, so that none of them is ended before its time."""
+    cores = [getattr(trainer.strategy, "_core", None) for trainer in trainers]
+    return any(core is not None and core.watch.failed for core in cores)
 
 
 def _take_processes(trainers: list[Any]) -> list[subprocess.Popen[bytes]]:

@@ -7,16 +7,20 @@ import os
 import re
 import signal
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.launch.start import _run, environment, torchrun_variables
+from tests.launch.start import _run, environment, free_port, torchrun_variables
 from tests.pool.master import PRELOAD
 
 SCRIPT = Path(__file__).parent / "script.py"
 FIRED = re.compile(r"FAULT FIRED (?P<kind>\S+) (?P<pid>\d+) (?P<time>[\d.]+)")
+MARK = "FAULTS_MARK"
+LAUNCHED = 0
+"""One process is started, as a user would, and it starts the others."""
 LIMIT = 150.0
 """Seconds for a whole run on a busy machine; the fault's own bound counts from when it fires."""
 
@@ -41,19 +45,26 @@ class Outcome:
 
 
 def run_fault(
-    folder: Path, *arguments: object, ranks: int = 0, limit: float = LIMIT, **variables: str
+    folder: Path, *arguments: object, ranks: int = LAUNCHED, limit: float = LIMIT, **variables: str
 ) -> Outcome:
     """Run ``script.py`` and see how it ends.
 
     Args:
         folder: working directory.
         arguments: of the script.
-        ranks: so many processes are started, each told its rank as torchrun would; 0: one, as a user would.
+        ranks: so many processes are started, each told its rank as torchrun would; or ``LAUNCHED``.
         limit: seconds after which everything is killed, and this fails.
         variables: of the environment.
     """
     told = torchrun_variables(ranks) if ranks else [{}]
     return run_processes(folder, told, (SCRIPT, *arguments), limit=limit, **variables)
+
+
+def run_torchrun(folder: Path, ranks: int, *arguments: object, limit: float = LIMIT) -> Outcome:
+    """Run ``script.py`` by torchrun's own agent."""
+    options = (f"--nproc-per-node={ranks}", f"--master-port={free_port()}")
+    command = ("-m", "torch.distributed.run", *options, SCRIPT, *arguments)
+    return run_processes(folder, [{}], command, limit=limit)
 
 
 def run_processes(
@@ -67,11 +78,17 @@ def run_processes(
     """Run ``python <command>`` once for each environment; see ``run_fault``."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
+    mark = uuid.uuid4().hex
     outputs = [folder / f"output{index}.txt" for index in range(len(told))]
     processes = [
         context.Process(
             target=_run,
-            args=(list(map(str, command)), folder, environment(**own, **variables), output),
+            args=(
+                list(map(str, command)),
+                folder,
+                environment(**{**own, **variables, MARK: mark}),
+                output,
+            ),
         )
         for own, output in zip(told, outputs, strict=True)
     ]
@@ -82,9 +99,9 @@ def run_processes(
     try:
         for process in processes:
             process.join(max(0.0, end - time.monotonic()))
-        while living(sessions) and time.monotonic() < end:
+        while living(sessions, mark) and time.monotonic() < end:
             time.sleep(0.05)
-        gone, left = time.time(), living(sessions)
+        gone, left = time.time(), living(sessions, mark)
     finally:
         for session in sessions:
             with suppress(ProcessLookupError, PermissionError):
@@ -97,15 +114,16 @@ def run_processes(
     return Outcome(gone - float(fired["time"]), _last(texts), statuses, texts)
 
 
-def living(sessions: set[int]) -> list[int]:
-    """Processes of these sessions that are neither gone nor waiting to be noticed."""
+def living(sessions: set[int], mark: str) -> list[int]:
+    """Processes of these sessions, or with this mark, that are neither gone nor waiting to be noticed."""
     found: list[int] = []
     for place in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, _, session = place.read_text().rpartition(")")[2].split()[:4]
+            marked = f"{MARK}={mark}".encode() in (place.parent / "environ").read_bytes()
         except (OSError, ValueError):
             continue
-        if int(session) in sessions and state != "Z":
+        if (marked or int(session) in sessions) and state != "Z":
             found.append(int(place.parent.name))
     return found
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_cp.faults.watch import SWITCH
 from tests.installed import ROOT
 from tests.pool.master import PRELOAD
 
@@ -29,7 +30,14 @@ SCRIPTS = Path(__file__).parent / "scripts"
 LIMIT = 240.0
 """Seconds that a group of processes may take on a busy machine."""
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
-STALE = ("MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED", "TORCHELASTIC_RUN_ID", *RANK_VARIABLES)
+STALE = (
+    SWITCH,
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PL_GLOBAL_SEED",
+    "TORCHELASTIC_RUN_ID",
+    *RANK_VARIABLES,
+)
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -51,8 +51,10 @@ class WatchedTrainerSteps(WatchedSteps):
     _replaced: Replaced
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._position.begin_micro_batch()
         parent: Any = super()
+        module = parent.lightning_module
+        counted = module.trainer.global_step if module.automatic_optimization else None
+        self._position.begin_micro_batch(counted)
         return parent.training_step(*args, **kwargs)
 
     def optimizer_step(

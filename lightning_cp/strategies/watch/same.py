@@ -1,0 +1,98 @@
+"""Ranks that start with other settings, or another version of the code, are told so before they wait."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+
+import lightning_cp
+from lightning_cp.comm.agreement import gathered_lists
+from lightning_cp.errors import ConfigError
+from lightning_cp.strategies.settings import Settings
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+LONGEST = 200
+"""Characters of a value that are compared and shown."""
+_OWN = ("profile_folder",)
+"""Settings that each rank may have to itself."""
+_TRAINER = (
+    *("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
+    *("max_epochs", "max_steps", "limit_train_batches", "limit_val_batches", "val_check_interval"),
+    "check_val_every_n_epoch",
+)
+
+
+def require_same_start(settings: Settings, trainer: Any = None) -> None:
+    """Compare what the ranks were started with; all of them must come here.
+
+    Args:
+        settings: the strategy's.
+        trainer: whose own settings are compared as well.
+
+    Raises:
+        ConfigError: on every rank, naming the first thing that differs, and the ranks.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    every = [dict(pairs) for pairs in gathered_lists(list(facts(settings, trainer).items()), world)]
+    for name in dict.fromkeys(name for found in every for name in found):
+        by_value: dict[str, list[int]] = {}
+        for rank, found in enumerate(every):
+            by_value.setdefault(found.get(name, "missing"), []).append(rank)
+        if len(by_value) > 1:
+            raise ConfigError(_differs(name, by_value))
+
+
+def facts(settings: Settings, trainer: Any = None) -> dict[str, str]:
+    """What has to be equal, the most telling things first."""
+    versions = {
+        "lightning_cp version": lightning_cp.__version__,
+        "torch version": torch.__version__,
+        "lightning version": lightning.__version__,
+        "Python version": platform.python_version(),
+        "lightning_cp source": _source(),
+    }
+    names = [item.name for item in fields(settings) if item.name not in _OWN]
+    chosen = {name: _shown(getattr(settings, name)) for name in names}
+    of_trainer = _TRAINER if trainer is not None else ()
+    told = {f"Trainer({name}=)": _shown(getattr(trainer, name, None)) for name in of_trainer}
+    return {**versions, **chosen, **told}
+
+
+def _shown(value: object) -> str:
+    """The same on ranks that mean the same: without addresses of objects."""
+    if isinstance(value, Mapping):
+        value = dict(value)
+    return _ADDRESS.sub("", repr(value))[:LONGEST]
+
+
+@cache
+def _source() -> str:
+    """A checksum of this package's code: an installation to edit keeps its version."""
+    root = Path(lightning_cp.__file__).parent
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _differs(name: str, by_value: Mapping[str, list[int]]) -> str:
+    shown = "; ".join(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:8]))}"
+        f"{', ...' if len(ranks) > 8 else ''}: {value}"
+        for value, ranks in by_value.items()
+    )
+    return (
+        f"ranks were started with different values of {name} ({shown}). All ranks of a run must have the "
+        "same settings and the same code: start them all with one command, from one environment."
+    )

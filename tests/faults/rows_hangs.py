@@ -1,0 +1,56 @@
+"""Ranks that are there and do not go on."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from tests.faults.rows_kills import who
+from tests.faults.run import Outcome, run_fault
+from tests.faults.table import Row
+
+TIMEOUT = 10.0
+BOUND = TIMEOUT + 5
+
+
+def stopped(way: str, rank: int, where: str) -> Row:
+    """SIGSTOP: no thread of it runs any more; the others end it."""
+
+    def check(done: Outcome) -> None:
+        start, end = f"{who(rank, 3)} gave no sign of life for ", f" s, at step 3, in {where}"
+        assert done.last.startswith(start), done.output
+        assert done.last.endswith(end), done.output
+        assert done.seconds > TIMEOUT - 1
+        assert done.statuses == tuple(-9 if at == rank else 1 for at in range(3))
+
+    run = partial(_run, way, "stop", rank, where)
+    name = f"SIGSTOP of rank {rank} of 3 in {where} ({way}, step_timeout={TIMEOUT:g})"
+    return Row(name, BOUND, run, check, quick=(way, rank) == ("trainer", 0))
+
+
+def asleep(way: str, rank: int, where: str) -> Row:
+    """It waits for something that never comes, while its other threads run."""
+
+    def check(done: Outcome) -> None:
+        line = f"first to stop: {who(rank, 3)} at step 3, in {where}"
+        assert "no rank made progress for " in done.last
+        assert line in done.last, done.output
+        assert "time.sleep(600)" in done.output  # where it is
+        assert done.statuses == (1, 1, 1)
+
+    run = partial(_run, way, "sleep", rank, where)
+    name = f"rank {rank} of 3 hangs in {where} ({way}, step_timeout={TIMEOUT:g})"
+    return Row(name, BOUND, run, check)
+
+
+def _run(way: str, fault: str, rank: int, where: str, folder: Path) -> Outcome:
+    return run_fault(folder, way, 3, fault, rank, where, ranks=3)
+
+
+HANGS = (
+    stopped("trainer", 0, "backward"),
+    stopped("trainer", 2, "forward"),
+    stopped("fabric", 1, "optimizer"),
+    asleep("trainer", 1, "forward"),
+    asleep("fabric", 0, "backward"),
+)

@@ -1,0 +1,91 @@
+"""Ranks that are killed, whichever it is, wherever it is, and however the processes were started."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from tests.faults.run import LAUNCHED, Outcome, run_fault, run_torchrun
+from tests.faults.table import Row
+
+BOUND = 10.0
+PLACES = ("forward", "backward", "optimizer")
+QUICK = {("trainer", 1, "backward"), ("fabric", 0, "optimizer")}
+
+
+def who(rank: int, ranks: int) -> str:
+    """How it is named, where all ranks share a sample."""
+    return f"rank {rank} (cp_rank {rank} of {ranks}, data_rank 0)"
+
+
+def alone(way: str, rank: int, where: str, ranks: int = 3) -> Row:
+    """Each process was started by somebody else, and has an output of its own."""
+
+    def check(done: Outcome) -> None:
+        assert done.last == f"{who(rank, ranks)} lost at step 3, in {where}", done.output
+        assert done.statuses == tuple(-9 if at == rank else 1 for at in range(ranks))
+        assert "Traceback" not in done.output
+
+    run = partial(_run, way, ranks, rank, where, ranks)
+    name = f"SIGKILL of rank {rank} of {ranks} in {where} ({way})"
+    return Row(name, BOUND, run, check, quick=(way, rank, where) in QUICK)
+
+
+def launched(way: str, rank: int, quick: bool = False) -> Row:
+    """Lightning starts the processes."""
+
+    def check(done: Outcome) -> None:
+        line = f"{who(rank, 2)} lost at step 3, in backward"
+        killed_itself = way in ("trainer", "fabric") and rank == 0
+        assert done.statuses == (-9 if killed_itself else 1,), done.output
+        assert done.last.endswith(line), done.output
+        assert "Connection closed by peer" not in done.output
+
+    run = partial(_run, way, 2, rank, "backward", LAUNCHED)
+    return Row(
+        f"SIGKILL of rank {rank} of 2 ({way}, started by Lightning)", BOUND, run, check, quick
+    )
+
+
+def by_torchrun(way: str) -> Row:
+    """Its agent ends the others with SIGTERM as soon as one is gone, and has the last word."""
+    line = f"{who(1, 2)} lost at step 3, in backward"
+
+    def check(done: Outcome) -> None:
+        assert line in done.output.splitlines(), done.output
+        assert done.statuses == (1,)
+
+    def run(folder: Path) -> Outcome:
+        return run_torchrun(folder, 2, way, 2, "kill", 1, "backward")
+
+    return Row(f"SIGKILL of rank 1 of 2 ({way}, torchrun)", BOUND + 5, run, check)
+
+
+def _run(way: str, devices: int, rank: int, where: str, ranks: int, folder: Path) -> Outcome:
+    return run_fault(folder, way, devices, "kill", rank, where, ranks=ranks)
+
+
+def _groups() -> Row:
+    """Several samples at once."""
+
+    def check(done: Outcome) -> None:
+        line = "rank 2 (cp_rank 0 of 2, data_rank 1) lost at step 3, in forward"
+        assert done.last == line, done.output
+
+    def run(folder: Path) -> Outcome:
+        settings = ("data_parallel_size=2",)
+        return run_fault(folder, "trainer", 4, "kill", 2, "forward", *settings, ranks=4)
+
+    return Row("SIGKILL of rank 2 of 2 x 2 in forward (trainer)", BOUND, run, check, quick=True)
+
+
+KILLS = (
+    *(alone(way, rank, at) for way in ("trainer", "fabric") for rank in range(3) for at in PLACES),
+    _groups(),
+    *(launched(way, rank) for way in ("trainer", "fabric", "trainer_spawn") for rank in (0, 1)),
+    *(launched(way, rank, quick=rank == 1) for way in ("trainer_fork",) for rank in (0, 1)),
+    launched("fabric_fork", 0),
+    launched("fabric_spawn", 1),
+    by_torchrun("trainer"),
+    by_torchrun("fabric"),
+)

@@ -1,0 +1,75 @@
+"""Ranks that raise: their own traceback is what the job shows, and nobody waits for them."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from tests.faults.rows_kills import who
+from tests.faults.run import LAUNCHED, Outcome, run_fault, run_torchrun
+from tests.faults.table import Row
+
+BOUND = 10.0
+ERROR = "ValueError: the user's own mistake"
+
+
+def alone(way: str, rank: int, where: str) -> Row:
+    """Each process has an output of its own: the traceback in one, one line in the others."""
+
+    def check(done: Outcome) -> None:
+        line = f"{who(rank, 3)} raised at step 3, in {where}: {ERROR}"
+        assert done.last == line, done.output
+        shown = ["Traceback" in text for text in done.outputs]
+        assert shown == [at == rank for at in range(3)]
+        assert f"\n{ERROR}" in f"\n{done.outputs[rank]}"
+        assert done.statuses == (1, 1, 1)
+
+    run = partial(_run, way, 3, rank, where, 3)
+    name = f"rank {rank} of 3 raises in {where} ({way})"
+    return Row(name, BOUND, run, check, quick=(way, rank) == ("trainer", 1))
+
+
+def launched(way: str, rank: int, quick: bool = False) -> Row:
+    """Lightning starts the processes: one output, with one traceback of the program's own error."""
+
+    def check(done: Outcome) -> None:
+        assert ERROR in done.output, done.output
+        assert done.output.count("raise ValueError(") == 1, done.output
+        assert "Connection closed by peer" not in done.output
+        assert ERROR in done.last
+        assert done.statuses == (1,)
+
+    run = partial(_run, way, 2, rank, "forward", LAUNCHED)
+    name = f"rank {rank} of 2 raises ({way}, started by Lightning)"
+    return Row(name, BOUND, run, check, quick)
+
+
+def by_torchrun() -> Row:
+    """With an agent in between."""
+
+    def check(done: Outcome) -> None:
+        assert done.output.count("raise ValueError(") == 1, done.output
+
+    def run(folder: Path) -> Outcome:
+        return run_torchrun(folder, 2, "trainer", 2, "raise", 1, "backward")
+
+    return Row("rank 1 of 2 raises (trainer, torchrun)", BOUND + 5, run, check)
+
+
+def _run(way: str, devices: int, rank: int, where: str, ranks: int, folder: Path) -> Outcome:
+    return run_fault(folder, way, devices, "raise", rank, where, ranks=ranks)
+
+
+RAISES = (
+    alone("trainer", 0, "backward"),
+    alone("trainer", 1, "forward"),
+    alone("fabric", 2, "optimizer"),
+    alone("fabric", 0, "forward"),
+    *(
+        launched(way, rank)
+        for way in ("trainer", "fabric_spawn", "trainer_spawn")
+        for rank in (0, 1)
+    ),
+    *(launched(way, rank, quick=rank == 1) for way in ("trainer_fork",) for rank in (0, 1)),
+    by_torchrun(),
+)
