@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from lightning_cp.kernels.triton_fa2 import is_installed
 from tests.mutants.in_engines import ENGINE_MUTANTS
 from tests.mutants.in_exchanges import EXCHANGE_MUTANTS
+from tests.mutants.in_faults import FAULT_MUTANTS
 from tests.mutants.in_guards import GUARD_MUTANTS
 from tests.mutants.in_kernels import KERNEL_MUTANTS
 from tests.mutants.in_layouts import LAYOUT_MUTANTS
@@ -32,6 +33,7 @@ EVERY = (
     *KERNEL_MUTANTS,
     *VOTE_MUTANTS,
     *RESUME_MUTANTS,
+    *FAULT_MUTANTS,
     *GUARD_MUTANTS,
     *TENSOR_PARALLEL_MUTANTS,
     *LOADING_MUTANTS,

@@ -1,0 +1,174 @@
+"""Who is named, from what ranks say of themselves; no processes, and a clock of our own."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from lightning_cp.errors import ConfigError, RankFailure
+from lightning_cp.faults.notes import BROKEN, OWN, TOLD, Beat, Note, Verdict
+from lightning_cp.faults.position import Phase, Place, Position
+from lightning_cp.faults.verdict import PATIENCE, Judge
+
+NAMES = [f"rank {rank}" for rank in range(4)]
+AT = Place(7, 1, Phase.BACKWARD)
+
+
+def judge() -> Judge:
+    """Of four ranks, all of which are in the seventh step's backward at second 0."""
+    made = Judge(NAMES, 0.0)
+    for rank in range(4):
+        made.beats(rank, Beat(5, 3, AT, 10.0), 0.0)
+    return made
+
+
+def line(found: Verdict | None) -> str:
+    assert found is not None
+    return found.line
+
+
+def test_nothing_is_said_of_ranks_that_go_on() -> None:
+    assert judge().verdict(9.0) is None
+
+
+def test_a_process_that_is_gone_is_lost() -> None:
+    judging = judge()
+    judging.goes(2, Place(8, 1, Phase.FORWARD))
+    assert line(judging.verdict(0.1)) == "rank 2 lost at step 8, in forward"
+    judging.goes(3)
+    assert line(judging.verdict(0.1)).endswith("; rank 3 lost at step 7, in backward")
+
+
+def test_who_has_said_goodbye_is_not_lost() -> None:
+    judging = judge()
+    judging.leaves(2)
+    judging.goes(2)
+    assert judging.verdict(9.0) is None
+
+
+def test_a_broken_connection_is_not_blamed_on_who_noticed_it() -> None:
+    judging = judge()
+    judging.notes(0, Note("RuntimeError: closed by peer", kind=BROKEN, place=AT), 1.0)
+    assert judging.verdict(1.0 + PATIENCE / 2) is None
+    judging.notes(3, Note("ValueError: mine", "trace", OWN, AT), 1.1)
+    found = judging.verdict(1.2)
+    assert line(found) == "rank 3 raised at step 7, in backward: ValueError: mine"
+    assert (found and found.details) == "trace"
+
+
+def test_a_process_that_is_gone_goes_before_what_others_noticed() -> None:
+    judging = judge()
+    judging.notes(0, Note("RuntimeError: closed by peer", kind=BROKEN, place=AT), 1.0)
+    judging.goes(1)
+    assert line(judging.verdict(1.0)).startswith("rank 1 lost")
+
+
+def test_who_ended_before_is_named_once_others_miss_it() -> None:
+    judging = judge()
+    judging.leaves(1)
+    judging.goes(1)
+    judging.notes(0, Note("RuntimeError: closed by peer", kind=BROKEN, place=AT), 1.0)
+    assert line(judging.verdict(1.1 + PATIENCE)).startswith("rank 1 ended, and others go on,")
+
+
+def test_an_error_that_is_told_to_all_ends_nobody() -> None:
+    judging = judge()
+    judging.notes(2, Note("ShapeError: odd", kind=OWN, place=AT), 1.0)
+    assert not judging.all_know
+    for rank in (0, 1, 3):
+        judging.notes(rank, Note("RankFailure: rank 2", kind=TOLD, place=AT), 1.0)
+    assert judging.all_know
+    assert line(judging.verdict(1.0)).startswith("rank 2 raised")
+
+
+def test_a_rank_without_signs_of_life() -> None:
+    judging = judge()
+    for rank in (0, 1, 2):
+        judging.beats(rank, Beat(5, 3, AT, 10.0), 9.9)
+    found = judging.verdict(10.5)
+    assert line(found) == "rank 3 gave no sign of life for 10 s, at step 7, in backward"
+    assert (found and found.kind) == "frozen"
+
+
+def test_all_live_and_none_goes_on() -> None:
+    judging = judge()
+    for rank in range(4):
+        behind = Beat(5, 2 if rank == 1 else 3, AT, 10.0, "its stack")
+        judging.beats(rank, behind, 10.5)
+    found = judging.verdict(10.6)
+    assert found is not None
+    assert found.line == (
+        "no rank made progress for 11 s; first to stop: rank 1 at step 7, in backward"
+    )
+    assert "its stack" in found.details
+
+
+def test_progress_of_one_rank_is_enough() -> None:
+    """The others wait for it: a crawl."""
+    judging = judge()
+    for second in range(1, 60):
+        for rank in range(4):
+            judging.beats(rank, Beat(5 + (second if rank == 2 else 0), 3, AT, 10.0), second)
+        assert judging.verdict(second + 0.5) is None
+
+
+@pytest.mark.parametrize("limit", [None, 600.0])
+def test_a_rank_that_allows_itself_more_is_waited_for(limit: float | None) -> None:
+    """Rank 0 saves, the others wait in the next step."""
+    judging = judge()
+    for rank in range(4):
+        judging.beats(rank, Beat(5, 3, AT, limit if rank == 0 else 10.0), 100.0)
+    assert judging.verdict(100.1) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("x"), OWN),
+        (RuntimeError("shapes do not fit"), OWN),
+        (ConfigError("x"), OWN),
+        (RankFailure("rank 1 raised"), TOLD),
+        (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1234"), BROKEN),
+        (dist.DistBackendError("x"), BROKEN),
+        (ConnectionResetError(), BROKEN),
+    ],
+)
+def test_kinds_of_errors(error: Exception, kind: str) -> None:
+    assert Note.of_error(error, AT).kind == kind
+
+
+def test_what_comes_of_a_broken_connection_is_none_of_ones_own() -> None:
+    with pytest.raises(KeyError) as raised:
+        _clean_up()
+    assert Note.of_error(raised.value, AT).kind == BROKEN
+
+
+def _clean_up() -> None:
+    try:
+        raise RuntimeError("Connection reset by peer")
+    except RuntimeError:
+        raise KeyError("cleaning up")  # noqa: B904
+
+
+def test_messages_are_what_they_were() -> None:
+    note, beat = Note("E: x", "trace", TOLD, AT), Beat(4, 2, AT, None, "here")
+    verdict = Verdict("lost", (1, 2), "line", "details")
+    assert Note.of_message(note.as_message()) == note
+    assert Beat.of_message(beat.as_message()) == beat
+    assert Verdict.of_message(verdict.as_message()) == verdict
+
+
+def test_positions_follow_steps_and_micro_batches() -> None:
+    position = Position()
+    assert str(position.place) == "in setup"
+    position.begin_micro_batch()
+    position.enter(Phase.BACKWARD)
+    position.begin_micro_batch()
+    assert str(position.place) == "at step 1, in forward of micro-batch 2"
+    position.end_step()
+    assert str(position.place) == "after step 1, between steps"
+    position.begin_micro_batch(after=40)
+    assert str(position.place) == "at step 41, in forward"
+    with position.during(Phase.SAVE):
+        assert str(position.place) == "after step 41, in saving a checkpoint"
+    assert position.place.phase == Phase.FORWARD

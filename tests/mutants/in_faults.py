@@ -1,0 +1,59 @@
+"""Mistakes in who is named when a rank fails, and when."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+VERDICT = "lightning_cp/faults/verdict.py"
+TESTS = "tests/faults/test_verdicts.py::test_"
+
+FAULT_MUTANTS = (
+    Mutant(
+        "who noticed is blamed",
+        VERDICT,
+        "if self._note_of(rank).kind == OWN:",
+        "if self._note_of(rank):",
+        (TESTS + "a_broken_connection_is_not_blamed_on_who_noticed_it",),
+        "A rank whose connection was closed is named, and not the one that has closed it.",
+    ),
+    Mutant(
+        "timeouts ignored",
+        VERDICT,
+        "return limit is not None and seconds > limit",
+        "return limit is not None and seconds > 1e9",
+        (TESTS + "a_rank_without_signs_of_life", TESTS + "all_live_and_none_goes_on"),
+        "A stopped rank is waited for, for ever.",
+    ),
+    Mutant(
+        "who is ahead is named",
+        VERDICT,
+        "if made[rank] == min(made.values())",
+        "if made[rank] == max(made.values())",
+        (TESTS + "all_live_and_none_goes_on",),
+        "The ranks that wait are named, and not the one that they wait for.",
+    ),
+    Mutant(
+        "only the slowest rank's progress counts",
+        VERDICT,
+        "        if beat.count != member.beat.count:\n            self._moved = now",
+        "        if beat.count != member.beat.count and rank == 0:\n            self._moved = now",
+        (TESTS + "progress_of_one_rank_is_enough",),
+        "A rank that works for long, with the others waiting for it, is taken for stuck.",
+    ),
+    Mutant(
+        "goodbyes not heard",
+        VERDICT,
+        "if not member.left and member.note is None:",
+        "if member.note is None:",
+        (TESTS + "who_has_said_goodbye_is_not_lost",),
+        "A rank that ends a little earlier than the others fails the run.",
+    ),
+    Mutant(
+        "setup compares nothing but settings",
+        "lightning_cp/strategies/watch/same.py",
+        "return {**versions, **chosen, **told}",
+        "return {**chosen, **told}",
+        ("tests/faults/test_same_start.py::test_what_differs_is_named[torch version-1]",),
+        "Ranks of different versions train together.",
+    ),
+)
