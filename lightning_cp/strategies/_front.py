@@ -39,6 +39,7 @@ from lightning_cp.strategies.sweeps import refuse_foreign_launcher
 from lightning_cp.strategies.watch.finite import FiniteGuard, Step
 from lightning_cp.strategies.watch.launchers import make_reporting
 from lightning_cp.strategies.watch.restarts import MeetsAnew
+from lightning_cp.strategies.watch.launchers import reporting
 from lightning_cp.strategies.watch.same import require_same_start
 
 
@@ -261,7 +262,7 @@ class ContextParallelFront(MeetsAnew):
     def _configure_launcher(self: Any) -> None:
         parent: Any = super()
         parent._configure_launcher()
-        make_reporting(self._launcher)
+        self._launcher = reporting(self._launcher)
 
     def _begin_watch(self: Any, trainer: Any = None) -> None:
         require_same_start(self._core.settings, trainer)

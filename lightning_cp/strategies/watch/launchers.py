@@ -52,10 +52,11 @@ class ReportingFabricLauncher(_Reporting, FabricLauncher):
     """Fabric's."""
 
 
-def make_reporting(launcher: Any) -> None:
-    """Have a launcher do so, if it is one that starts workers."""
+def reporting(launcher: Any) -> Any:
+    """The launcher, or one that does so in place of one that starts workers."""
     kinds = {TrainerLauncher: ReportingTrainerLauncher, FabricLauncher: ReportingFabricLauncher}
-    launcher.__class__ = kinds.get(type(launcher), type(launcher))
+    kind = kinds.get(type(launcher))
+    return launcher if kind is None else kind(launcher._strategy, launcher._start_method)
 
 
 class _Noting:
