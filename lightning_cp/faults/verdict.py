@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,8 @@ from lightning_cp.faults.position import Place
 
 PATIENCE = 3.0
 """Seconds that an error which looks like the consequence of another one's is kept back for that one."""
+_WAITS = re.compile(r"lightning_cp/comm/|torch/distributed/")
+"""In the stack of a rank that waits for others."""
 SHOWN = 8
 """Ranks that are named at most, where nobody goes on."""
 
@@ -139,6 +142,9 @@ def _stuck(members: dict[int, _Member], waited: float) -> Verdict:
     """Nobody goes on: whoever is behind the others is what they wait for, in all likelihood."""
     made = {rank: (*m.beat.place[:2], m.beat.since) for rank, m in members.items()}
     behind = {rank: m for rank, m in members.items() if made[rank] == min(made.values())}
+    waiting = {rank for rank, m in behind.items() if _WAITS.search(m.beat.stack)}
+    if len(waiting) < len(behind):
+        behind = {rank: m for rank, m in behind.items() if rank not in waiting}
     shown = list(behind.values())[:SHOWN]
     which = "all of them" if len(behind) == len(members) else "first to stop"
     who = "; ".join(f"{member.name} {member.beat.place}" for member in shown)

@@ -10,6 +10,8 @@ from tests.faults.run import LAUNCHED, Outcome, run_fault, run_torchrun
 from tests.faults.table import Row
 
 BOUND = 10.0
+PYTHON_ENDS = 5.0
+"""Seconds more: the process that raises ends as Python does, which takes some on a busy machine."""
 ERROR = "ValueError: the user's own mistake"
 
 
@@ -26,10 +28,10 @@ def alone(way: str, rank: int, where: str) -> Row:
 
     run = partial(_run, way, 3, rank, where, 3)
     name = f"rank {rank} of 3 raises in {where} ({way})"
-    return Row(name, BOUND, run, check, quick=(way, rank) == ("trainer", 1))
+    return Row(name, BOUND + PYTHON_ENDS, run, check)
 
 
-def launched(way: str, rank: int, quick: bool = False) -> Row:
+def launched(way: str, rank: int) -> Row:
     """Lightning starts the processes: one output, with one traceback of the program's own error."""
 
     def check(done: Outcome) -> None:
@@ -41,7 +43,7 @@ def launched(way: str, rank: int, quick: bool = False) -> Row:
 
     run = partial(_run, way, 2, rank, "forward", LAUNCHED)
     name = f"rank {rank} of 2 raises ({way}, started by Lightning)"
-    return Row(name, BOUND, run, check, quick)
+    return Row(name, BOUND + PYTHON_ENDS, run, check)
 
 
 def by_torchrun() -> Row:
@@ -53,7 +55,7 @@ def by_torchrun() -> Row:
     def run(folder: Path) -> Outcome:
         return run_torchrun(folder, 2, "trainer", 2, "raise", 1, "backward")
 
-    return Row("rank 1 of 2 raises (trainer, torchrun)", BOUND + 5, run, check)
+    return Row("rank 1 of 2 raises (trainer, torchrun)", BOUND + PYTHON_ENDS, run, check)
 
 
 def _run(way: str, devices: int, rank: int, where: str, ranks: int, folder: Path) -> Outcome:
@@ -70,6 +72,6 @@ RAISES = (
         for way in ("trainer", "fabric_spawn", "trainer_spawn")
         for rank in (0, 1)
     ),
-    *(launched(way, rank, quick=rank == 1) for way in ("trainer_fork",) for rank in (0, 1)),
+    *(launched("trainer_fork", rank) for rank in (0, 1)),
     by_torchrun(),
 )

@@ -103,6 +103,14 @@ def test_all_live_and_none_goes_on() -> None:
     assert "its stack" in found.details
 
 
+def test_who_does_not_wait_in_a_collective_is_waited_for() -> None:
+    judging = judge()
+    for rank in range(4):
+        stack = "x.py, in sleep" if rank == 3 else "lightning_cp/comm/ring.py, in wait"
+        judging.beats(rank, Beat(5, 3, AT, 10.0, stack), 10.5)
+    assert line(judging.verdict(10.6)).endswith("first to stop: rank 3 at step 7, in backward")
+
+
 def test_progress_of_one_rank_is_enough() -> None:
     """The others wait for it: a crawl."""
     judging = judge()
