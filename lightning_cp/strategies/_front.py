@@ -37,9 +37,8 @@ from lightning_cp.strategies.pretrained import Pretrained
 from lightning_cp.strategies.settings import Settings
 from lightning_cp.strategies.sweeps import refuse_foreign_launcher
 from lightning_cp.strategies.watch.finite import FiniteGuard, Step
-from lightning_cp.strategies.watch.launchers import make_reporting
-from lightning_cp.strategies.watch.restarts import MeetsAnew
 from lightning_cp.strategies.watch.launchers import reporting
+from lightning_cp.strategies.watch.restarts import MeetsAnew
 from lightning_cp.strategies.watch.same import require_same_start
 
 
