@@ -84,6 +84,7 @@ class UlyssesRingStrategy(
         listen(self._replaced, trainer, self._guard)
         assert self._callback is not None
         self._callback.watch(trainer, module)
+        self._adopt_callbacks(trainer)
         if self._engine.shards:
             self._setup_sharded(trainer)
         else:

@@ -46,7 +46,7 @@ class FabricSaves(SavesOfBoth):
         """
         self._require_local(storage_options)
         modules, optimizers = _modules(state), _optimizers(state)
-        named = named_parameters(modules or {"": self._models})
+        named = named_parameters(modules or {"": _unwrapped(self._models)})
         names = {key: names_of(optimizer, named) for key, optimizer in optimizers.items()}
         tree = self._convert_stateful_objects_in_state(state, filter=dict(filter or {}))
         step = next((state[k] for k in _STEPS if type(state.get(k)) is int), None)
@@ -92,8 +92,7 @@ class FabricSaves(SavesOfBoth):
                 "Nothing was loaded; strict=False loads what there is."
             )
         names = dict(opened.ours.get("parameters", {}))
-        modules = {key: _unwrapped(module) for key, module in _modules(state).items()}
-        checkpoint = opened.read(spread_of(modules, _optimizers(state), names))
+        checkpoint = opened.read(spread_of(_modules(state), _optimizers(state), names))
         return _restore(state, checkpoint, names, strict=strict)
 
 
@@ -107,9 +106,7 @@ def _restore(
         key: fitting_state(checkpoint[key], obj, names.get(key, []), names_of(obj, named))
         for key, obj in _optimizers(present).items()
     }
-    load_modules(
-        {k: _unwrapped(m) for k, m in _modules(present).items()}, checkpoint, strict=strict
-    )
+    load_modules(_modules(present), checkpoint, strict=strict)
     for key, obj in present.items():
         value = checkpoint.pop(key)
         if isinstance(obj, Optimizer):
@@ -132,7 +129,7 @@ def load_modules(modules: Mapping[str, nn.Module], checkpoint: State, *, strict:
 
 
 def _modules(state: Any) -> dict[str, nn.Module]:
-    return {key: obj for key, obj in state.items() if isinstance(obj, nn.Module)}
+    return {key: _unwrapped(obj) for key, obj in state.items() if isinstance(obj, nn.Module)}
 
 
 def _optimizers(state: Any) -> dict[str, Optimizer]:

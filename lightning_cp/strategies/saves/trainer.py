@@ -34,15 +34,14 @@ _DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": tor
 class TrainerSaves(SavesOfBoth):
     """Comes before a Trainer's ``DDPStrategy``: ``ModelCheckpoint`` and ``ckpt_path`` end up here."""
 
-    def setup(self: Any, trainer: Trainer) -> None:
+    def _adopt_callbacks(self, trainer: Trainer) -> None:
         """Have callbacks save as several ranks can."""
-        super().setup(trainer)  # type: ignore[misc]
         _adopt_callbacks(self._adopted, trainer, self._saver)
 
     @property
-    def restore_checkpoint_after_setup(self) -> bool:
+    def restore_checkpoint_after_setup(self: Any) -> bool:
         """Spread parameters are loaded as shards, so they have to be spread first."""
-        return self._core.settings.data_parallel != "ddp"
+        return self._engine.shards
 
     def save_checkpoint(
         self: Any, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
