@@ -1,0 +1,60 @@
+"""Mistakes in saving and loading: checkpoints that seem to be there, and are not what they say."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+DAMAGE = "tests/checkpoint/test_damage.py"
+FORMS = "tests/checkpoint/test_forms.py"
+REFUSED = "tests/checkpoint/test_refused.py"
+
+CHECKPOINT_MUTANTS = (
+    Mutant(
+        "latest before the name",
+        "lightning_cp/checkpoint/full.py",
+        "            put_in_place(self.staged, self.target)\n            point_to(self.target)\n",
+        "            point_to(self.target)\n            put_in_place(self.staged, self.target)\n",
+        (f"{DAMAGE}::test_latest_comes_last[full]",),
+        "A kill leaves latest naming a checkpoint that was never completed.",
+    ),
+    Mutant(
+        "sizes compared, not hashes",
+        "lightning_cp/checkpoint/manifest.py",
+        "    if hash_of(path) != entry.sha256:",
+        "    if not hash_of(path):",
+        (f"{DAMAGE}::test_a_shard_of_another_step_is_named",),
+        "A shard of another step is loaded with the others, without a word.",
+    ),
+    Mutant(
+        "a manifest that is not hashed itself",
+        "lightning_cp/checkpoint/manifest.py",
+        "    if signed != text:",
+        "    if not signed:",
+        (f"{DAMAGE}::test_any_changed_byte_is_found",),
+        "A changed byte in the manifest passes.",
+    ),
+    Mutant(
+        "no copy before the background",
+        "lightning_cp/checkpoint/save.py",
+        "        planned.copy()\n        self._thread",
+        "        self._thread",
+        (f"{FORMS}::test_spread_tensors_are_read_in_any_other_spread[sharded-background]",),
+        "What is saved in the background is a mix of the steps that are made meanwhile.",
+    ),
+    Mutant(
+        "removed though a link points to it",
+        "lightning_cp/strategies/saves/saver.py",
+        "            return False\n        if target.is_dir()",
+        "            pass\n        if target.is_dir()",
+        (f"{REFUSED}::test_only_checkpoints_are_removed",),
+        "A kill between removal and the new link leaves last.ckpt pointing nowhere; the run begins anew.",
+    ),
+    Mutant(
+        "optimizers by number only",
+        "lightning_cp/strategies/saves/optimizers.py",
+        "    return [place[name] for name in own]",
+        "    return list(range(len(own)))",
+        (f"{REFUSED}::test_optimizers_are_loaded_by_name",),
+        "Parameters that are grouped in another order get each other's moments.",
+    ),
+)
