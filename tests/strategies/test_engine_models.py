@@ -25,6 +25,8 @@ RING = {"ring_size": 2, "ulysses_size": 1}
 class Norm(RMSNorm):
     """Says what its values are, also of a buffer that no checkpoint holds."""
 
+    one: torch.Tensor
+
     def __init__(self, hidden: int) -> None:
         super().__init__(hidden)
         self.register_buffer("one", torch.ones(1), persistent=False)
@@ -74,8 +76,9 @@ def test_what_is_built_without_memory_has_the_values_of_one_process(
     model = built()
     torch.manual_seed(5)
     for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        again: Any = getattr(module, "reset_parameters", None)
+        if again is not None:
+            again()
     torch.set_default_dtype(before)
     for weights, finite in run_ranks(2, empty, engine, offload):
         assert finite
@@ -109,7 +112,8 @@ def lower(rank: int, world_size: int, more: Any, precision: str | None) -> Any:
     module.float()
     torch.set_default_dtype(torch.float32)
     seen: list[torch.dtype] = []
-    module.model.blocks[0].q.register_forward_hook(lambda m, a, out: seen.append(out.dtype))
+    projection: Any = module.model.blocks[0].q
+    projection.register_forward_hook(lambda m, a, out: seen.append(out.dtype))
     trainer = trainer_of(world_size, {**RING, "data_parallel": "fsdp", **more}, precision=precision)
     trainer.fit(module, loader(4))
     gradients = {p.dtype for p in module.parameters()}
@@ -139,7 +143,7 @@ def test_computing_in_bfloat16(more: Any, precision: str | None, stored: torch.d
 
 
 def test_blocks_are_found_and_lists_within_them_are_not() -> None:
-    model = PlainLlama(layers=3)
+    model: Any = PlainLlama(layers=3)
     for block in model.blocks:
         block.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
     assert units_of(model, None) == list(model.blocks)
