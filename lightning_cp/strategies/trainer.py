@@ -29,6 +29,7 @@ from lightning_cp.strategies._lightning import (
     place_of_profiles,
     refuse_dataloader_iter,
 )
+from lightning_cp.strategies.engines.fresh import is_on_meta
 from lightning_cp.strategies.loaders.draws import going_on
 from lightning_cp.strategies.loaders.shared import unshared
 from lightning_cp.strategies.resume.strategy import ResumesExactly
@@ -249,7 +250,13 @@ class UlyssesRingStrategy(
         self._core.detach()
         self._core.recorder.say_what_is_missing()
         self._replaced.undo()
+        module = self.lightning_module
+        if module is not None and is_on_meta(
+            module
+        ):  # refused: there is nothing to move to the CPU
+            self._replaced.replace(module, "cpu", lambda _: lambda: module)
         super().teardown()
+        self._replaced.undo()
 
     # -- helpers ---------------------------------------------------------------------------------
 

@@ -156,7 +156,9 @@ def test_blocks_are_found_and_lists_within_them_are_not() -> None:
         ConfigError, match=r"'blocks\.0' shares 'head\.weight' with a module outside"
     ):
         units_of(model, "blocks.0")
-    assert units_of(model, ["Linear", "blocks.1"])[-1] is model.blocks[1]
+    model: Any = PlainLlama(layers=3)
+    wrapped = units_of(model, ["blocks.1", "Linear"])
+    assert wrapped.index(model.blocks[1]) > wrapped.index(model.blocks[1].q)  # innermost first
 
 
 # -- a Fabric that is dropped ---------------------------------------------------------------------

@@ -91,6 +91,13 @@ def go_back(loops: dict[str, Any], to: dict[str, Any]) -> dict[str, Any]:
     return loops
 
 
+def drop_empty_loader_states(loops: dict[str, Any]) -> None:
+    """Of loaders without a state of their own, or Lightning alone would refuse to go on without ours."""
+    states = loops["fit_loop"]["state_dict"]
+    if not any(states.get("combined_loader", ())):
+        states.pop("combined_loader", None)
+
+
 def prepare(loops: dict[str, Any], place: dict[str, Any]) -> dict[str, Any]:
     """The loops' state to load: the counters of one of the two cases that Lightning does right."""
     loops = deepcopy(loops)

@@ -107,6 +107,7 @@ class TrainerResume:
         record["buckets"] = orders_of([trainer.model])
         record["place"] = {"kind": place["kind"], "over": place["over"]}
         checkpoint[KEY] = record
+        loops.drop_empty_loader_states(checkpoint["loops"])
 
     def _in_window(self, trainer: Trainer, place: Mapping[str, Any]) -> bool:
         if self._window is None or place["kind"] == loops.EPOCH:
