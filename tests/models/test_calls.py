@@ -15,7 +15,7 @@ from lightning_cp.models import StepState, SwapHandle, swap_attention
 from lightning_cp.models.hf_attention import HARMLESS, READ, attention_function
 from lightning_cp.models.hf_mask import Visible, make_note
 
-MESH: Any = SimpleNamespace(cp_size=1, cp_rank=0)  # one rank agrees with itself
+MESH: Any = SimpleNamespace(cp_size=1, cp_rank=0, sample_size=1)  # one rank agrees with itself
 
 Q = torch.zeros(1, 4, 8, 16)
 CAUSAL = Visible(causal=True)

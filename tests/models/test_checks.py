@@ -91,7 +91,7 @@ def test_checks_that_only_one_rank_makes_are_refused() -> None:
 
 
 def test_the_steps_end_drops_what_waits() -> None:
-    checks = Checks(mock.Mock(cp_size=2))
+    checks = Checks(mock.Mock(cp_size=2, sample_size=2))
     checks.agreed("outer", passes, more_follow=True)
     checks.drop()
     checks.before_data()  # nobody is told

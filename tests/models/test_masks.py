@@ -147,7 +147,7 @@ def test_a_note_may_not_be_read_or_changed(change: Callable[[Any], Any], match: 
 
 
 def handle_of(layout: SequenceLayout) -> SwapHandle:
-    mesh: Any = SimpleNamespace(cp_rank=0, cp_size=1)
+    mesh: Any = SimpleNamespace(cp_rank=0, cp_size=1, sample_size=1)
     handle = SwapHandle(mesh)
     handle.activate(StepState(layout, layout.positions(0)[None]))
     return handle

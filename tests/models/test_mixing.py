@@ -21,7 +21,7 @@ from lightning_cp.models.watch import watch_attention
 from tests.models.steps import Case, make_model
 from tests.models.zoo import ZOO
 
-MESH: Any = SimpleNamespace(cp_size=1, cp_rank=0)  # one rank agrees with itself
+MESH: Any = SimpleNamespace(cp_size=1, cp_rank=0, sample_size=1)  # one rank agrees with itself
 
 
 def hf(name: str, **options: Any) -> Any:

@@ -44,7 +44,7 @@ def plans_of(swapped: SwapHandle, state: StepState) -> list[Any]:
 
 
 def test_calls_that_differ_in_anything_have_plans_of_their_own() -> None:
-    swapped = SwapHandle(mock.Mock(cp_size=1))
+    swapped = SwapHandle(mock.Mock(cp_size=1, sample_size=1))
     with mock.patch.object(handle, "make_plan", side_effect=lambda *_, **__: object()) as made:
         first, second = state_of(16), state_of(16)
         plans = plans_of(swapped, first)

@@ -21,7 +21,7 @@ from tests.models.steps import Case, make_batch, make_model
 from tests.pool import run_ranks
 from tests.strategies.plain_llama import PlainLlama
 
-MESH: Any = SimpleNamespace(cp_size=1, cp_rank=0)  # one rank agrees with itself
+MESH: Any = SimpleNamespace(cp_size=1, cp_rank=0, sample_size=1)  # one rank agrees with itself
 
 
 class Kept:
