@@ -79,6 +79,9 @@ class Saver:
             running, self._running = self._running, None
             if running is not None:
                 self._require_done(running)
+                # The others wait for what the first one does: they may look for a link, too.
+                World().together(self._do_later, lambda said: failed_save(running.target, said))
+                return
         self._do_later()
 
     def _require_done(self, running: Background) -> None:
