@@ -62,4 +62,4 @@ def test_kills_at_twenty_random_points(form: str, background: bool, tmp_path: Pa
         f"{len(found) - old} new"
     )
     assert len(found) == 20
-    assert len(fired) >= 3  # how many come in time depends on the machine
+    assert len(fired) >= 10  # others came after the save

@@ -58,7 +58,7 @@ def by_torchrun(way: str) -> Row:
     def run(folder: Path) -> Outcome:
         return run_torchrun(folder, 2, way, 2, "kill", 1, "backward")
 
-    return Row(f"SIGKILL of rank 1 of 2 ({way}, torchrun)", BOUND + 5, run, check)
+    return Row(f"SIGKILL of rank 1 of 2 ({way}, torchrun)", BOUND, run, check)
 
 
 def _run(way: str, devices: int, rank: int, where: str, ranks: int, folder: Path) -> Outcome:

@@ -10,8 +10,6 @@ from tests.faults.run import LAUNCHED, Outcome, run_fault, run_torchrun
 from tests.faults.table import Row
 
 BOUND = 10.0
-PYTHON_ENDS = 5.0
-"""Seconds more: the process that raises ends as Python does, which takes some on a busy machine."""
 ERROR = "ValueError: the user's own mistake"
 
 
@@ -28,7 +26,7 @@ def alone(way: str, rank: int, where: str) -> Row:
 
     run = partial(_run, way, 3, rank, where, 3)
     name = f"rank {rank} of 3 raises in {where} ({way})"
-    return Row(name, BOUND + PYTHON_ENDS, run, check)
+    return Row(name, BOUND, run, check)
 
 
 def launched(way: str, rank: int) -> Row:
@@ -43,7 +41,7 @@ def launched(way: str, rank: int) -> Row:
 
     run = partial(_run, way, 2, rank, "forward", LAUNCHED)
     name = f"rank {rank} of 2 raises ({way}, started by Lightning)"
-    return Row(name, BOUND + PYTHON_ENDS, run, check)
+    return Row(name, BOUND, run, check)
 
 
 def by_torchrun() -> Row:
@@ -55,7 +53,7 @@ def by_torchrun() -> Row:
     def run(folder: Path) -> Outcome:
         return run_torchrun(folder, 2, "trainer", 2, "raise", 1, "backward")
 
-    return Row("rank 1 of 2 raises (trainer, torchrun)", BOUND + PYTHON_ENDS, run, check)
+    return Row("rank 1 of 2 raises (trainer, torchrun)", BOUND, run, check)
 
 
 def _run(way: str, devices: int, rank: int, where: str, ranks: int, folder: Path) -> Outcome:
