@@ -69,8 +69,12 @@ def check(device: str, problem: Problem, ranks: int = 2) -> None:
     if problem.dtype == torch.float32:
         other = errors(sharded(problem, ReferenceKernel(), layout), dense(problem))
         found = errors(answer, dense(problem))
-        limits = {name: 2 * error + 1e-6 for name, error in other.items()}
-        assert max(limits.values()) < 1e-5, limits
+        # Rounding is relative: how far two orders of a sum come apart grows with what is summed, and
+        # depends on the processor in the interpreter, whose products are numpy's.
+        expected = zip(Answer._fields, dense(problem), strict=True)
+        sizes = {name: max(1.0, largest(x)) for name, x in expected}
+        limits = {name: 2 * error + 1e-6 * sizes[name] for name, error in other.items()}
+        assert all(limits[name] < 1e-5 * sizes[name] for name in limits), limits
     else:
         # The operator has neither windows nor changed scores; it shows how far this dtype reaches.
         plain = replace(problem, mask=Mask(), how=oracle.PLAIN)
@@ -81,6 +85,11 @@ def check(device: str, problem: Problem, ranks: int = 2) -> None:
         assert max(limits.values()) < 0.05, limits
     worse = {name: (found[name], limits[name]) for name in found if not found[name] <= limits[name]}
     assert not worse, worse
+
+
+def largest(x: torch.Tensor) -> float:
+    """The largest finite magnitude."""
+    return float(x[x.isfinite()].abs().max())
 
 
 def norm_errors(answer: Answer, expected: Answer) -> dict[str, float]:
