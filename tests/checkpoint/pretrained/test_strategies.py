@@ -59,10 +59,13 @@ def fit(rank: int, world: int, path: Path, device: str, **settings: Any) -> dict
     return whole(module.model)
 
 
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_trainer_begins_with_the_weights_of_the_files(device: str, tmp_path: Path) -> None:
+def test_a_trainer_begins_with_the_weights_of_the_files(
+    device: str, engine: str, tmp_path: Path
+) -> None:
     wanted = save(tmp_path, seed=6)
-    for found in run_ranks(2, fit, tmp_path, device):
+    for found in run_ranks(2, fit, tmp_path, device, data_parallel=engine):
         assert all(torch.equal(found[name], x) for name, x in wanted.items())
 
 
@@ -77,10 +80,13 @@ def set_up(rank: int, world: int, path: Path, device: str, **settings: Any) -> d
     return whole(model)
 
 
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_fabric_begins_with_the_weights_of_the_files(device: str, tmp_path: Path) -> None:
+def test_fabric_begins_with_the_weights_of_the_files(
+    device: str, engine: str, tmp_path: Path
+) -> None:
     wanted = save(tmp_path, seed=6)
-    for found in run_ranks(2, set_up, tmp_path, device):
+    for found in run_ranks(2, set_up, tmp_path, device, data_parallel=engine):
         assert all(torch.equal(found[name], x) for name, x in wanted.items())
 
 
