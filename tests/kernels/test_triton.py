@@ -69,12 +69,11 @@ def check(device: str, problem: Problem, ranks: int = 2) -> None:
     if problem.dtype == torch.float32:
         other = errors(sharded(problem, ReferenceKernel(), layout), dense(problem))
         found = errors(answer, dense(problem))
-        # Rounding is relative: how far two orders of a sum come apart grows with what is summed, and
-        # depends on the processor in the interpreter, whose products are numpy's.
-        expected = zip(Answer._fields, dense(problem), strict=True)
-        sizes = {name: max(1.0, largest(x)) for name, x in expected}
-        limits = {name: 2 * error + 1e-6 * sizes[name] for name, error in other.items()}
-        assert all(limits[name] < 1e-5 * sizes[name] for name in limits), limits
+        # As below, and as flash-attention's tests have it: gradients may err three times as much. How far
+        # they do depends on the processor: the interpreter's products are numpy's.
+        limits = {name: 2 * other[name] + 1e-6 for name in ("out", "lse")}
+        limits |= {name: 3 * other[name] + 1e-6 for name in ("dq", "dk", "dv")}
+        assert max(limits.values()) < 1e-5, limits
     else:
         # The operator has neither windows nor changed scores; it shows how far this dtype reaches.
         plain = replace(problem, mask=Mask(), how=oracle.PLAIN)
@@ -85,11 +84,6 @@ def check(device: str, problem: Problem, ranks: int = 2) -> None:
         assert max(limits.values()) < 0.05, limits
     worse = {name: (found[name], limits[name]) for name in found if not found[name] <= limits[name]}
     assert not worse, worse
-
-
-def largest(x: torch.Tensor) -> float:
-    """The largest finite magnitude."""
-    return float(x[x.isfinite()].abs().max())
 
 
 def norm_errors(answer: Answer, expected: Answer) -> dict[str, float]:
