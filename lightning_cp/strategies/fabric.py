@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_cp.errors import ConfigError, LightningCPError
-from lightning_cp.strategies._front import ContextParallelFront, in_floating_point
-from lightning_cp.strategies._lightning import STEPS
 from lightning_cp.strategies.engines import Engine
+from lightning_cp.strategies.front import ContextParallelFront, in_floating_point
 from lightning_cp.strategies.loaders.draws import going_on
 from lightning_cp.strategies.loaders.proxy import LoaderProxy
 from lightning_cp.strategies.resume.fabric import RunState
 from lightning_cp.strategies.saves.fabric import FabricSaves
+from lightning_cp.strategies.trainer_hooks import STEPS
 from lightning_cp.strategies.watch.steps import WatchedFabricSteps
 
 

@@ -16,7 +16,7 @@ from lightning_cp.checkpoint.pretrained.load import check_options, load_pretrain
 from lightning_cp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lightning_cp.strategies.settings import Settings
+    from lightning_cp.strategies.arguments.settings import Settings
 
 
 def check_pretrained(settings: Settings) -> None:

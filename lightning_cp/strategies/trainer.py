@@ -19,8 +19,13 @@ from typing_extensions import override
 from lightning_cp.callback import ContextParallelCallback, callback_among
 from lightning_cp.errors import ConfigError
 from lightning_cp.mixin import options_of
-from lightning_cp.strategies._front import ContextParallelFront, in_floating_point
-from lightning_cp.strategies._lightning import (
+from lightning_cp.strategies.engines.fresh import is_on_meta
+from lightning_cp.strategies.front import ContextParallelFront, in_floating_point
+from lightning_cp.strategies.loaders.draws import going_on
+from lightning_cp.strategies.loaders.shared import unshared
+from lightning_cp.strategies.resume.strategy import ResumesExactly
+from lightning_cp.strategies.saves.trainer import TrainerSaves
+from lightning_cp.strategies.trainer_hooks import (
     STEPS,
     before_autograd,
     before_clipping,
@@ -29,11 +34,6 @@ from lightning_cp.strategies._lightning import (
     place_of_profiles,
     refuse_dataloader_iter,
 )
-from lightning_cp.strategies.engines.fresh import is_on_meta
-from lightning_cp.strategies.loaders.draws import going_on
-from lightning_cp.strategies.loaders.shared import unshared
-from lightning_cp.strategies.resume.strategy import ResumesExactly
-from lightning_cp.strategies.saves.trainer import TrainerSaves
 from lightning_cp.strategies.watch.signals import listen
 from lightning_cp.strategies.watch.steps import WatchedTrainerSteps
 

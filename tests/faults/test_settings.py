@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.strategies.settings import Settings
+from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.watch.run import name_of
 
 

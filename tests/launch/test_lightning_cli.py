@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_cp.strategies.settings import Settings
+from lightning_cp.strategies.arguments.settings import Settings
 from tests.installed import installed_path
 from tests.launch.expected import came_to_the_same
 from tests.launch.start import (

@@ -15,8 +15,8 @@ from torch import nn
 
 from lightning_cp import ContextParallelMesh, keep_attention
 from lightning_cp.models.hf import label_alignment
-from lightning_cp.strategies._core import ContextParallelCore
-from lightning_cp.strategies.settings import Settings
+from lightning_cp.strategies.arguments.settings import Settings
+from lightning_cp.strategies.step.core import ContextParallelCore
 from tests.models.zoo import ZOO
 
 VOCAB, ROWS, LENGTH = 43, 3, 37

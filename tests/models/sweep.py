@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.models.hf import label_alignment
-from lightning_cp.strategies._core import ContextParallelCore
-from lightning_cp.strategies.settings import Settings
+from lightning_cp.strategies.arguments.settings import Settings
+from lightning_cp.strategies.step.core import ContextParallelCore
 from tests.models.steps import Case, Outcome, make_batch
 
 SIZES: dict[str, Any] = {

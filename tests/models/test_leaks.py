@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cp.strategies._core import ContextParallelCore
-from lightning_cp.strategies.settings import Settings
+from lightning_cp.strategies.arguments.settings import Settings
+from lightning_cp.strategies.step.core import ContextParallelCore
 from tests.models.steps import LENGTH, ROWS, VOCAB, Case, make_batch, make_model, start
 from tests.pool import run_ranks
 from tests.strategies.plain_llama import PlainLlama

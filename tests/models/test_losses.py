@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.strategies._core import ContextParallelCore
-from lightning_cp.strategies.settings import Settings
+from lightning_cp.strategies.arguments.settings import Settings
+from lightning_cp.strategies.step.core import ContextParallelCore
 from tests.models.steps import Case, make_batch, make_model, start
 from tests.models.zoo import make
 from tests.pool import expect_on_every_rank, run_ranks

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cp.strategies._core import ContextParallelCore
-from lightning_cp.strategies.settings import Settings
+from lightning_cp.strategies.arguments.settings import Settings
+from lightning_cp.strategies.step.core import ContextParallelCore
 from tests.pool import run_ranks
 
 

@@ -10,7 +10,7 @@ TRAINER = "tests/strategies/test_finite.py::test_a_trainer_stops"
 GUARD_MUTANTS = (
     Mutant(
         "own losses unseen",
-        "lightning_cp/strategies/_weighting.py",
+        "lightning_cp/strategies/step/weighting.py",
         "return loss if self._own is None else self._own",
         "return loss",
         (f"{TRAINER}[by norm-loss]",),

@@ -69,7 +69,7 @@ TENSOR_PARALLEL_MUTANTS = (
     ),
     Mutant(
         "sums count every rank that shares a layer",
-        "lightning_cp/strategies/_front.py",
+        "lightning_cp/strategies/front.py",
         'sums = isinstance(reduce_op, str) and reduce_op.lower() == "sum"',
         "sums = False",
         ("tests/strategies/test_tensor_parallel.py::test_ranks_that_share_layers_count_once[2]",),

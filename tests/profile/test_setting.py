@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 import lightning_cp.fabric
 from lightning_cp import UlyssesRingStrategy
 from lightning_cp.errors import ConfigError
-from lightning_cp.strategies.settings import Settings
+from lightning_cp.strategies.arguments.settings import Settings
 
 
 @pytest.mark.parametrize("profile", [0, -1, True, 2.5, "first", "3", [], [3, 3], [1, 0], {3: 4}])

@@ -196,7 +196,7 @@ def test_a_mean_of_local_means_would_fail() -> None:
 
 def unscaled(rank: int, world_size: int, run: Run) -> Result:
     """A run whose loss is not weighted by targets."""
-    from lightning_cp.strategies._weighting import StepLoss
+    from lightning_cp.strategies.step.weighting import StepLoss
 
     original = StepLoss.scale
     StepLoss.scale = lambda self, loss, optimizers, automatic: torch.nan_to_num(loss)  # type: ignore[method-assign]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_cp.strategies._replaced import Replaced
+from lightning_cp.strategies.replaced import Replaced
 
 
 class Plugin:

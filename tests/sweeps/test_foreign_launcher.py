@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, TorchEla
 
 from lightning_cp.config_files import config_dir
 from lightning_cp.errors import ConfigError
-from lightning_cp.strategies.sweeps import refuse_foreign_launcher
+from lightning_cp.strategies.launch.sweeps import refuse_foreign_launcher
 from tests.sweeps.programs import run
 from tests.test_train import SMALL
 

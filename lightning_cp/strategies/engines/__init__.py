@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_cp.mesh import ContextParallelMesh
 
 if TYPE_CHECKING:
-    from lightning_cp.strategies.settings import Settings
+    from lightning_cp.strategies.arguments.settings import Settings
 
 
 class Engine(Protocol):

@@ -12,7 +12,7 @@ from lightning_cp.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from lightning_cp.strategies.settings import Settings
+    from lightning_cp.strategies.arguments.settings import Settings
 
 SHARDING = ("fsdp", "hsdp", "zero1")
 """Engines that shard parameters or optimizer state over ranks."""

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh, Flat
-from lightning_cp.strategies.choices import refuse_unknown
+from lightning_cp.strategies.arguments.choices import refuse_unknown
+from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.engines.buckets import bucket_options, sum_then_divide
-from lightning_cp.strategies.settings import Settings
 
 
 class DDPEngine:

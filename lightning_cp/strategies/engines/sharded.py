@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from lightning_cp.comm.reduce import from_first
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import Axis, ContextParallelMesh, Flat
+from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.engines.checks import precision_of
 from lightning_cp.strategies.engines.fresh import initialise, is_on_meta
 from lightning_cp.strategies.engines.norms import clip_norm, clip_value, local_part
@@ -39,7 +40,6 @@ from lightning_cp.strategies.engines.root import Root
 from lightning_cp.strategies.engines.tensor_parallel import share_layers
 from lightning_cp.strategies.engines.torch_fsdp2 import enter_backward, two_dimensional
 from lightning_cp.strategies.engines.units import units_of
-from lightning_cp.strategies.settings import Settings
 
 
 class _Sharded(NamedTuple):

@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_cp.comm.agreement import agree
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh, Flat
-from lightning_cp.strategies._core import ContextParallelCore
 from lightning_cp.strategies.loaders.passes import Pass
 from lightning_cp.strategies.loaders.proxy import LoaderProxy
 from lightning_cp.strategies.loaders.samplers import require_data_sharding
 from lightning_cp.strategies.loaders.uneven import RECEIVES, UNSIZED, refuse_lengths
 from lightning_cp.strategies.resume.place import Place
+from lightning_cp.strategies.step.core import ContextParallelCore
 
 
 class SharedLoader(LoaderProxy):

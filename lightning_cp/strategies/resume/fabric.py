@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from lightning_cp.errors import CheckpointError
-from lightning_cp.strategies._run_mesh import RunMesh
 from lightning_cp.strategies.loaders.proxy import LoaderProxy
 from lightning_cp.strategies.loaders.shared import SharedLoader
 from lightning_cp.strategies.resume.buckets import lay_out, orders_of
 from lightning_cp.strategies.resume.place import at_pass
 from lightning_cp.strategies.resume.record import Point, point_of, record_of
+from lightning_cp.strategies.step.run_mesh import RunMesh
 
 
 class RunState:

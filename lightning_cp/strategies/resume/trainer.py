@@ -11,7 +11,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_cp.mesh import ContextParallelMesh
-from lightning_cp.strategies._run_mesh import RunMesh
 from lightning_cp.strategies.loaders.shared import SharedLoader
 from lightning_cp.strategies.resume import loops
 from lightning_cp.strategies.resume.buckets import lay_out, orders_of
@@ -19,6 +18,7 @@ from lightning_cp.strategies.resume.place import at_pass
 from lightning_cp.strategies.resume.random_state import Moment
 from lightning_cp.strategies.resume.record import Point, Record, point_of, record_of
 from lightning_cp.strategies.resume.window import Buffers, plain_states
+from lightning_cp.strategies.step.run_mesh import RunMesh
 
 KEY = "lightning_cp_resume"
 """Where it lies in a checkpoint."""

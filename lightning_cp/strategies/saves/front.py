@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_cp.errors import CheckpointError
-from lightning_cp.strategies._replaced import Replaced
+from lightning_cp.strategies.replaced import Replaced
 from lightning_cp.strategies.saves.reading import PlainCheckpointIO, require_ours
 from lightning_cp.strategies.saves.saver import Saver
 

@@ -16,7 +16,7 @@ from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.comm.objects import World
 from lightning_cp.errors import CheckpointError
-from lightning_cp.strategies._replaced import Replaced
+from lightning_cp.strategies.replaced import Replaced
 from lightning_cp.strategies.saves.front import SavesOfBoth
 from lightning_cp.strategies.saves.optimizers import fitting_state, names_of
 from lightning_cp.strategies.saves.reading import (

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _launch_process_observer
 
 from lightning_cp.faults.watch import Watch
-from lightning_cp.strategies.settings import Settings
+from lightning_cp.strategies.arguments.settings import Settings
 
 
 class RunWatch(Watch):

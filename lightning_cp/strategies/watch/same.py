@@ -18,7 +18,7 @@ import torch.distributed as dist
 import lightning_cp
 from lightning_cp.comm.agreement import gathered_lists
 from lightning_cp.errors import ConfigError
-from lightning_cp.strategies.settings import Settings
+from lightning_cp.strategies.arguments.settings import Settings
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 LONGEST = 200

@@ -26,7 +26,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_cp.strategies._replaced import Replaced
+from lightning_cp.strategies.replaced import Replaced
 from lightning_cp.strategies.watch.finite import FiniteGuard
 
 STATUS = 128 + signal.SIGTERM

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_cp.faults.position import Phase, Position
-from lightning_cp.strategies._replaced import Replaced
+from lightning_cp.strategies.replaced import Replaced
 from lightning_cp.strategies.watch.run import RunWatch
 
 _log = logging.getLogger("lightning_cp")

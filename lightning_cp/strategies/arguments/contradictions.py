@@ -12,7 +12,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import Factors
 
 if TYPE_CHECKING:
-    from lightning_cp.strategies.settings import Settings
+    from lightning_cp.strategies.arguments.settings import Settings
 
 GATHERING_MODE = "zigzag_llama3"
 

@@ -25,7 +25,7 @@ from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.models.facts import PositionFacts, position_facts
 from lightning_cp.models.hf import label_alignment
 from lightning_cp.models.swap import hf_models
-from lightning_cp.strategies._layouts import LayoutRule, layout_of
+from lightning_cp.strategies.step.layouts import LayoutRule, layout_of
 
 
 @dataclass(frozen=True)

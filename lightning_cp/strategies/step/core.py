@@ -29,11 +29,11 @@ from lightning_cp.models.facts import PositionFacts
 from lightning_cp.models.swap import StepState, hf_models, swap_attention
 from lightning_cp.named_ranges import named
 from lightning_cp.profile.recorder import StepRecorder
-from lightning_cp.strategies._layouts import LayoutRule
-from lightning_cp.strategies._sharding import label_kind, shard_agreed, shared_with
-from lightning_cp.strategies._values import StepValues
-from lightning_cp.strategies._weighting import StepLoss
-from lightning_cp.strategies.settings import Settings
+from lightning_cp.strategies.arguments.settings import Settings
+from lightning_cp.strategies.step.layouts import LayoutRule
+from lightning_cp.strategies.step.sharding import label_kind, shard_agreed, shared_with
+from lightning_cp.strategies.step.values import StepValues
+from lightning_cp.strategies.step.weighting import StepLoss
 from lightning_cp.strategies.watch.progress import Progress
 from lightning_cp.strategies.watch.run import RunWatch
 

@@ -10,7 +10,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.layout import CostModel
 from lightning_cp.layout.choose import DEFAULT_COST
 from lightning_cp.mesh import ContextParallelMesh, Factors
-from lightning_cp.strategies.settings import Settings
+from lightning_cp.strategies.arguments.settings import Settings
 
 
 class RunMesh:

@@ -23,19 +23,19 @@ from torch.utils.data import DataLoader
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import LayoutChoice
 from lightning_cp.mesh import ContextParallelMesh, Flat
-from lightning_cp.strategies._core import ContextParallelCore
-from lightning_cp.strategies._replaced import Replaced
+from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.engines import engine
 from lightning_cp.strategies.engines.checks import check_ddp_options
 from lightning_cp.strategies.engines.ddp import check_options, without_defaults
 from lightning_cp.strategies.engines.fresh import require_values
 from lightning_cp.strategies.engines.tensor_parallel import is_shared
-from lightning_cp.strategies.launch import check_ranks, check_start_method
+from lightning_cp.strategies.launch.ranks import check_ranks, check_start_method
+from lightning_cp.strategies.launch.sweeps import refuse_foreign_launcher
 from lightning_cp.strategies.loaders.order import agree_on_order
 from lightning_cp.strategies.loaders.shared import SharedLoader, cp_group_of
 from lightning_cp.strategies.pretrained import Pretrained
-from lightning_cp.strategies.settings import Settings
-from lightning_cp.strategies.sweeps import refuse_foreign_launcher
+from lightning_cp.strategies.replaced import Replaced
+from lightning_cp.strategies.step.core import ContextParallelCore
 from lightning_cp.strategies.watch.finite import FiniteGuard, Step
 from lightning_cp.strategies.watch.launchers import reporting
 from lightning_cp.strategies.watch.restarts import MeetsAnew

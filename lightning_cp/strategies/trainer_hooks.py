@@ -15,8 +15,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import Optimizer
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.strategies._replaced import Replaced
 from lightning_cp.strategies.engines import Engine
+from lightning_cp.strategies.replaced import Replaced
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 

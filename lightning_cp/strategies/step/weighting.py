@@ -13,8 +13,8 @@ from lightning_cp.errors import ConfigError, NonFiniteError
 from lightning_cp.loss import average_weight, loss_scale, mute, require_connected, require_muted
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.models.swap import StepState
-from lightning_cp.strategies._sharding import Sharding
-from lightning_cp.strategies._windows import TokenWindows
+from lightning_cp.strategies.step.sharding import Sharding
+from lightning_cp.strategies.step.windows import TokenWindows
 
 
 class StepLoss:

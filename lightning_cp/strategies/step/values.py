@@ -16,10 +16,10 @@ from lightning_cp.logs.token_mean import as_logged, where_counted
 from lightning_cp.mesh import Flat
 from lightning_cp.models.handle import refuse_gradients
 from lightning_cp.models.swap import SwapHandle
-from lightning_cp.strategies._run_mesh import RunMesh
-from lightning_cp.strategies._weighting import StepLoss
-from lightning_cp.strategies._windows import TokenWindows
-from lightning_cp.strategies.settings import Settings
+from lightning_cp.strategies.arguments.settings import Settings
+from lightning_cp.strategies.step.run_mesh import RunMesh
+from lightning_cp.strategies.step.weighting import StepLoss
+from lightning_cp.strategies.step.windows import TokenWindows
 
 
 class StepValues(RunMesh):

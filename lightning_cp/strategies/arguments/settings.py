@@ -14,8 +14,8 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import Factors, factorise
 from lightning_cp.models.swap import num_heads_of
 from lightning_cp.profile.recorder import steps_of
-from lightning_cp.strategies.choices import CHOICES, check_choice, check_size
-from lightning_cp.strategies.contradictions import (
+from lightning_cp.strategies.arguments.choices import CHOICES, check_choice, check_size
+from lightning_cp.strategies.arguments.contradictions import (
     GATHERING_MODE,
     check_exchange,
     check_factors,

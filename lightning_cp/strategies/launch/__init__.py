@@ -1,0 +1,1 @@
+"""Who starts the processes, and what they are told of their ranks."""
