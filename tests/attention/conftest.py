@@ -8,7 +8,9 @@ from tests.attention import report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Add the tables of what ran."""
+    """Add the tables of what ran; where something failed, the last lines are for that."""
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        return
     if report.lines:
         terminalreporter.section("equivalence cells")
         for line in report.table():
