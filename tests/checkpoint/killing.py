@@ -1,7 +1,9 @@
 """Kills ranks in the middle of saves: ``python -m tests.checkpoint.killing FOLDER FORM BACKGROUND POINTS``.
 
-Ranks are forked, so that each costs milliseconds. ``POINTS`` are names of :data:`PLACES`, or a number of
-random moments. Prints one JSON line per kill: where, who, whether it came in time, and what is then read.
+Ranks are forked, so that each costs milliseconds. ``POINTS`` are names of :data:`PLACES`, or how many kills
+are to come at random moments of a save: one that comes after the save has ended does not count, and another
+moment is drawn. Prints one JSON line per kill: where, who (nobody, if it came too late), and what is then
+read.
 """
 
 from __future__ import annotations
@@ -13,11 +15,15 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from select import select
+from statistics import median
 from typing import Any
 
 import torch
+import torch._dynamo  # DTensor would import it in every fork, for seconds
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -30,9 +36,11 @@ from lightning_cp.errors import CheckpointError
 from tests.checkpoint.states import same
 
 RANKS = 2
-SAVES: list[float] = []
-"""When saves began."""
 NAME = "last.ckpt"
+OLD = 4
+"""The step of the checkpoint that is there when a save is killed."""
+BEGUN, DONE, FAILED = b"b", b"d", b"f"
+"""What a rank says of its save, in a byte."""
 
 
 def tensors(step: int) -> dict[str, Any]:
@@ -101,10 +109,10 @@ PLACES = {
 
 
 def rank_main(
-    rank: int, folder: Path, form: str, background: bool, step: int, ready: int, place: str | None
+    rank: int, folder: Path, form: str, background: bool, step: int, said: int, place: str | None
 ) -> None:
-    """One rank of a save; never returns."""
-    status = 1
+    """One rank of a save; says when it begins and when it has ended, and then lives on, as training does."""
+    word = FAILED
     try:
         store = dist.FileStore(str(folder / f"store-{step}"), RANKS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
@@ -115,17 +123,35 @@ def rank_main(
         if place is not None:
             PLACES[place]()
         dist.barrier()
-        os.write(ready, b"x")
-        target = folder / "saved" / NAME
-        if background:
-            running = Background(plan(state, target, form=form)[0], limit=5)
-            running.wait()
-            status = int(running.error is not None)
-        else:
-            save_checkpoint(state, target, form=form)
-            status = 0
+        os.write(said, BEGUN)
+        _save(state, folder / "saved" / NAME, form, background)
+        word = DONE
     finally:
-        os._exit(status)
+        os.write(said, word)
+        while True:
+            signal.pause()
+
+
+def _save(state: dict[str, Any], target: Path, form: str, background: bool) -> None:
+    if not background:
+        save_checkpoint(state, target, form=form)
+        return
+    running = Background(plan(state, target, form=form)[0], limit=5)
+    running.wait()
+    if running.error is not None:
+        raise running.error
+
+
+@dataclass
+class Outcome:
+    """Of one save."""
+
+    killed: list[int]
+    """Ranks that were killed, by us or by themselves, before the save had ended."""
+    done: int
+    """Ranks that ended it."""
+    seconds: float
+    """From its beginning to its end."""
 
 
 def save_in_ranks(
@@ -135,40 +161,55 @@ def save_in_ranks(
     step: int,
     *,
     place: str | None = None,
-    kill: Any = None,
-) -> list[int]:
-    """Fork the ranks, kill as ``kill(pids)`` says once they begin, and give their exit statuses."""
-    pids, readable, ready = [], *os.pipe()
+    delay: float = 0.0,
+    victims: Sequence[int] = (),
+) -> Outcome:
+    """Fork the ranks, kill ``victims`` so many seconds after the save has begun, and end what is left."""
+    pids, (readable, said) = [], os.pipe()
     for rank in range(RANKS):
         pid = os.fork()
         if pid == 0:
             own = place if rank == 0 or place == "in_data" else None
-            rank_main(rank, folder, form, background, step, ready, own)
+            rank_main(rank, folder, form, background, step, said, own)
         pids.append(pid)
-    os.close(ready)
-    began = os.read(readable, 1)
-    SAVES.append(time.monotonic())
-    if kill is not None and began:
-        kill(pids)
-    statuses = _wait(pids, until=None if kill is None and place is None else time.monotonic() + 1.5)
-    os.close(readable)
-    return statuses
+    os.close(said)
+    try:
+        return _watched(pids, readable, delay, victims)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os.close(readable)
 
 
-def _wait(pids: list[int], until: float | None) -> list[int]:
-    """Survivors that wait for a rank that is gone are ended as a launcher would."""
-    statuses: dict[int, int] = {}
-    while len(statuses) < len(pids):
-        for pid in set(pids) - set(statuses):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                statuses[pid] = os.waitstatus_to_exitcode(status)
-        dead = any(status < 0 for status in statuses.values())
-        if until is not None and time.monotonic() > until and dead:
-            for pid in set(pids) - set(statuses):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.005)
-    return [statuses[pid] for pid in pids]
+def _watched(pids: list[int], readable: int, delay: float, victims: Sequence[int]) -> Outcome:
+    """Until all ranks have ended the save, or one is gone and the others had time to notice."""
+    heard = os.read(readable, 1)
+    assert heard == BEGUN
+    began, struck, words = time.monotonic(), False, [heard]
+    until = began + 60.0
+    while time.monotonic() < until and _ended(words) < RANKS:
+        if victims and not struck and time.monotonic() >= began + delay:
+            for victim in victims:
+                os.kill(pids[victim], signal.SIGKILL)
+            struck = True
+        if _gone(pids):
+            until = min(until, time.monotonic() + 1.5)
+        next_look = began + delay if victims and not struck else time.monotonic() + 0.005
+        if select([readable], [], [], max(0.0, next_look - time.monotonic()))[0]:
+            words.append(os.read(readable, 1))
+    took = time.monotonic() - began
+    return Outcome(_gone(pids), words.count(DONE), took)
+
+
+def _ended(words: list[bytes]) -> int:
+    return words.count(DONE) + words.count(FAILED)
+
+
+def _gone(pids: list[int]) -> list[int]:
+    """Ranks that are no more; they are not reaped, so that nobody else gets their number."""
+    how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return [rank for rank, pid in enumerate(pids) if os.waitid(os.P_PID, pid, how) is not None]
 
 
 def read_back(folder: Path) -> int:
@@ -187,41 +228,65 @@ def read_back(folder: Path) -> int:
     return state["step"]
 
 
+@dataclass
+class Moments:
+    """Random moments of a save; how long one takes is learnt from those that ended.
+
+    Args:
+        chance: draws them.
+        spans: seconds of saves.
+    """
+
+    chance: random.Random
+    spans: list[float]
+
+    def draw(self) -> tuple[float, float, list[int]]:
+        """A share of the save, the same in seconds, and who is killed then."""
+        share = self.chance.uniform(0, 1)
+        return share, share * median(self.spans[-5:]), self.chance.choice(([0], [1], [0, 1]))
+
+
 def main(folder: Path, form: str, background: bool, points: str) -> None:
     """One line per kill."""
-    took = 0.0
-    for step in (1, 2):  # the second one replaces a checkpoint, as those that are killed do
-        assert save_in_ranks(folder, form, background, step) == [0] * RANKS
-        took = time.monotonic() - SAVES[-1]
+    spans = []
+    for step in range(
+        1, OLD + 1
+    ):  # all but the first replace a checkpoint, as those that are killed do
+        outcome = save_in_ranks(folder, form, background, step)
+        assert outcome.done == RANKS
+        spans.append(outcome.seconds)
     shutil.copytree(folder / "saved", folder / "kept")
-    places = points.split(",") if not points.isdecimal() else [None] * int(points)
-    chance = random.Random(points + form)
-    for at, place in enumerate(places):
-        shutil.rmtree(folder / "saved")
-        shutil.copytree(folder / "kept", folder / "saved")
-        delay, victims = chance.uniform(0, took), chance.choice(([0], [1], [0, 1]))
+    if not points.isdecimal():
+        for at, place in enumerate(points.split(",")):
+            outcome = save_again(folder, form, background, OLD + 1 + at, place=place)
+            report(folder, place, outcome, OLD + 1 + at)
+        return
+    moments, landed = Moments(random.Random(points + form), spans[1:]), 0
+    for step in range(OLD + 1, OLD + 1 + 4 * int(points)):
+        share, delay, victims = moments.draw()
+        outcome = save_again(folder, form, background, step, delay=delay, victims=victims)
+        report(folder, f"{share:.3f} of a save", outcome, step)
+        landed += bool(outcome.killed)
+        if landed == int(points):
+            break
+        if not outcome.killed:
+            moments.spans.append(outcome.seconds)
 
-        def kill(pids: list[int], delay: float = delay, victims: list[int] = victims) -> None:
-            time.sleep(delay)
-            for victim in victims:
-                os.kill(pids[victim], signal.SIGKILL)
 
-        statuses = save_in_ranks(
-            folder, form, background, 3 + at, place=place, kill=None if place else kill
-        )
-        step = read_back(folder)
-        said = (folder / "saved" / "latest").read_text().strip()
-        print(
-            json.dumps(
-                {
-                    "place": place or round(delay / took, 3),
-                    "killed": [rank for rank, status in enumerate(statuses) if status == -9],
-                    "unhurt": statuses == [0] * RANKS,
-                    "read": {2: "old", 3 + at: "new"}[step],
-                    "latest": said,
-                }
-            )
-        )
+def save_again(folder: Path, form: str, background: bool, step: int, **how: Any) -> Outcome:
+    """A save that replaces the one of step ``OLD``."""
+    shutil.rmtree(folder / "saved")
+    shutil.copytree(folder / "kept", folder / "saved")
+    return save_in_ranks(folder, form, background, step, **how)
+
+
+def report(folder: Path, place: str, outcome: Outcome, step: int) -> None:
+    """Which of the two saves is read, after making sure that it is one of them to the last bit."""
+    read = {OLD: "old", step: "new"}[read_back(folder)]
+    latest = (folder / "saved" / "latest").read_text().strip()
+    assert latest == NAME
+    line = {"place": place, "killed": outcome.killed, "read": read}
+    print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":
