@@ -26,16 +26,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_cp.bench import table
+from lightning_cp.bench.llama_files import KINDS, layers_for, make_checkpoint, network, shard
 from lightning_cp.bench.processes import on_ranks
-from lightning_cp.checkpoint.pretrained.index import INDEX, open_checkpoint
+from lightning_cp.checkpoint.pretrained.index import open_checkpoint
 from lightning_cp.checkpoint.pretrained.load import load_pretrained
 from lightning_cp.checkpoint.pretrained.plan import LoadPlan, plan_load
-from lightning_cp.checkpoint.pretrained.write import Shape, TensorFile, in_files, index_text
 from lightning_cp.errors import ConfigError
 
 HEAD = (
@@ -43,9 +41,6 @@ HEAD = (
     *("peak / bound", "time, s", "plain reading, s", "ratio"),
 )
 WAYS = ("ours", "dcp")
-KINDS = ("fsdp", "tp", "fsdp_tp")
-ROW_SHARDED = ("o_proj", "down_proj")
-HIDDEN, INNER, VOCAB = 2048, 5632, 32000
 RESERVE = 256e6
 
 
@@ -62,97 +57,6 @@ class Found:
     def bound(self) -> float:
         """Bytes that the peak may have."""
         return self.shard + 1.25 * self.largest + RESERVE
-
-
-class Block(nn.Module):
-    """The matrices of a Llama's layer; nothing is computed with them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            self.register_module(name, nn.Linear(HIDDEN, HIDDEN, bias=False))
-        for name in ("gate_proj", "up_proj"):
-            self.register_module(name, nn.Linear(HIDDEN, INNER, bias=False))
-        self.down_proj = nn.Linear(INNER, HIDDEN, bias=False)
-        self.norm = nn.Parameter(torch.ones(HIDDEN))
-
-
-class Network(nn.Module):
-    """So many layers between an embedding and a head."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(VOCAB, HIDDEN)
-        self.layers = nn.ModuleList(Block() for _ in range(layers))
-        self.lm_head = nn.Linear(HIDDEN, VOCAB, bias=False)
-
-
-def network(layers: int) -> Network:
-    """On the meta device, in bfloat16."""
-    with torch.device("meta"):
-        return Network(layers).to(torch.bfloat16)
-
-
-def layers_for(nbytes: float) -> int:
-    """As many as make up a model of that size, at least one."""
-    sizes = [sum(p.nbytes for p in network(count).parameters()) for count in (0, 1)]
-    return max(1, round((nbytes - sizes[0]) / (sizes[1] - sizes[0])))
-
-
-def make_checkpoint(folder: Path, layers: int, files: int) -> None:
-    """Write it: bytes of no meaning, different everywhere.
-
-    Raises:
-        ConfigError: more files than tensors can be spread over.
-    """
-    shapes = {
-        name: Shape(p.dtype, tuple(p.shape)) for name, p in network(layers).named_parameters()
-    }
-    total = sum(shape.nbytes for shape in shapes.values())
-    limit, made = total // files, in_files(shapes, max(1, total // files))
-    while len(made) > files:
-        limit += total // (100 * files) + 1
-        made = in_files(shapes, limit)
-    if len(made) < files // 2:
-        raise ConfigError(f"--files {files} is more than {len(shapes)} tensors can be spread over.")
-    noise = torch.randint(0, 2**15, (VOCAB * HIDDEN + 4096,), dtype=torch.int16)
-    for name, keys in made.items():
-        file = TensorFile(folder / name, {key: shapes[key] for key in keys})
-        for number, key in enumerate(file.order):
-            count = torch.Size(shapes[key].shape).numel()
-            file.write(noise[number : number + count])
-        file.close()
-    (folder / INDEX).write_text(index_text(shapes, made))
-
-
-def shard(model: Network, kind: str, world: int) -> None:
-    """Shard it over all ranks."""
-    if kind == "fsdp":
-        mesh = init_device_mesh("cpu", (world,))
-    elif kind == "tp":
-        mesh = None
-        _by_rows_and_columns(model, init_device_mesh("cpu", (world,)))
-    else:
-        both = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("fsdp", "tp"))
-        _by_rows_and_columns(model, both["tp"])
-        mesh = both["fsdp"]
-    if mesh is not None:
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-
-
-def _by_rows_and_columns(model: Network, mesh: Any) -> None:
-    """As tensor parallelism does: output rows, or input columns."""
-
-    def part(name: str, module: nn.Module, mesh: Any) -> None:
-        for own, x in list(module.named_parameters(recurse=False)):
-            dim = 1 if name.endswith(ROW_SHARDED) else 0
-            if x.ndim == 2:
-                made = distribute_tensor(x, mesh, [Shard(dim)], src_data_rank=None)
-                module.register_parameter(own, nn.Parameter(made))
-
-    distribute_module(model, mesh, part)
 
 
 def load(folder: Path, layers: int, kind: str, way: str) -> Found:

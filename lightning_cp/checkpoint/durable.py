@@ -23,7 +23,7 @@ _LEFT = re.compile(
 
 def beside(target: Path, why: str) -> Path:
     """A name next to ``target`` that nobody else has; tells who wrote there, so that leftovers can go."""
-    owner = f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+    owner = f"{this_machine()}-{os.getpid()}-{secrets.token_hex(4)}"
     return target.with_name(f".{target.name}.{why}-{owner}")
 
 
@@ -37,7 +37,12 @@ def write_durably(path: Path, data: bytes) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Have the names in a folder on the disk."""
-    opened = os.open(folder, os.O_RDONLY)
+    sync(folder)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk."""
+    opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
     finally:
@@ -45,16 +50,30 @@ def sync_folder(folder: Path) -> None:
 
 
 def put_in_place(staged: Path, target: Path) -> None:
-    """Give what was written completely its name; whatever had that name is removed afterwards."""
+    """Give what was written completely its name; whatever had that name is removed afterwards.
+
+    What was there is put back if anything comes in between, Ctrl-C included.
+    """
     if staged.is_dir():
         sync_folder(staged)
     aside = None
     if staged.is_dir() or (target.is_dir() and not target.is_symlink()):
-        aside = _set_aside(target, BEFORE)
-    staged.replace(target)
+        aside = beside(target, BEFORE)
+    _exchange(staged, target, aside)
     sync_folder(target.parent)
     if aside is not None:
         discard(aside)
+
+
+def _exchange(staged: Path, target: Path, aside: Path | None) -> None:
+    try:
+        if aside is not None and os.path.lexists(target):
+            target.rename(aside)
+        staged.replace(target)
+    except BaseException:
+        if aside is not None and os.path.lexists(aside) and not os.path.lexists(target):
+            aside.rename(target)
+        raise
 
 
 def replace_text(target: Path, text: str) -> None:
@@ -71,17 +90,14 @@ def replace_link(link: Path, to: Path) -> None:
     """Have ``link`` point to ``to``, in one step; relative, so that the folder may be moved."""
     staged = beside(link, SAVING)
     staged.symlink_to(os.path.relpath(to, link.parent))
+    aside = beside(link, BEFORE) if link.is_dir() and not link.is_symlink() else None
     try:
-        if link.is_dir() and not link.is_symlink():
-            aside = _set_aside(link, BEFORE)
-            staged.replace(link)
-            if aside is not None:
-                discard(aside)
-        else:
-            staged.replace(link)
+        _exchange(staged, link, aside)
     finally:
         staged.unlink(missing_ok=True)
     sync_folder(link.parent)
+    if aside is not None:
+        discard(aside)
 
 
 def remove(target: Path) -> None:
@@ -102,6 +118,8 @@ def discard(path: Path) -> None:
 
 def found(target: Path) -> Path:
     """Where the checkpoint of this name is: elsewhere only if a save was killed while replacing a folder."""
+    if target.is_symlink() and not target.exists():  # what it points to may be set aside
+        target = target.parent / target.readlink()
     if os.path.lexists(target):
         return target
     kept = [path for path, left in leftovers(target.parent) if left == (target.name, BEFORE)]
@@ -139,7 +157,7 @@ def _is_alive(path: Path) -> bool:
     """Whether the process that has left this may still be writing: of another machine nobody knows."""
     match = _LEFT.match(path.name)
     assert match is not None
-    if match["host"] != _host():
+    if match["host"] != this_machine():
         return True
     try:
         os.kill(int(match["pid"]), 0)
@@ -150,6 +168,6 @@ def _is_alive(path: Path) -> bool:
     return True
 
 
-def _host() -> str:
+def this_machine() -> str:
     """Which machine this is, without its name."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]

@@ -21,7 +21,7 @@ from lightning_cp.checkpoint.plain import map_leaves, restored
 from lightning_cp.checkpoint.shard_file import mapped, said_by
 from lightning_cp.checkpoint.sharded import INDEX, STATE
 from lightning_cp.checkpoint.tensors import Chunk, Stored, fill, like, stored_whole
-from lightning_cp.comm.objects import World
+from lightning_cp.comm.objects import World, told
 from lightning_cp.errors import CheckpointError
 
 
@@ -76,8 +76,14 @@ def open_checkpoint(path: Path, world: World | None = None) -> Checkpoint:
     Raises:
         CheckpointError: on every rank: it is missing, incomplete, damaged or no checkpoint; names the file.
     """
-    world = world or _alone()
     path = found(Path(path))
+    try:
+        return _opened(path, world or _alone())
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _opened(path: Path, world: World) -> Checkpoint:
     opened = world.together(
         lambda: _verified(path, world),
         lambda said: CheckpointError(f"{shown(path)} was refused by another rank ({said})."),
@@ -103,6 +109,8 @@ def _verified(path: Path, world: World) -> Manifest | None:
         near = sorted(x.name for x in path.parent.iterdir()) if path.parent.is_dir() else []
         near = [name for name in near if not name.startswith(".")]
         there = f" That folder has: {', '.join(near[:5])}." if near else ""
+        if path.is_symlink():
+            there = f" It is a link to {path.readlink().name}, which is not there.{there}"
         raise CheckpointError(f"there is no checkpoint {shown(path)}.{there}")
     if path.is_dir():
         return _verified_folder(path, world)
@@ -144,20 +152,29 @@ def _open_file(path: Path, manifest: Manifest | None) -> Checkpoint:
 
 
 def _open_folder(path: Path, manifest: Manifest | None) -> Checkpoint:
+    assert manifest is not None
     try:
         index = json.loads((path / INDEX).read_text())["tensors"]
         state = json.loads((path / STATE).read_text())
-        stored = {key: _stored_in(path, key, entry) for key, entry in index.items()}
+        stored = {key: _stored_in(path, key, entry, manifest) for key, entry in index.items()}
         tree = decode(state["tree"], lambda key: stored[key])
         ours = decode(state["ours"], lambda key: stored[key])
-    except (KeyError, ValueError, TypeError, OSError) as error:
-        raise CheckpointError(
-            f"{shown(path)} cannot be read ({type(error).__name__}: {error}). Nothing was loaded."
-        ) from None
+    except (KeyError, ValueError, TypeError) as error:
+        raise _unreadable(path, error) from None
     return Checkpoint(path, manifest, tree, ours)
 
 
-def _stored_in(folder: Path, key: str, entry: dict[str, Any]) -> Stored:
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{shown(path)} cannot be read ({told(error)}). Nothing was loaded.")
+
+
+def _stored_in(folder: Path, key: str, entry: dict[str, Any], manifest: Manifest) -> Stored:
+    for x in entry["chunks"]:
+        if x["file"] not in manifest.files:
+            raise CheckpointError(
+                f"{shown(folder / INDEX)} says that {key} is in {x['file']!r}, which the manifest does not "
+                "name. Nothing was loaded."
+            )
     dtype = dtype_named(entry["dtype"])
     chunks = [
         Chunk(

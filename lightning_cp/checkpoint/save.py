@@ -108,7 +108,7 @@ def finish(save: Save) -> None:
         failure = _other(save)
         parts = save.world.together(save.write, failure)
         save.world.together(lambda: save.commit(parts) if save.world.rank == 0 else None, failure)
-    except CheckpointError:
+    except (CheckpointError, KeyboardInterrupt):
         save.give_up()
         raise
     except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from lightning_cp.comm.objects import told
 from lightning_cp.errors import RankFailure
 
 
@@ -30,7 +31,7 @@ def share_outcome(error: Exception | None, device_type: str, *, what: str) -> No
 
 def outcome_texts(error: Exception | None, device_type: str) -> list[str]:
     """Every rank's error as text, empty if it has none; one small sum if none has."""
-    own = f"{type(error).__name__}: {error}" if error is not None else ""
+    own = "" if error is None else _text(error)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [own]
     failed = torch.tensor([int(error is not None)], device=device_type)
@@ -40,6 +41,12 @@ def outcome_texts(error: Exception | None, device_type: str) -> list[str]:
     texts = [""] * dist.get_world_size()
     dist.all_gather_object(texts, own)
     return texts
+
+
+def _text(error: Exception) -> str:
+    """Without the paths of this machine, which an error of the system has."""
+    said = told(error) if isinstance(error, OSError) and error.errno is not None else str(error)
+    return f"{type(error).__name__}: {said}"
 
 
 def summed_over_world(values: list[int], device_type: str) -> list[int]:

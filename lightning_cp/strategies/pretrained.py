@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from lightning_cp.checkpoint.pretrained.incomplete import require_complete
-from lightning_cp.checkpoint.pretrained.load import check_options, load_pretrained
+from lightning_cp.checkpoint.pretrained.load import load_pretrained
+from lightning_cp.checkpoint.pretrained.options import check_options
 from lightning_cp.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.checkpoint.durable import SAVING, beside, discard, put_in_place, write_durably
+from lightning_cp.checkpoint.durable import (
+    SAVING,
+    beside,
+    discard,
+    put_in_place,
+    sync,
+    write_durably,
+)
+from lightning_cp.checkpoint.pretrained.export_plan import Export, plan_export
 from lightning_cp.checkpoint.pretrained.incomplete import require_complete
 from lightning_cp.checkpoint.pretrained.index import INDEX
-from lightning_cp.checkpoint.pretrained.keys import Rule, names_for, rules_of
-from lightning_cp.checkpoint.pretrained.load import dtype_of
-from lightning_cp.checkpoint.pretrained.names import plain, tensors_of
+from lightning_cp.checkpoint.pretrained.options import dtype_of
 from lightning_cp.checkpoint.pretrained.write import (
     Shape,
     TensorFile,
     aligned,
-    in_files,
     index_text,
 )
 from lightning_cp.checkpoint.tensors import whole
+from lightning_cp.comm.objects import told
 from lightning_cp.comm.outcome import share_outcome
 from lightning_cp.errors import CheckpointError, ConfigError
 
@@ -75,9 +80,9 @@ def export_pretrained(
     target, made, error = Path(path), None, None
     try:
         require_complete(model)
-        made = _plan(model, keys, prefix, dtype_of(dtype), file_bytes)
+        made = plan_export(model, keys, prefix, dtype_of(dtype), file_bytes)
         _require_free(target, overwrite)
-    except (CheckpointError, ConfigError) as raised:
+    except Exception as raised:  # whatever it is: the others are not to wait for this rank
         error = raised
     device = _device_type(model)
     share_outcome(error, device, what="exporting weights")
@@ -91,79 +96,6 @@ def export_pretrained(
             discard(staged)
     share_outcome(error, device, what="exporting weights")
     return target
-
-
-@dataclass(frozen=True)
-class _Export:
-    """What is written where."""
-
-    network: nn.Module
-    parts: dict[str, list[torch.Tensor]]
-    """Key -> the parameters that make it up, side by side along dimension 0."""
-    shapes: dict[str, Shape]
-    files: dict[str, list[str]]
-
-
-def _plan(
-    model: nn.Module,
-    keys: Mapping[str, str] | None,
-    prefix: str | None,
-    dtype: torch.dtype | None,
-    file_bytes: int,
-) -> _Export:
-    if type(file_bytes) is not int or file_bytes < 1:
-        raise ConfigError(f"file_bytes must be an integer of at least 1, got {file_bytes!r}.")
-    path, network = _network(model, prefix)
-    held = tensors_of(model, path).by_name
-    if not held:
-        raise ConfigError(f"no parameter of the model begins with prefix={path!r}.")
-    parts = _parts(held, rules_of(keys))
-    shapes = {key: _shape(key, tensors, dtype) for key, tensors in parts.items()}
-    return _Export(network, parts, shapes, in_files(shapes, file_bytes))
-
-
-def _network(model: nn.Module, prefix: str | None) -> tuple[str, nn.Module]:
-    """Where the network begins, and which it is: the outermost that says how it is saved."""
-    for path, module in model.named_modules():
-        at = f"{plain(path)}." if path else ""
-        saves = callable(getattr(module, "save_pretrained", None)) and hasattr(module, "config")
-        if at == prefix or (prefix is None and saves):
-            return at, module
-    return prefix or "", model
-
-
-def _parts(
-    held: Mapping[str, torch.Tensor], rules: Sequence[Rule]
-) -> dict[str, list[torch.Tensor]]:
-    parts: dict[str, list[torch.Tensor]] = {}
-    for name in held:
-        parameters, keys = names_for(name, rules)
-        key = keys[0]
-        if len(keys) > 1:
-            raise ConfigError(
-                f"{name} cannot be written as {' + '.join(keys)}: nothing says where one ends and the next "
-                "begins. Leave that line of keys out, and have the fused name in the files."
-            )
-        missing = [other for other in parameters if other not in held]
-        if missing:
-            raise ConfigError(f"{key} is made of {missing[0]} too, which the model does not have.")
-        parts[key] = [held[other] for other in parameters]
-    return parts
-
-
-def _shape(key: str, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> Shape:
-    first = tensors[0]
-    if any((x.dtype, x.shape[1:]) != (first.dtype, first.shape[1:]) for x in tensors):
-        raise ConfigError(
-            f"{key} cannot be made of tensors of shapes {', '.join(str(list(x.shape)) for x in tensors)}: "
-            "only the first dimension may differ."
-        )
-    own = first.dtype
-    made = dtype if dtype is not None and own.is_floating_point else own
-    shape = list(first.shape)
-    if len(tensors) > 1:
-        shape[0] = sum(len(x) for x in tensors)
-    return Shape(made, tuple(shape))
 
 
 def _require_free(target: Path, overwrite: bool) -> None:
@@ -207,11 +139,16 @@ class _Writer:
             act(self._folder)
         except OSError as raised:
             self.error = CheckpointError(
-                f"the export could not be written ({raised.strerror or raised}), and nothing of it is left. "
+                f"the export could not be written ({told(raised)}), and nothing of it is left. "
                 "Free some space or name another folder, and call it again: the model is as it was."
             )
+        except Exception as raised:  # of the configuration's own save_pretrained, say
+            self.error = CheckpointError(
+                f"the export could not be written, and nothing of it is left: {told(raised)}"
+            )
+            self.error.__cause__ = raised
 
-    def write(self, made: _Export) -> None:
+    def write(self, made: Export) -> None:
         """All files of tensors; every rank comes here."""
         for name, keys in made.files.items():
             shapes = {key: made.shapes[key] for key in keys}
@@ -235,7 +172,7 @@ class _Writer:
             self.try_to(lambda _: file.write(x.to(dtype)))
 
 
-def _write(made: _Export, staged: Path | None, target: Path, config: Any) -> CheckpointError | None:
+def _write(made: Export, staged: Path | None, target: Path, config: Any) -> CheckpointError | None:
     """Every rank takes part; the one with a folder says what went wrong."""
     writer = _Writer(staged)
     writer.try_to(lambda folder: folder.mkdir(parents=True))
@@ -244,15 +181,17 @@ def _write(made: _Export, staged: Path | None, target: Path, config: Any) -> Che
     return writer.error
 
 
-def _finish(made: _Export, target: Path, config: Any, staged: Path) -> None:
+def _finish(made: Export, target: Path, config: Any, staged: Path) -> None:
     """All but the tensors, then the name."""
     if len(made.files) > 1:
         write_durably(staged / INDEX, index_text(made.shapes, made.files).encode())
     _save_config(made, staged, config)
+    for file in staged.glob("*.json"):
+        sync(file)
     put_in_place(staged, target)
 
 
-def _save_config(made: _Export, staged: Path, config: Any) -> None:
+def _save_config(made: Export, staged: Path, config: Any) -> None:
     """The network's configuration says the class and the dtype that are in the files now."""
     given = config if config is not None else getattr(made.network, "config", None)
     if not callable(getattr(given, "save_pretrained", None)):

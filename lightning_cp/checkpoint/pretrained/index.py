@@ -100,11 +100,12 @@ def _indexed(index: Path) -> dict[str, list[str] | None]:
     """File -> keys, as the index says."""
     try:
         with open_regular(index) as stream:
-            text = stream.read(HEADER_LIMIT + 1)
+            size = os.fstat(stream.fileno()).st_size
+            if size > HEADER_LIMIT:
+                _refuse(index, f"it has {size:,} bytes, and {HEADER_LIMIT:,} is the limit")
+            text = stream.read(size)  # a limit above it would be allocated
     except OSError as error:
         _refuse(index, f"it cannot be read ({error.strerror})")
-    if len(text) > HEADER_LIMIT:
-        _refuse(index, f"it has more than {HEADER_LIMIT:,} bytes")
     said = parse(index, text).get("weight_map")
     if not isinstance(said, dict) or not said:
         _refuse(index, "it has no weight_map")

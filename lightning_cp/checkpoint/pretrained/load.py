@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.checkpoint.pretrained.fresh import (
-    Initialize,
     Ways,
     local_view,
     make_again,
@@ -25,13 +23,19 @@ from lightning_cp.checkpoint.pretrained.fresh import (
 from lightning_cp.checkpoint.pretrained.incomplete import incomplete_until_done
 from lightning_cp.checkpoint.pretrained.index import open_checkpoint
 from lightning_cp.checkpoint.pretrained.keys import rules_of
-from lightning_cp.checkpoint.pretrained.memory import no_room, peak_bytes, require_memory
+from lightning_cp.checkpoint.pretrained.memory import (
+    no_room,
+    peak_bytes,
+    require_memory,
+    require_memory_together,
+)
 from lightning_cp.checkpoint.pretrained.names import plain, tensors_of
+from lightning_cp.checkpoint.pretrained.options import Options, check_options, dtype_of
 from lightning_cp.checkpoint.pretrained.plan import LoadPlan, plan_load
 from lightning_cp.checkpoint.pretrained.progress import Progress
 from lightning_cp.checkpoint.pretrained.reader import SliceReader
 from lightning_cp.comm.outcome import share_outcome, summed_over_world
-from lightning_cp.errors import CheckpointError, ConfigError
+from lightning_cp.errors import CheckpointError
 from lightning_cp.mesh import ContextParallelMesh
 
 
@@ -46,21 +50,6 @@ class Loaded:
     """The most memory that the process has had so far."""
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a checkpoint is loaded; see ``load_pretrained``."""
-
-    dtype: torch.dtype | str | None = None
-    strict: bool = True
-    allow_missing: Sequence[str] = ()
-    allow_unexpected: Sequence[str] = ()
-    keys: Mapping[str, str] | None = None
-    prefix: str | None = None
-    check_finite: bool = False
-    progress: bool = True
-    initialize: Initialize | None = None
 
 
 def load_pretrained(
@@ -101,66 +90,27 @@ def load_pretrained(
     planned, error = None, None
     try:
         planned = _prepare(model, path, chosen, own_device)
-    except (CheckpointError, ConfigError) as raised:
+    except Exception as raised:  # whatever it is: the others are not to wait for this rank
         error = raised
     share_outcome(error, own_device.type, what="loading pretrained weights")
     assert planned is not None
-    plan, ways, unset = planned
+    plan, ways, unset, wanted = planned
+    require_memory_together(wanted, own_device)
     (total,) = summed_over_world([plan.nbytes], own_device.type)
     progress = Progress(plan, total, shown=chosen.progress)
     with incomplete_until_done(model):
         try:
             with progress:
                 _load(model, plan, ways, unset, chosen, own_device, progress)
-        except (CheckpointError, ConfigError, OSError) as raised:
+        except Exception as raised:
             error = raised
         share_outcome(error, own_device.type, what="loading pretrained weights")
     seconds = time.monotonic() - started
     return Loaded(plan.nbytes, seconds, peak_bytes(), plan.missing, plan.unexpected)
 
 
-def check_options(options: Mapping[str, Any]) -> Options:
-    """Read the options of a load.
-
-    Raises:
-        ConfigError: one that is unknown, or of another kind.
-    """
-    unknown = set(options) - set(Options.__dataclass_fields__)
-    if unknown:
-        raise ConfigError(
-            f"unknown option(s) of pretrained: {', '.join(sorted(unknown))}. There are: "
-            f"{', '.join(Options.__dataclass_fields__)}."
-        )
-    chosen = Options(**options)
-    for name in ("strict", "check_finite", "progress"):
-        if type(getattr(chosen, name)) is not bool:
-            raise ConfigError(f"{name} must be True or False, got {getattr(chosen, name)!r}.")
-    for name in ("allow_missing", "allow_unexpected"):
-        given = getattr(chosen, name)
-        if isinstance(given, str) or not all(isinstance(x, str) for x in given):
-            raise ConfigError(f"{name} must be a list of patterns, got {given!r}.")
-    if chosen.prefix is not None and not isinstance(chosen.prefix, str):
-        raise ConfigError(f"prefix must be text, or None to have it found, got {chosen.prefix!r}.")
-    rules_of(chosen.keys)
-    dtype_of(chosen.dtype)
-    return chosen
-
-
-def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
-    """A floating-point dtype by name.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    found = getattr(torch, given, None) if isinstance(given, str) else given
-    if found is not None and isinstance(found, torch.dtype) and found.is_floating_point:
-        return found
-    if given is None:
-        return None
-    raise ConfigError(f"dtype must be a floating-point dtype such as 'bfloat16', got {given!r}.")
-
-
-Planned = tuple[LoadPlan, Ways, dict[nn.Module, list[str]]]
+Planned = tuple[LoadPlan, Ways, dict[nn.Module, list[str]], int]
+"""The last is the bytes that are going to be allocated."""
 
 
 def _prepare(
@@ -184,8 +134,8 @@ def _prepare(
             owner, _, own = (plan.prefix + name).rpartition(".")
             unset[_submodule(model, owner)].append(own)
     ways = ways_to_reset(model, unset, options.initialize)
-    _require_room(plan, dtype_of(options.dtype), device)
-    return plan, ways, unset
+    wanted = _require_room(plan, dtype_of(options.dtype), device)
+    return plan, ways, unset, wanted
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module:
@@ -193,15 +143,24 @@ def _submodule(model: nn.Module, path: str) -> nn.Module:
     return next(module for name, module in model.named_modules() if plain(name) == path)
 
 
-def _require_room(plan: LoadPlan, dtype: torch.dtype | None, device: torch.device) -> None:
+def _require_room(plan: LoadPlan, dtype: torch.dtype | None, device: torch.device) -> int:
+    """The bytes that are going to be allocated, which have to be there."""
     parts = []
     for name, x in plan.tensors.by_name.items():
         if x.is_meta:
-            local = x.to_local() if isinstance(x, DTensor) else x
-            item = (dtype if dtype is not None and x.is_floating_point() else x.dtype).itemsize
-            parts.append((name, local.shape, local.numel() * item))
+            local = _local(x)
+            parts.append((name, local.shape, local.numel() * _dtype_for(x, dtype).itemsize))
     if parts:
         require_memory(sum(size for _, _, size in parts), device, parts)
+    return sum(size for _, _, size in parts)
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _dtype_for(x: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and x.is_floating_point() else x.dtype
 
 
 def _load(
@@ -214,11 +173,12 @@ def _load(
     progress: Progress,
 ) -> None:
     """Change the model: memory, values that no file has, then all others."""
+    dtype = dtype_of(options.dtype)
     try:
-        materialize(model, device, dtype_of(options.dtype))
+        materialize(model, device, dtype)
     except (RuntimeError, MemoryError) as error:  # torch's out of memory is a RuntimeError
-        name, x = _first_without_memory(model)
-        raise no_room(name, x, device, error) from error
+        name, x = _first_without_memory(model, dtype)
+        raise no_room(name, x, _dtype_for(x, dtype), device, error) from error
     make_again(ways, unset)
     tensors = tensors_of(model, plan.prefix).by_name
     with torch.no_grad(), SliceReader(progress.add) as reader:
@@ -231,10 +191,11 @@ def _load(
                 _require_finite(one.parameter, one.entry.file.name, local[place])
 
 
-def _first_without_memory(model: nn.Module) -> tuple[str, torch.Tensor]:
+def _first_without_memory(model: nn.Module, dtype: torch.dtype | None) -> tuple[str, torch.Tensor]:
+    """What was to be allocated, or to get another dtype, and was not."""
     for name, x in (*model.named_parameters(), *model.named_buffers()):
-        if x.is_meta:
-            return name, x.to_local() if isinstance(x, DTensor) else x
+        if x.is_meta or x.dtype != _dtype_for(x, dtype):
+            return plain(name), _local(x)
     return "a parameter", torch.empty(0)
 
 

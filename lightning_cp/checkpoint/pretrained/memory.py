@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from lightning_cp.checkpoint.durable import this_machine
+from lightning_cp.comm.objects import World
 from lightning_cp.errors import CheckpointError
 
 
@@ -17,9 +19,16 @@ def free_bytes(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":
         return None
-    limits = [_available(), _below_address_limit(), _below_cgroup_limit()]
-    known = [limit for limit in limits if limit is not None]
-    return min(known) if known else None
+    return _least(_shared(), _below_address_limit())
+
+
+def _shared() -> int | None:
+    """What processes of this machine can still take together."""
+    return _least(_available(), _below_cgroup_limit())
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def peak_bytes() -> int:
@@ -52,14 +61,39 @@ def require_memory(
         )
 
 
+def require_memory_together(wanted: int, device: torch.device) -> None:
+    """Refuse what cannot fit because ranks of one machine share its memory. Collective.
+
+    Args:
+        wanted: bytes on this rank.
+        device: where; on others than the CPU every rank has memory of its own.
+
+    Raises:
+        CheckpointError: on every rank, naming those of the machine.
+    """
+    world = World()
+    if device.type != "cpu" or world.size == 1:
+        return
+    every = world.gather((this_machine(), wanted, _shared()))
+    for machine in sorted({where for where, _, _ in every}):
+        ranks = [rank for rank, (where, _, _) in enumerate(every) if where == machine]
+        total = sum(every[rank][1] for rank in ranks)
+        known = [free for rank in ranks if (free := every[rank][2]) is not None]
+        if known and total > min(known):
+            raise CheckpointError(
+                f"ranks {ranks[0]} to {ranks[-1]} are on one machine, where their parts of the model take "
+                f"{total:,} bytes together, and {min(known):,} are free. Nothing was loaded. {HELP}"
+            )
+
+
 def no_room(
-    name: str, x: torch.Tensor, device: torch.device, error: BaseException
+    name: str, x: torch.Tensor, dtype: torch.dtype, device: torch.device, error: BaseException
 ) -> CheckpointError:
-    """The error for a tensor that could not be allocated."""
+    """The error for a tensor that could not be allocated in this dtype."""
     free = free_bytes(device)
-    wanted = x.numel() * x.element_size()
+    wanted = x.numel() * dtype.itemsize
     return CheckpointError(
-        f"no memory for {name} of shape {list(x.shape)} ({x.dtype}) on this rank: {wanted:,} bytes wanted on "
+        f"no memory for {name} of shape {list(x.shape)} ({dtype}) on this rank: {wanted:,} bytes wanted on "
         f"{device}, {'unknown' if free is None else f'{free:,}'} free ({type(error).__name__}). {HELP}"
     )
 

@@ -296,6 +296,8 @@ def test_no_memory_is_an_error_that_names_the_parameter_and_what_would_help(tmp_
         monkey.setattr(load_module, "_require_room", lambda *_: None)
         with pytest.raises(CheckpointError) as later:
             load(big, tmp_path)
+        with pytest.raises(CheckpointError, match="2,147,483,648 bytes wanted"):
+            load(big, tmp_path, dtype="float64")
         monkey.undo()
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)

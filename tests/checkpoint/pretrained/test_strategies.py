@@ -26,16 +26,18 @@ class Module(pl.LightningModule):
         self.model = make(device=device)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.model(**batch).loss
+        loss = self.model(**batch).loss
+        self.log("loss", loss)
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
-    """Two of them, one row each."""
-    ids = torch.arange(32).reshape(2, 16)
-    return [{"input_ids": row[None], "labels": row[None]} for row in ids]
+    """Two of one row, which is the same: whichever a rank gets, its loss is known."""
+    ids = torch.arange(16)[None]
+    return [{"input_ids": ids, "labels": ids}] * 2
 
 
 def trainer_of(world: int, pretrained: Any, **settings: Any) -> pl.Trainer:
@@ -52,42 +54,76 @@ def trainer_of(world: int, pretrained: Any, **settings: Any) -> pl.Trainer:
     )
 
 
-def fit(rank: int, world: int, path: Path, device: str, **settings: Any) -> dict[str, Any]:
+ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (2, {"data_parallel": "ddp"}),
+    "zero1": (2, {"data_parallel": "zero1"}),
+    "fsdp": (2, {"data_parallel": "fsdp"}),
+    "hsdp": (
+        4,
+        {"data_parallel": "hsdp", "data_parallel_size": 2, "data_parallel_replicate_size": 2},
+    ),
+    "fsdp-tp": (4, {"data_parallel": "fsdp", "tensor_parallel_size": 2}),
+}
+"""Ranks and settings; what is left of the ranks shares a sequence, two of them."""
+Found = tuple[float, dict[str, Any]]
+"""The loss of the last batch, and all weights."""
+
+
+def cases(quick: tuple[str, str]) -> Any:
+    """Every engine from every device; all but one are slow."""
+    every = [(engine, device) for engine in ENGINES for device in ("cpu", "meta")]
+    marked = [
+        pytest.param(*case, marks=[] if case == quick else [pytest.mark.slow]) for case in every
+    ]
+    return pytest.mark.parametrize(("engine", "device"), marked)
+
+
+def require_as_one_process(found: list[Found], wanted: dict[str, torch.Tensor]) -> None:
+    """The files' weights to the last bit on every rank, and the loss that one process has with them."""
+    with torch.no_grad():
+        loss = float(make(seed=6)(**batches()[-1]).loss)
+    for shown, weights in found:
+        assert weights.keys() == wanted.keys()
+        assert all(torch.equal(weights[name], x) for name, x in wanted.items())
+        assert shown == pytest.approx(loss, rel=1e-5)  # also of buffers that no file holds
+
+
+def fit(rank: int, world: int, path: Path, device: str, **settings: Any) -> Found:
     module = Module(device)
     loader: Any = torch.utils.data.DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
-    trainer_of(world, {"path": path, "progress": False}, **settings).fit(module, loader)
-    return whole(module.model)
+    trainer = trainer_of(world, {"path": path, "progress": False}, **settings)
+    trainer.fit(module, loader)
+    return float(trainer.callback_metrics["loss"]), whole(module.model)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@cases(quick=("fsdp", "meta"))
 def test_a_trainer_begins_with_the_weights_of_the_files(
-    device: str, engine: str, tmp_path: Path
+    engine: str, device: str, tmp_path: Path
 ) -> None:
     wanted = save(tmp_path, seed=6)
-    for found in run_ranks(2, fit, tmp_path, device, data_parallel=engine):
-        assert all(torch.equal(found[name], x) for name, x in wanted.items())
+    world, settings = ENGINES[engine]
+    require_as_one_process(run_ranks(world, fit, tmp_path, device, **settings), wanted)
 
 
-def set_up(rank: int, world: int, path: Path, device: str, **settings: Any) -> dict[str, Any]:
+def set_up(rank: int, world: int, path: Path, device: str, **settings: Any) -> Found:
     strategy = FabricStrategy(pretrained={"path": str(path), "progress": False}, **settings)
     fabric = Fabric(
         accelerator="cpu", devices=world, strategy=strategy, plugins=[PoolEnvironment()]
     )
     fabric.launch()
     model = make(device=device)
-    fabric.setup_module(model)
-    return whole(model)
+    wrapped = fabric.setup_module(model)
+    loss = wrapped(**strategy.shard_batch(batches()[-1])).loss
+    return float(strategy.average(loss.detach())), whole(model)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@cases(quick=("ddp", "cpu"))
 def test_fabric_begins_with_the_weights_of_the_files(
-    device: str, engine: str, tmp_path: Path
+    engine: str, device: str, tmp_path: Path
 ) -> None:
     wanted = save(tmp_path, seed=6)
-    for found in run_ranks(2, set_up, tmp_path, device, data_parallel=engine):
-        assert all(torch.equal(found[name], x) for name, x in wanted.items())
+    world, settings = ENGINES[engine]
+    require_as_one_process(run_ranks(world, set_up, tmp_path, device, **settings), wanted)
 
 
 def fit_twice(rank: int, world: int, path: Path) -> tuple[str, bool, bool]:

@@ -1,0 +1,69 @@
+"""How a checkpoint is loaded: what may be said, checked before there are processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_cp.checkpoint.pretrained.fresh import Initialize
+from lightning_cp.checkpoint.pretrained.keys import rules_of
+from lightning_cp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a checkpoint is loaded; see ``load_pretrained``."""
+
+    dtype: torch.dtype | str | None = None
+    strict: bool = True
+    allow_missing: Sequence[str] = ()
+    allow_unexpected: Sequence[str] = ()
+    keys: Mapping[str, str] | None = None
+    prefix: str | None = None
+    check_finite: bool = False
+    progress: bool = True
+    initialize: Initialize | None = None
+
+
+def check_options(options: Mapping[str, Any]) -> Options:
+    """Read the options of a load.
+
+    Raises:
+        ConfigError: one that is unknown, or of another kind.
+    """
+    unknown = set(options) - set(Options.__dataclass_fields__)
+    if unknown:
+        raise ConfigError(
+            f"unknown option(s) of pretrained: {', '.join(sorted(unknown))}. There are: "
+            f"{', '.join(Options.__dataclass_fields__)}."
+        )
+    chosen = Options(**options)
+    for name in ("strict", "check_finite", "progress"):
+        if type(getattr(chosen, name)) is not bool:
+            raise ConfigError(f"{name} must be True or False, got {getattr(chosen, name)!r}.")
+    for name in ("allow_missing", "allow_unexpected"):
+        given = getattr(chosen, name)
+        if isinstance(given, str) or not all(isinstance(x, str) for x in given):
+            raise ConfigError(f"{name} must be a list of patterns, got {given!r}.")
+    if chosen.prefix is not None and not isinstance(chosen.prefix, str):
+        raise ConfigError(f"prefix must be text, or None to have it found, got {chosen.prefix!r}.")
+    rules_of(chosen.keys)
+    dtype_of(chosen.dtype)
+    return chosen
+
+
+def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
+    """A floating-point dtype by name.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = getattr(torch, given, None) if isinstance(given, str) else given
+    if found is not None and isinstance(found, torch.dtype) and found.is_floating_point:
+        return found
+    if given is None:
+        return None
+    raise ConfigError(f"dtype must be a floating-point dtype such as 'bfloat16', got {given!r}.")

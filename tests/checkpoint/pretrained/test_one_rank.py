@@ -1,0 +1,101 @@
+"""What goes wrong on one rank, or only for all of a machine's ranks together, is an error on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_cp.checkpoint import export_pretrained, load_pretrained
+from lightning_cp.checkpoint.pretrained import memory
+from lightning_cp.checkpoint.pretrained.incomplete import require_complete
+from lightning_cp.comm.outcome import outcome_texts
+from lightning_cp.errors import CheckpointError, RankFailure
+from tests.checkpoint.pretrained.models import config, make, save
+from tests.checkpoint.pretrained.test_export import names_in
+from tests.pool import run_ranks
+
+
+def raised_by(action: Any) -> str:
+    """The error's kind and text."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def initializes_on_one(rank: int, world: int, path: Path) -> str:
+    """A mistake of the user's function, on one rank only."""
+
+    def initialize(module: nn.Module) -> None:
+        if rank == 1:
+            raise ValueError("not today")
+        with torch.no_grad():
+            for x in (*module.parameters(), *module.buffers()):
+                x.zero_()
+
+    model = make(device="meta")
+    said = raised_by(lambda: load_pretrained(model, path, initialize=initialize, progress=False))
+    with pytest.raises(CheckpointError, match="incomplete"):
+        require_complete(model)
+    return said
+
+
+def test_an_error_of_the_users_function_on_one_rank_ends_the_load_on_all(tmp_path: Path) -> None:
+    save(tmp_path)
+    first, second = run_ranks(2, initializes_on_one, tmp_path)
+    assert second == "ValueError: not today"
+    assert first.startswith("RankFailure: loading pretrained weights ended on all ranks")
+    assert "rank 1 raised ValueError: not today" in first
+
+
+def configured_badly(rank: int, world: int, target: Path) -> str:
+    """A configuration that cannot be written, as rank 0 finds out at the end."""
+
+    class Broken(type(config())):
+        def save_pretrained(self, *_: Any, **__: Any) -> None:
+            raise ValueError("the generation config is invalid")
+
+    return raised_by(lambda: export_pretrained(make(), target, config=Broken()))
+
+
+def test_a_configuration_that_cannot_be_written_ends_the_export_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(2, configured_badly, tmp_path / "made")
+    assert first.startswith("CheckpointError: the export could not be written")
+    assert "ValueError: the generation config is invalid" in first
+    assert "RankFailure: exporting weights ended on all ranks, because rank 0 raised" in second
+    assert names_in(tmp_path) == []
+
+
+def too_large_together(rank: int, world: int, path: Path) -> tuple[str, bool]:
+    """Each of the two has room for its part; both together do not."""
+    wanted = sum(x.nbytes for x in make(device="meta").parameters())
+    own = memory._available
+    memory._available = lambda: int(1.5 * wanted)
+    try:
+        model = make(device="meta")
+        said = raised_by(lambda: load_pretrained(model, path, progress=False))
+    finally:
+        memory._available = own
+    return said, all(x.is_meta for x in model.parameters())
+
+
+def test_ranks_of_one_machine_share_its_memory(tmp_path: Path) -> None:
+    save(tmp_path)
+    for said, untouched in run_ranks(2, too_large_together, tmp_path):
+        assert "ranks 0 to 1 are on one machine" in said
+        assert "bytes together" in said
+        assert "data_parallel='fsdp'" in said
+        assert untouched
+
+
+def test_other_ranks_are_not_told_where_files_are() -> None:
+    error = OSError(2, "No such file or directory", "/home/somebody/weights/x.safetensors")
+    assert outcome_texts(error, "cpu") == [
+        "FileNotFoundError: No such file or directory (x.safetensors)"
+    ]
+    assert outcome_texts(RankFailure("as it is"), "cpu") == ["RankFailure: as it is"]
