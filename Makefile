@@ -20,11 +20,14 @@ help:
 train: $(STAMPS)/train
 	$(BIN)/python -m lightning_cp.train $(ARGS)
 
+# Two at a time: ranks mostly wait for each other's messages, which leaves one core of two idle.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: $(STAMPS)/dev
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-slow: $(STAMPS)/dev
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(PYTEST) -m "slow or not slow"
 
 # Installs nothing: $(VENV) if it is there, else PYTHON; or GPU_PYTHON=python for an environment of your own.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
