@@ -6,11 +6,13 @@ from functools import partial
 from pathlib import Path
 
 from tests.faults.rows_kills import who
-from tests.faults.run import Outcome, run_fault
+from tests.faults.run import LIMIT, Outcome, run_fault
 from tests.faults.table import Row
 
 TIMEOUT = 10.0
 BOUND = TIMEOUT + 5
+CRAWL = 3.0
+"""Seconds; forward and backward of a rank that crawls take longer, each by itself."""
 
 
 def stopped(way: str, rank: int, where: str) -> Row:
@@ -47,10 +49,30 @@ def _run(way: str, fault: str, rank: int, where: str, folder: Path) -> Outcome:
     return run_fault(folder, way, 3, fault, rank, where, ranks=3)
 
 
+def crawling(way: str, ranks: int, *settings: str) -> Row:
+    """A rank takes long for everything, longer than the timeout for a step, and nobody is ended."""
+
+    def check(done: Outcome) -> None:
+        assert all(text.rstrip().endswith("ENDED WELL") for text in done.outputs), done.output
+        assert done.statuses == (0,) * ranks
+        assert done.seconds > 2 * CRAWL, done
+
+    def run(folder: Path) -> Outcome:
+        pairs = (f"step_timeout={CRAWL}", *settings)
+        return run_fault(folder, way, ranks, "crawl", 1, "everywhere", *pairs, ranks=ranks)
+
+    told = "".join(f", {pair}" for pair in settings)
+    name = f"rank 1 of {ranks} crawls, and none is ended ({way}, step_timeout={CRAWL:g}{told})"
+    return Row(name, LIMIT, run, check)
+
+
 HANGS = (
     stopped("trainer", 0, "backward"),
     stopped("trainer", 2, "forward"),
     stopped("fabric", 1, "optimizer"),
     asleep("trainer", 1, "forward"),
     asleep("fabric", 0, "backward"),
+    crawling("trainer", 3),
+    crawling("fabric", 2, "data_parallel_size=2"),
+    crawling("manual", 2, "data_parallel_size=2"),
 )

@@ -65,23 +65,44 @@ def _run(way: str, devices: int, rank: int, where: str, ranks: int, folder: Path
     return run_fault(folder, way, devices, "kill", rank, where, ranks=ranks)
 
 
-def _groups() -> Row:
+def group_of(rank: int) -> str:
+    """How it is named where two data ranks are two ranks each."""
+    return f"rank {rank} (cp_rank {rank % 2} of 2, data_rank {rank // 2})"
+
+
+def in_groups(way: str, rank: int, where: str, quick: bool = False) -> Row:
     """Several samples at once."""
 
     def check(done: Outcome) -> None:
-        line = "rank 2 (cp_rank 0 of 2, data_rank 1) lost at step 3, in forward"
-        assert done.last == line, done.output
+        assert done.last == f"{group_of(rank)} lost at step 3, in {where}", done.output
+        assert done.statuses == tuple(-9 if at == rank else 1 for at in range(4))
 
     def run(folder: Path) -> Outcome:
-        settings = ("data_parallel_size=2",)
-        return run_fault(folder, "trainer", 4, "kill", 2, "forward", *settings, ranks=4)
+        return run_fault(folder, way, 4, "kill", rank, where, "data_parallel_size=2", ranks=4)
 
-    return Row("SIGKILL of rank 2 of 2 x 2 in forward (trainer)", BOUND, run, check, quick=True)
+    return Row(f"SIGKILL of rank {rank} of 2 x 2 in {where} ({way})", BOUND, run, check, quick)
+
+
+def exits() -> Row:
+    """A process that ends by itself, without a word: ``os._exit``, a crash in native code."""
+
+    def check(done: Outcome) -> None:
+        assert done.last == f"{who(1, 3)} lost at step 3, in forward", done.output
+        assert done.statuses == (1, 3, 1)
+
+    def run(folder: Path) -> Outcome:
+        return run_fault(folder, "trainer", 3, "exit", 1, "forward", ranks=3)
+
+    return Row("rank 1 of 3 ends by os._exit in forward (trainer)", BOUND, run, check)
 
 
 KILLS = (
     *(alone(way, rank, at) for way in ("trainer", "fabric") for rank in range(3) for at in PLACES),
-    _groups(),
+    in_groups("trainer", 2, "forward", quick=True),
+    in_groups("fabric", 3, "backward"),
+    in_groups("manual", 1, "optimizer"),
+    alone("manual", 2, "backward"),
+    exits(),
     *(launched(way, rank) for way in ("trainer", "fabric", "trainer_spawn") for rank in (0, 1)),
     *(launched(way, rank, quick=False) for way in ("trainer_fork",) for rank in (0, 1)),
     launched("fabric_fork", 0),

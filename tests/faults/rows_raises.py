@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from tests.faults.rows_kills import who
+from tests.faults.rows_kills import group_of, who
 from tests.faults.run import LAUNCHED, Outcome, run_fault, run_torchrun
 from tests.faults.table import Row
 
@@ -21,12 +21,43 @@ def alone(way: str, rank: int, where: str) -> Row:
         assert done.last == line, done.output
         shown = ["Traceback" in text for text in done.outputs]
         assert shown == [at == rank for at in range(3)]
-        assert f"\n{ERROR}" in f"\n{done.outputs[rank]}"
+        assert done.outputs[rank].rstrip().endswith(ERROR)
         assert done.statuses == (1, 1, 1)
 
     run = partial(_run, way, 3, rank, where, 3)
     name = f"rank {rank} of 3 raises in {where} ({way})"
     return Row(name, BOUND, run, check)
+
+
+def in_groups(way: str, rank: int, where: str) -> Row:
+    """Several samples at once."""
+
+    def check(done: Outcome) -> None:
+        assert done.last == f"{group_of(rank)} raised at step 3, in {where}: {ERROR}", done.output
+        shown = ["Traceback" in text for text in done.outputs]
+        assert shown == [at == rank for at in range(4)]
+        assert done.statuses == (1, 1, 1, 1)
+
+    def run(folder: Path) -> Outcome:
+        return run_fault(folder, way, 4, "raise", rank, where, "data_parallel_size=2", ranks=4)
+
+    return Row(f"rank {rank} of 2 x 2 raises in {where} ({way})", BOUND, run, check)
+
+
+def with_savers(way: str, rank: int, ranks: int, quick: bool = False) -> Row:
+    """With callbacks that save on exceptions: nobody does, as the others would have to take part."""
+
+    def check(done: Outcome) -> None:
+        assert ERROR in done.last, done.output
+        assert "A SAVE BEGINS" not in done.output, done.output
+        assert not done.saved, done.saved
+
+    def run(folder: Path) -> Outcome:
+        return run_fault(folder, way, 2, "raise", rank, "backward", "saves=1", ranks=ranks)
+
+    started = "" if ranks else ", started by Lightning"
+    name = f"rank {rank} of 2 raises, callbacks save on exceptions ({way}{started})"
+    return Row(name, BOUND, run, check, quick)
 
 
 def launched(way: str, rank: int) -> Row:
@@ -65,6 +96,14 @@ RAISES = (
     alone("trainer", 1, "forward"),
     alone("fabric", 2, "optimizer"),
     alone("fabric", 0, "forward"),
+    alone("manual", 1, "backward"),
+    in_groups("trainer", 1, "backward"),
+    in_groups("fabric", 2, "forward"),
+    in_groups("manual", 3, "backward"),
+    with_savers("trainer", 1, 2, quick=True),
+    with_savers("manual", 0, 2),
+    with_savers("trainer", 0, LAUNCHED),
+    with_savers("trainer_spawn", 1, LAUNCHED),
     *(
         launched(way, rank)
         for way in ("trainer", "fabric_spawn", "trainer_spawn")

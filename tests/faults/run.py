@@ -37,6 +37,8 @@ class Outcome:
     """Exit codes of the processes that were started; negative: the signal that ended it."""
     outputs: tuple[str, ...]
     """What each of them printed, with those that it started."""
+    saved: tuple[str, ...] = ()
+    """Checkpoints that it left, whole or not."""
 
     @property
     def output(self) -> str:
@@ -111,7 +113,8 @@ def run_processes(
     fired = FIRED.search("\n".join(texts))
     assert fired is not None, "the fault did not fire:\n" + "\n".join(texts)[-6000:]
     statuses = tuple(process.exitcode or 0 for process in processes)
-    return Outcome(gone - float(fired["time"]), _last(texts), statuses, texts)
+    saved = tuple(str(path.relative_to(folder)) for path in folder.rglob("*.ckpt*"))
+    return Outcome(gone - float(fired["time"]), _last(texts), statuses, texts, saved)
 
 
 def living(sessions: set[int], mark: str) -> list[int]:

@@ -1,174 +1,208 @@
 """A user's program in which something goes wrong: ``script.py WAY DEVICES FAULT RANK WHERE [key=value ...]``.
 
-WAY is ``trainer`` or ``fabric``, or one of them with a start method: ``trainer_spawn``. FAULT
-happens on RANK in the step that ``AT`` says, WHERE: ``forward``, ``backward`` or ``optimizer``.
+WAY is ``trainer``, ``manual`` (the Trainer with manual optimization) or ``fabric``, or one of them with a
+start method: ``trainer_spawn``. What FAULT and WHERE may be is told in ``fault.py``; ``other`` is a rank that
+is given another setting. Pairs are the strategy's, besides ``saves=1``: callbacks save, also on exceptions.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lightning_cp.fabric
 from lightning_cp import UlyssesRingStrategy
+from lightning_cp.errors import NonFiniteError
+from tests.faults.fault import Fault, digest_of, fire
 
-AT = 3
 STEPS = 6
-FIRED = "FAULT FIRED"
-
-
-def fire(kind: str) -> None:
-    """The fault itself; says first that it happens, and when."""
-    print(f"{FIRED} {kind} {os.getpid()} {time.time()}", flush=True)
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif kind == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif kind == "raise":
-        raise ValueError("the user's own mistake")
-    elif kind == "sleep":
-        time.sleep(600)
-    elif kind == "exit":
-        os._exit(3)
-    else:
-        raise AssertionError(kind)
-
-
-class Fault:
-    """Happens once, at one place on one rank."""
-
-    def __init__(self, kind: str, rank: int, where: str) -> None:
-        self.kind, self.rank, self.where = kind, rank, where
-        self.step = 0
-
-    def at(self, where: str, rank: int) -> None:
-        """The program comes to this place."""
-        if (where, rank, self.step) == (self.where, self.rank, AT):
-            fire(self.kind)
 
 
 class Hooked(torch.autograd.Function):
     """Does nothing, and notices backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, act: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, act: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         ctx.act = act
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        ctx.act()
-        return grad, None
+        return ctx.act(grad), None
+
+
+class Attention(nn.Module):
+    """With its projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + out.transpose(1, 2).flatten(2)
 
 
 class Network(nn.Module):
     """Embedding, attention, output; the fault is between them."""
 
-    def __init__(self, act: Any) -> None:
+    def __init__(self, fault: Fault) -> None:
         super().__init__()
         self.embedding = nn.Embedding(32, 16)
-        self.layers = nn.ModuleList([nn.Linear(16, 48) for _ in range(2)])
+        self.layers = nn.ModuleList([Attention() for _ in range(3)])
         self.out = nn.Linear(16, 32)
-        self.act = act
+        self.fault = fault
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
         x = self.embedding(input_ids)
-        for index, layer in enumerate(self.layers):
-            q, k, v = layer(x).view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4)
-            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(
-                2
-            )
-            if index == 0:
-                self.act("forward")
-                x = Hooked.apply(x, lambda: self.act("backward"))
-        return F.cross_entropy(self.out(x).flatten(0, 1), labels.flatten())
+        for layer in self.layers:
+            x = self.fault.spoil("forward", layer(x))
+            x = Hooked.apply(x, lambda grad: self.fault.spoil("backward", grad))
+        loss = F.cross_entropy(self.out(x).flatten(0, 1), labels.flatten())
+        return self.fault.spoil("loss", loss)
 
 
 class FaultySGD(torch.optim.SGD):
     """Meets the fault in its step."""
 
-    act: Any = None
+    fault: Fault
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         result = super().step(closure)
-        self.act("optimizer")
+        self.fault.at("optimizer")
         return result
 
 
 class Rows(Dataset[Any]):
-    """The same on every rank."""
+    """The same on every rank, but for the fault."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
 
     def __len__(self) -> int:
         return STEPS
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> Any:
         ids = torch.arange(16) * (index + 3) % 32
-        return {"input_ids": ids, "labels": ids.roll(-1)}
+        return self.fault.batch(index, {"input_ids": ids, "labels": ids.roll(-1)})
+
+
+class Stream(IterableDataset[Any]):
+    """Nobody knows how many."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(STEPS):
+            if (row := self.rows[index]) is None:
+                return
+            yield row
+
+
+def loader(fault: Fault) -> DataLoader[Any]:
+    rows = Rows(fault)
+    return DataLoader(Stream(rows) if fault.kind == "early" else rows, batch_size=1)
 
 
 class Module(pl.LightningModule):
     """For the Trainer."""
 
-    def __init__(self, fault: Fault) -> None:
+    def __init__(self, fault: Fault, *, manual: bool) -> None:
         super().__init__()
-        self.fault = fault
-        self.network = Network(self.act)
+        self.fault, self.automatic_optimization = fault, not manual
+        self.network = Network(fault)
+        self.before = ""
 
-    def act(self, where: str) -> None:
-        self.fault.at(where, self.global_rank)
+    def digest(self) -> str:
+        """Of weights and optimizer state."""
+        return digest_of(dict(self.network.state_dict()), self.trainer.optimizers[0].state_dict())
 
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+    def training_step(self, batch: Any, index: int) -> Any:
         self.fault.step += 1
-        return self.network(**batch)
+        self.before = self.digest()
+        loss = self.network(**batch)
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
 
     def configure_optimizers(self) -> Any:
-        optimizer = FaultySGD(self.parameters(), lr=0.1)
-        optimizer.act = self.act
+        optimizer = FaultySGD(self.parameters(), lr=0.1, momentum=0.9)
+        optimizer.fault = self.fault
         return optimizer
 
 
-def with_trainer(devices: int, fault: Fault, settings: dict[str, Any]) -> None:
+class Telling(UlyssesRingStrategy):
+    """Says when a save begins."""
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        print("A SAVE BEGINS", flush=True)
+        return super().save_checkpoint(*args, **kwargs)
+
+
+def savers() -> list[Any]:
+    """What would save after an error."""
+    return [
+        ModelCheckpoint("saves", save_on_exception=True, save_last=True),
+        OnExceptionCheckpoint("saves"),
+    ]
+
+
+def with_trainer(devices: int, fault: Fault, settings: dict[str, Any], *, manual: bool) -> None:
     """Lightning's loop."""
-    strategy = UlyssesRingStrategy(labels="aligned", num_heads=4, **settings)
+    saves = settings.pop("saves", 0)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy=strategy,
+        strategy=Telling(labels="aligned", num_heads=4, **settings),
         max_epochs=1,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=bool(saves),
+        callbacks=savers() if saves else [],
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(fault), DataLoader(Rows(), batch_size=1))
+    module = Module(fault, manual=manual)
+    try:
+        trainer.fit(module, loader(fault))
+    except NonFiniteError:
+        print("AS BEFORE" if module.digest() == module.before else "CHANGED", flush=True)
+        raise
 
 
 def loop(fabric: Fabric, fault: Fault) -> None:
     """A user's own."""
-
-    def act(where: str) -> None:
-        fault.at(where, fabric.global_rank)
-
-    network = Network(act)
-    optimizer: Any = FaultySGD(network.parameters(), lr=0.1)
-    optimizer.act = act
+    network = Network(fault)
+    optimizer: Any = FaultySGD(network.parameters(), lr=0.1, momentum=0.9)
+    optimizer.fault = fault
     model, optimizer = fabric.setup(network, optimizer)
     strategy: Any = fabric.strategy
-    for batch in fabric.setup_dataloaders(DataLoader(Rows(), batch_size=1)):
+    for batch in fabric.setup_dataloaders(loader(fault)):
         fault.step += 1
+        before = digest_of(dict(network.state_dict()), optimizer.state_dict())
         loss = model(**strategy.shard_batch(batch))
         fabric.backward(loss)
-        optimizer.step()
+        try:
+            optimizer.step()
+        except NonFiniteError:
+            after = digest_of(dict(network.state_dict()), optimizer.state_dict())
+            print("AS BEFORE" if after == before else "CHANGED", flush=True)
+            raise
         optimizer.zero_grad()
 
 
@@ -183,8 +217,7 @@ def with_fabric(devices: int, fault: Fault, settings: dict[str, Any]) -> None:
         launch(loop, fault)
 
 
-if __name__ == "__main__":
-    way, devices, kind, rank, where, *more = sys.argv[1:]
+def main(way: str, devices: str, kind: str, rank: str, where: str, *more: str) -> None:
     settings: dict[str, Any] = {"step_timeout": 10.0, "first_step_timeout": 60.0}
     for pair in more:
         key, value = pair.split("=")
@@ -192,6 +225,16 @@ if __name__ == "__main__":
     program, _, start = way.partition("_")
     if start:
         settings["start_method"] = start
-    run = with_trainer if program == "trainer" else with_fabric
-    run(int(devices), Fault(kind, int(rank), where), settings)
+    if kind == "other" and os.environ.get("RANK") == rank:
+        fire(kind)
+        settings["layout"] = "contiguous"
+    fault = Fault(kind, int(rank), where)
+    if program == "fabric":
+        with_fabric(int(devices), fault, settings)
+    else:
+        with_trainer(int(devices), fault, settings, manual=program == "manual")
     print("ENDED WELL", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

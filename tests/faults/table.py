@@ -40,7 +40,8 @@ def every() -> tuple[Row, ...]:
     from tests.faults.rows_hangs import HANGS
     from tests.faults.rows_kills import KILLS
     from tests.faults.rows_raises import RAISES
+    from tests.faults.rows_told import TOLD
 
-    rows = (*KILLS, *HANGS, *RAISES)
+    rows = (*KILLS, *HANGS, *RAISES, *TOLD)
     assert len({row.name for row in rows}) == len(rows)
     return rows

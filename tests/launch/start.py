@@ -161,6 +161,14 @@ def _run(command: list[str], cwd: Path, own: dict[str, str], output: Path) -> No
     from lightning_cp._autoload import autoload
 
     autoload()  # the entry point, as torch would have called it
+    try:
+        _main(command)
+    except Exception as error:  # multiprocessing would show it in its own way
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise SystemExit(1) from None
+
+
+def _main(command: list[str]) -> None:
     if command[0] == "-c":
         sys.argv = ["-c"]
         exec(command[1], {"__name__": "__main__"})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,18 +12,24 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launch.start import SCRIPTS, Done, all_succeeded, ranks, torchrun_variables
+from lightning_cp.fabric import UlyssesRingStrategy
+from tests.launch.start import SCRIPTS, Done, all_succeeded, free_port, ranks, torchrun_variables
 
-SCRIPT = SCRIPTS / "stopped.py"
+SCRIPT, LOOP = SCRIPTS / "stopped.py", SCRIPTS / "stopped_fabric.py"
 AT = 2
 """The step in which the signal comes; there are six."""
 
 
-def run(folder: Path, how: str, *arguments: object) -> list[Done]:
-    """Two ranks, started by torchrun or by Lightning."""
+STOPPED = f"after step {AT}"
+
+
+def run(folder: Path, how: str, *arguments: object, script: Path = SCRIPT) -> list[Done]:
+    """Two ranks, started by Lightning (``lightning``, ``spawn``, ``fork``), or as torchrun would."""
     folder.mkdir(exist_ok=True)
     told = torchrun_variables(2) if how == "torchrun" else [{}]
-    return ranks(folder, told, SCRIPT, folder, 2, *arguments)
+    if how in ("spawn", "fork"):
+        told = [{"START_METHOD": how}]
+    return ranks(folder, told, script, folder, 2, *arguments)
 
 
 def left(folder: Path) -> list[str]:
@@ -39,20 +47,32 @@ def digest(result: Any) -> str:
     return made.hexdigest()
 
 
-@lru_cache(maxsize=1)
-def uninterrupted(folder: Path) -> list[str]:
-    all_succeeded(run(folder, "torchrun", "none", 0, 0, "none"))
-    return left(folder)
+@lru_cache(maxsize=2)
+def uninterrupted(folder: Path, script: Path = SCRIPT) -> list[str]:
+    own = folder.with_name(f"{folder.name}-{script.stem}")
+    all_succeeded(run(own, "torchrun", "none", 0, 0, "none", script=script))
+    return left(own)
+
+
+def goes_on(folder: Path, how: str, saves: str, whole: Path, script: Path = SCRIPT) -> None:
+    """From what was saved, to the end of a run that was left alone."""
+    assert not list(folder.glob(".*"))  # nothing half-written
+    done = run(folder, how, "none", 0, 0, saves, folder / "last.ckpt", script=script)
+    all_succeeded(done)
+    assert left(folder) == uninterrupted(whole / "uninterrupted", script)
 
 
 @pytest.mark.parametrize(
     ("how", "who", "saves"),
     [
         ("torchrun", "1", "file"),
-        ("lightning", "0,1", "none"),
+        pytest.param("lightning", "0,1", "none", marks=pytest.mark.slow),
         pytest.param("lightning", "1", "file", marks=pytest.mark.slow),
         pytest.param("torchrun", "0", "link", marks=pytest.mark.slow),
         pytest.param("torchrun", "0,1", "sharded", marks=pytest.mark.slow),
+        pytest.param("spawn", "1", "file", marks=pytest.mark.slow),
+        pytest.param("spawn", "parent", "file", marks=pytest.mark.slow),
+        pytest.param("fork", "parent", "none", marks=pytest.mark.slow),
     ],
 )
 def test_every_rank_saves_the_same_step(
@@ -63,7 +83,55 @@ def test_every_rank_saves_the_same_step(
     assert [one.status for one in done] == [143] * len(done), done[0].output[-3000:]
     said = "".join(one.output for one in done)
     assert said.count("SIGNAL SENT") == len(who.split(","))
-    assert f"stopped by a signal after step {AT}, saved as last.ckpt" in said
-    assert not list(folder.glob(".*"))  # nothing half-written
-    all_succeeded(run(folder, how, "none", 0, 0, saves, folder / "last.ckpt"))
-    assert left(folder) == uninterrupted(tmp_path_factory.getbasetemp() / "uninterrupted")
+    assert f"stopped by a signal {STOPPED}, saved as last.ckpt" in said
+    goes_on(folder, how, saves, tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.parametrize(
+    ("how", "who"),
+    [
+        ("torchrun", "1"),
+        pytest.param("lightning", "1", marks=pytest.mark.slow),
+        pytest.param("lightning", "0,1", marks=pytest.mark.slow),
+        pytest.param("fork", "parent", marks=pytest.mark.slow),
+    ],
+)
+def test_a_loop_is_told_by_should_stop(
+    how: str, who: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path / "run"
+    done = run(folder, how, "SIGTERM", who, AT, "none", script=LOOP)
+    assert [one.status for one in done] == [143] * len(done), done[0].output[-3000:]
+    said = "".join(one.output for one in done)
+    assert said.count("SIGNAL SENT") == len(who.split(","))
+    assert said.count(f"stopped {STOPPED}") == 1
+    goes_on(folder, how, "none", tmp_path_factory.getbasetemp(), LOOP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [SCRIPT, LOOP], ids=["trainer", "fabric"])
+def test_the_agent_of_torchrun_passes_it_on(
+    script: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    agent = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
+    command = (*agent, script, tmp_path, 2, "SIGTERM", "parent", AT, "file")
+    (done,) = ranks(tmp_path, [{}], *command)
+    assert done.status != 0
+    assert done.output.count("SIGNAL SENT") == 1
+    assert STOPPED in done.output, done.output[-3000:]
+    goes_on(tmp_path, "torchrun", "file", tmp_path_factory.getbasetemp(), script)
+
+
+def test_sigterm_is_left_to_loops_that_do_not_ask() -> None:
+    """And one that asks keeps a handler of its own."""
+    before, called = signal.getsignal(signal.SIGTERM), []
+    strategy = UlyssesRingStrategy()
+    assert signal.getsignal(signal.SIGTERM) == before
+    signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
+    try:
+        assert not strategy.should_stop
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert called == [signal.SIGTERM]
+        assert not strategy.should_stop  # nobody has stepped since
+    finally:
+        signal.signal(signal.SIGTERM, before)

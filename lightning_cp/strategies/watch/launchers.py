@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +19,11 @@ from lightning.fabric.strategies.launchers.multiprocessing import (
 from lightning.pytorch.strategies.launchers.multiprocessing import (
     _MultiProcessingLauncher as TrainerLauncher,
 )
-from torch.multiprocessing.spawn import ProcessException
+from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
 from lightning_cp.errors import RankFailure
 from lightning_cp.faults.ending import FOLDER
+from lightning_cp.strategies.watch.signals import STATUS
 
 LET_OTHERS_END = 1.0
 """Seconds by which a rank that only repeats another one's error ends later than that one."""
@@ -33,10 +38,14 @@ class _Reporting:
         parent: Any = super()
         with tempfile.TemporaryDirectory(prefix="lightning_cp-verdicts-") as folder:
             os.environ[FOLDER] = folder
+            passed: list[int] = []
             try:
-                return parent.launch(_Noting(function, self._strategy), *args, **kwargs)
+                with _passing_sigterm_on(passed):
+                    return parent.launch(_Noting(function, self._strategy), *args, **kwargs)
             except ProcessException as error:
                 verdict = _said(Path(folder))
+                if passed and verdict is None and isinstance(error, ProcessExitedException):
+                    raise SystemExit(STATUS) from None
                 if verdict is None or _same_end(verdict, str(error)):
                     raise
                 raise RankFailure(verdict) from None
@@ -44,8 +53,39 @@ class _Reporting:
                 os.environ.pop(FOLDER, None)
 
 
+@contextmanager
+def _passing_sigterm_on(passed: list[int]) -> Iterator[None]:
+    """SIGTERM to this process reaches the workers that it starts, which stop together; notes what came."""
+    before = set(multiprocessing.active_children())
+
+    def pass_on(number: int, frame: Any) -> None:
+        passed.append(number)
+        for worker in set(multiprocessing.active_children()) - before:
+            worker.terminate()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    own = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, own)
+
+
 class ReportingTrainerLauncher(_Reporting, TrainerLauncher):
     """The Trainer's."""
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
+        """As Lightning's; after an error this process, which has trained nothing, saves nothing."""
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except BaseException:
+            if trainer is not None:
+                self._strategy.save_no_more(trainer)
+            raise
 
 
 class ReportingFabricLauncher(_Reporting, FabricLauncher):

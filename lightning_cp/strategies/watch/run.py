@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -38,13 +41,25 @@ class RunWatch(Watch):
             self._launcher, launcher.procs = launcher, list(procs)
             procs.clear()  # the observer has this list, and ends
 
+    def note(self, error: BaseException) -> None:
+        """As any watch's; and this process, if it ends now, does so without delay.
+
+        The others wait until it has, and where thousands of modules are loaded, the collections of garbage
+        with which Python ends take seconds on a busy machine. What is frozen is left out of them.
+        """
+        super().note(error)
+        if self.failed:
+            atexit.unregister(gc.freeze)
+            atexit.register(gc.freeze)
+
     def stop(self) -> None:
-        """The strategy ends; Lightning watches its processes again."""
+        """The strategy ends; Lightning watches its processes again, unless Python ends as well."""
         super().stop()
         if self._uncaught is not None and sys.excepthook == self._note_uncaught:
             sys.excepthook = self._uncaught
         launcher, self._launcher, self._uncaught = self._launcher, None, None
-        if launcher is not None and not self.failed and launcher.procs:
+        goes_on = threading.main_thread().is_alive()  # not in what atexit calls
+        if launcher is not None and not self.failed and launcher.procs and goes_on:
             _launch_process_observer(launcher.procs)
 
     def _note_uncaught(self, kind: Any, error: BaseException, trace: Any) -> None:

@@ -7,6 +7,8 @@ and stop when that step's batch has ended, as ``ModelCheckpoint`` saves then. Th
 number for SIGTERM.
 
 Lightning's own handler has a broadcast in it, which the ranks that were sent no signal never join.
+
+With Fabric the loop is the user's, and asks for itself: ``strategy.should_stop``.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import atexit
 import os
 import signal
 import subprocess
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,6 +56,20 @@ class Sent:
     def wish(self) -> int:
         """What to tell the others."""
         return self._wish
+
+
+def noting_sigterm() -> Sent:
+    """From now on SIGTERM makes a note; what the program itself has it do, if anything, follows."""
+    sent, own = Sent(), signal.getsignal(signal.SIGTERM)
+
+    def note(number: int, frame: Any) -> None:
+        sent.stop()
+        if callable(own):
+            own(number, frame)
+
+    if threading.current_thread() is threading.main_thread():  # no other one may
+        signal.signal(signal.SIGTERM, note)
+    return sent
 
 
 def listen(replaced: Replaced, trainer: Trainer, guard: FiniteGuard) -> None:

@@ -11,7 +11,9 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_cp.faults.position import Phase, Position
 from lightning_cp.strategies.replaced import Replaced
+from lightning_cp.strategies.watch.finite import FiniteGuard
 from lightning_cp.strategies.watch.run import RunWatch
+from lightning_cp.strategies.watch.signals import noting_sigterm
 
 _log = logging.getLogger("lightning_cp")
 
@@ -87,8 +89,11 @@ class WatchedTrainerSteps(WatchedSteps):
 
     def keep_from_saving(self, trainer: Trainer) -> None:
         """After an error of some rank: nobody saves, as the other ranks would have to take part."""
-        if not self._watch.failed:
-            return
+        if self._watch.failed:
+            self.save_no_more(trainer)
+
+    def save_no_more(self, trainer: Trainer) -> None:
+        """Until the Trainer's teardown, neither callbacks nor anybody else saves."""
         self._replaced.replace(trainer, "save_checkpoint", lambda _: _not_saved)
         for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if isinstance(callback, Checkpoint):  # it would give up an older one for the new one
@@ -110,6 +115,19 @@ def _not_saved(filepath: Any, *_: Any, **__: Any) -> None:
 
 class WatchedFabricSteps(WatchedSteps):
     """Fabric's."""
+
+    _guard: FiniteGuard
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether some rank was sent SIGTERM: the same on all ranks, as they tell each other at every step.
+
+        To be looked at by every rank, after each step. From the first look on SIGTERM ends no process any
+        more; before it, as ever. Once true, it remains so.
+        """
+        if self._guard.wish is None:
+            self._guard.wish = noting_sigterm().wish
+        return self._guard.wishes > 0
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         self._position.enter(Phase.OPTIMIZER)

@@ -1,7 +1,8 @@
 """A user's script that is sent a signal: ``stopped.py OUT DEVICES SIGNAL RANKS STEP SAVES [CKPT]``.
 
-Each of RANKS (``0,1``) sends SIGNAL to itself within step STEP. SAVES: ``none``, ``file``, ``link`` or
-``sharded``; CKPT is what the run goes on from.
+Each of RANKS (``0,1``) sends SIGNAL to itself within step STEP, or rank 0 to the process that has started it
+(``parent``). SAVES: ``none``, ``file``, ``link`` or ``sharded``; CKPT is what the run goes on from. The
+variable ``START_METHOD`` is the strategy's.
 """
 
 from __future__ import annotations
@@ -19,18 +20,27 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_cp import UlyssesRingStrategy
 from tests.launch.scripts.model import QUIET, Tiny, text, weights
 
+EPOCHS = QUIET["max_epochs"] + 1
+
+
+def send(name: str, who: str, rank: int, *, here: bool) -> None:
+    """Send the signal, if this is the place and one of the ranks that do."""
+    if not here or name == "none" or str(rank) not in who.replace("parent", "0").split(","):
+        return
+    print("SIGNAL SENT", flush=True)
+    os.kill(os.getppid() if who == "parent" else os.getpid(), signal.Signals[name])
+
 
 class Signalled(Tiny):
     """Is sent one signal; has an optimizer with a state."""
 
-    def __init__(self, number: int, ranks: list[int], step: int) -> None:
+    def __init__(self, name: str, who: str, step: int) -> None:
         super().__init__()
-        self.signal, self.ranks, self.step = number, ranks, step
+        self.signal, self.who, self.step = name, who, step
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        if self.signal and self.global_rank in self.ranks and self.global_step + 1 == self.step:
-            print("SIGNAL SENT", flush=True)
-            os.kill(os.getpid(), self.signal)
+        here = self.global_step + 1 == self.step
+        send(self.signal, self.who, self.global_rank, here=here)
         return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -46,18 +56,17 @@ def callbacks(out: str, saves: str) -> list[Any]:
 
 
 if __name__ == "__main__":
-    out, devices, number, ranks, step, saves, *checkpoint = sys.argv[1:]
-    sent = 0 if number == "none" else signal.Signals[number]
-    module = Signalled(sent, [int(rank) for rank in ranks.split(",")], int(step))
+    out, devices, name, who, step, saves, *checkpoint = sys.argv[1:]
+    module = Signalled(name, who, int(step))
     settings: dict[str, Any] = {"checkpoint": "sharded"} if saves == "sharded" else {}
+    settings["start_method"] = os.environ.get("START_METHOD", "popen")
     options: dict[str, Any] = {**QUIET, "enable_checkpointing": saves != "none"}
     trainer = pl.Trainer(
         strategy=UlyssesRingStrategy(**settings),
         devices=int(devices),
         default_root_dir=out,
         callbacks=callbacks(out, saves),
-        max_epochs=QUIET["max_epochs"] + 1,
-        **{name: value for name, value in options.items() if name != "max_epochs"},
+        **{**options, "max_epochs": EPOCHS},
     )
     trainer.fit(module, text(), ckpt_path=checkpoint[0] if checkpoint else None)
     state = trainer.optimizers[0].state_dict()["state"]

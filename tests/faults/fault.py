@@ -1,0 +1,100 @@
+"""What goes wrong in ``script.py``, when and where."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_cp.containers import tensors_of
+
+AT = 3
+"""The step, counted from 1, and so the batch."""
+FIRED = "FAULT FIRED"
+NAP = 1.5
+"""Seconds that a crawling rank takes for everything that it does."""
+
+
+def fire(kind: str) -> None:
+    """The fault itself; says first that it happens, and when."""
+    print(f"{FIRED} {kind} {os.getpid()} {time.time()}", flush=True)
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "terminate":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif kind == "raise":
+        raise ValueError("the user's own mistake")
+    elif kind == "sleep":
+        time.sleep(600)
+    elif kind == "exit":
+        os._exit(3)
+
+
+class Fault:
+    """Happens once, at one place on one rank; ``crawl`` goes on from there.
+
+    Args:
+        kind: of those above; or ``crawl``; or what is wrong with tensors: ``nan``, ``inf``; or with a batch:
+            ``values``, ``shape``, ``dtype``, ``early``.
+        rank: whose.
+        where: ``forward``, ``backward``, ``optimizer`` or ``loss``; ``data`` for batches.
+    """
+
+    def __init__(self, kind: str, rank: int, where: str) -> None:
+        self.kind, self.rank, self.where = kind, rank, where
+        self.step = 0
+        self.fired = False
+
+    def at(self, where: str, step: int | None = None) -> bool:
+        """The program comes to this place; whether it is there that something goes wrong.
+
+        Args:
+            where: the place.
+            step: by default the one that is under way.
+        """
+        step = self.step if step is None else step
+        here = dist.is_initialized() and dist.get_rank() == self.rank
+        if here and self.kind == "crawl" and step >= AT:
+            self._once()
+            time.sleep(NAP)
+        if self.fired or not here or (where, step) != (self.where, AT):
+            return False
+        self._once()
+        return True
+
+    def _once(self) -> None:
+        if not self.fired:
+            self.fired = True
+            fire(self.kind)
+
+    def spoil(self, where: str, x: torch.Tensor) -> torch.Tensor:
+        """A tensor of this place, with numbers that are none if that is what goes wrong."""
+        return x + float(self.kind) if self.at(where) and self.kind in ("nan", "inf") else x
+
+    def batch(self, index: int, row: dict[str, Any]) -> dict[str, Any] | None:
+        """A sample as this rank's loader gives it; ``None``: it gives no more."""
+        if self.where != "data" or not self.at("data", index + 1):
+            return row
+        if self.kind == "early":
+            return None
+        ids = row["input_ids"].clone()
+        if self.kind == "values":
+            ids[5] += 1
+        changed = {"values": ids, "shape": ids[:12], "dtype": ids.int()}[self.kind]
+        return {"input_ids": changed, "labels": row["labels"][: len(changed)]}
+
+
+def digest_of(*states: Any) -> str:
+    """Of all numbers in them, bit by bit."""
+    made = hashlib.sha256()
+    for state in states:
+        for name, x in tensors_of(state):
+            made.update(name.encode() + x.detach().contiguous().numpy().tobytes())
+    return made.hexdigest()[:16]
