@@ -38,7 +38,7 @@ def fire(kind: str) -> None:
 
 
 class Fault:
-    """Happens once, at one place on one rank; ``crawl`` goes on from there.
+    """Happens once, at one place on one rank; ``crawl`` in all of a step.
 
     Args:
         kind: of those above; or ``crawl``; or what is wrong with tensors: ``nan``, ``inf``; or with a batch:
@@ -61,7 +61,7 @@ class Fault:
         """
         step = self.step if step is None else step
         here = dist.is_initialized() and dist.get_rank() == self.rank
-        if here and self.kind == "crawl" and step >= AT:
+        if here and self.kind == "crawl" and step == AT:
             self._once()
             time.sleep(NAP)
         if self.fired or not here or (where, step) != (self.where, AT):
