@@ -1,5 +1,9 @@
 """Every error a user can meet. Each message says what was asked, what was got and what would work."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 
 class LightningCPError(Exception):
     """Base of all errors raised by this package."""
@@ -27,3 +31,12 @@ class RankFailure(LightningCPError, RuntimeError):  # noqa: N818 - the public na
 
 class CheckpointError(LightningCPError, RuntimeError):
     """A checkpoint that is missing, incomplete, damaged or belongs to something else."""
+
+
+def without_home(text: str) -> str:
+    """A text that goes to other ranks, or into a report: ``~`` stands for the home directory."""
+    try:
+        home = Path.home()
+    except RuntimeError:  # there is none
+        return text
+    return text if len(home.parts) < 2 else text.replace(str(home), "~")

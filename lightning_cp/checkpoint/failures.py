@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_cp.errors import CheckpointError
+from lightning_cp.errors import CheckpointError, without_home
 
 
 def failed_save(target: Path, why: str) -> CheckpointError:
@@ -17,8 +17,10 @@ def failed_save(target: Path, why: str) -> CheckpointError:
 
 
 def shown(path: Path) -> str:
-    """A path as seen from the working directory; of another place its last two names."""
+    """A path as seen from the working directory; of another place its last two names, ``~`` for the home."""
+    if not path.is_absolute():
+        return str(path)
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
-        return str(Path(*path.parts[-2:]))
+        return str(Path(*Path(without_home(str(path))).parts[-2:]))

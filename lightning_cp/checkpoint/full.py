@@ -201,6 +201,7 @@ def manifest_of_file(path: Path) -> Manifest | None:
         tail = file.read()
     at = tail.rfind(_MAGIC)
     if at < 0:
+        _require_no_comment(tail, path.name)
         return None
     manifest = parse(tail[at + len(_MAGIC) :].decode(errors="replace"), path.name)
     length = int.from_bytes(tail[max(0, at - 2) : at], "little")
@@ -211,6 +212,15 @@ def manifest_of_file(path: Path) -> Manifest | None:
             "was loaded."
         )
     return manifest
+
+
+def _require_no_comment(tail: bytes, name: str) -> None:
+    """``torch.save`` writes none: one that is not recognised is a damaged manifest."""
+    end = tail.rfind(b"PK\5\6")
+    if 0 <= end < len(tail) - _END:
+        raise CheckpointError(
+            f"{name} is damaged: it ends in a comment that is no manifest. Nothing was loaded."
+        )
 
 
 def verify_file(path: Path, manifest: Manifest) -> None:

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lightning_cp.errors import without_home
+
 T = TypeVar("T")
 
 _LONGEST = 500
@@ -62,4 +64,4 @@ def told(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno is not None:
         name = f" ({Path(str(error.filename)).name})" if error.filename else ""
         return f"{error.strerror}{name}"
-    return f"{type(error).__name__}: {error}"[:_LONGEST]
+    return without_home(f"{type(error).__name__}: {error}")[:_LONGEST]

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.comm.objects import told
-from lightning_cp.errors import RankFailure
+from lightning_cp.errors import RankFailure, without_home
 
 
 def share_outcome(error: Exception | None, device_type: str, *, what: str) -> None:
@@ -46,7 +46,7 @@ def outcome_texts(error: Exception | None, device_type: str) -> list[str]:
 def _text(error: Exception) -> str:
     """Without the paths of this machine, which an error of the system has."""
     said = told(error) if isinstance(error, OSError) and error.errno is not None else str(error)
-    return f"{type(error).__name__}: {said}"
+    return without_home(f"{type(error).__name__}: {said}")
 
 
 def summed_over_world(values: list[int], device_type: str) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_cp.errors import RankFailure
+from lightning_cp.errors import RankFailure, without_home
 from lightning_cp.faults.position import Place
 
 LONGEST = 20_000
@@ -52,7 +52,7 @@ class Note:
         """Of what this rank's main thread has raised."""
         text = "".join(traceback.format_exception(error))[-LONGEST:]
         line = "".join(traceback.format_exception_only(error)).strip().splitlines()[0][:2000]
-        return cls(line, text, _kind(error), place)
+        return cls(without_home(line), without_home(text), _kind(error), place)
 
     def as_message(self) -> list[Any]:
         """For the wire."""

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from lightning_cp.errors import without_home
 from lightning_cp.faults import ending
 from lightning_cp.faults.notes import BROKEN, Beat, Card, Note, Verdict
 from lightning_cp.faults.position import Place, Position, Slot
@@ -156,7 +157,9 @@ class Watcher(threading.Thread):
     def _stack(self) -> str:
         """Where the main thread is."""
         frame = sys._current_frames().get(self._main)
-        return "".join(traceback.format_stack(frame)[-12:])[-4000:] if frame is not None else ""
+        if frame is None:
+            return ""
+        return without_home("".join(traceback.format_stack(frame)[-12:]))[-4000:]
 
     def _place_of(self, rank: int) -> Place | None:
         """Where a rank of this machine is, or was."""

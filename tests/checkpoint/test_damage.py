@@ -57,6 +57,16 @@ def test_a_flipped_byte_of_the_one_file_is_found(tmp_path: Path) -> None:
     refused(path, "a.ckpt is damaged: its sha256 is not its manifest's. Nothing was loaded")
 
 
+@pytest.mark.parametrize("at", [0, 7, len(full._MAGIC) - 1])
+def test_a_manifest_that_is_not_recognised_is_no_file_of_another_program(
+    at: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.ckpt"
+    save_checkpoint(state_of(1), path)
+    flip(path, path.read_bytes().rindex(full._MAGIC) + at)
+    refused(path, "a.ckpt is damaged: it ends in a comment that is no manifest")
+
+
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     save_checkpoint(state_of(1), path)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from lightning_cp.checkpoint.failures import shown
 from lightning_cp.checkpoint.pretrained.header import (
     HEADER_LIMIT,
     Entry,
@@ -51,7 +52,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     path = Path(path)
     if not path.exists():
         raise CheckpointError(
-            f"there is no checkpoint at {_shown(path)}. Give a directory with {SINGLE} or {INDEX}. Names of "
+            f"there is no checkpoint at {shown(path)!r}. Give a directory with {SINGLE} or {INDEX}. Names of "
             "the Hugging Face hub are not fetched from here: huggingface_hub.snapshot_download gives a "
             "directory."
         )
@@ -151,11 +152,6 @@ def _refuse_pickle(file: Path) -> NoReturn:
         "AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path). A checkpoint of a training "
         "run is resumed with ckpt_path=."
     )
-
-
-def _shown(path: Path) -> str:
-    """Of a path, what may stand in a report: not where somebody's home is."""
-    return repr(os.path.join(*path.parts[-2:])) if path.is_absolute() else repr(str(path))  # noqa: PTH118
 
 
 def _refuse(path: Path, what: str) -> NoReturn:

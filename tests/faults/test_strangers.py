@@ -1,0 +1,99 @@
+"""The watch's connections: who does not know the run's token is cut off, and changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_cp.faults.hub import Hub
+from lightning_cp.faults.notes import Card, Verdict
+from lightning_cp.faults.position import Position, Slot
+from lightning_cp.faults.watch import _listen
+from lightning_cp.faults.wire import LIMIT
+
+TOKEN = "a5" * 16
+LOOPBACK = "127.0.0.1"
+
+
+def message(content: Any) -> bytes:
+    """On the wire."""
+    data = json.dumps(content).encode()
+    return struct.pack("<I", len(data)) + data
+
+
+NOTE = {"note": ["ValueError: forged", "", "own", [1, 1, 2]]}
+STRANGERS = {
+    "another token": message({"hello": "b6" * 16, "rank": 1}) + message(NOTE),
+    "no token": message({"rank": 1}),
+    "a token that is no text": message({"hello": [TOKEN], "rank": 1}),
+    "no hello": message(NOTE),
+    "a rank that there is not": message({"hello": TOKEN, "rank": 7}),
+    "the first rank": message({"hello": TOKEN, "rank": 0}),
+    "a rank that is no number": message({"hello": TOKEN, "rank": "1"}),
+    "a list": message(["hello"]),
+    "a pickle": struct.pack("<I", 60) + pickle.dumps({"hello": TOKEN, "rank": 1}).ljust(60, b"."),
+    "a message that is too long": struct.pack("<I", LIMIT + 1) + b" " * 64,
+}
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[int, list[Verdict]]]:
+    """A watcher of two ranks, of which the second has not come yet: its port, and what it said."""
+    said: list[Verdict] = []
+    listener = _listen(LOOPBACK)
+    assert listener.getsockname()[0] == LOOPBACK
+    port = listener.getsockname()[1]
+    cards = [Card(rank, f"rank {rank}", "here", os.getpid(), "") for rank in range(2)]
+    made = Hub(0, cards, Position(), {}, lambda: None, TOKEN, said.append, listener=listener)
+    made.start()
+    yield port, said
+    made.leave()
+    made.join(10)
+    assert not made.is_alive()
+
+
+def connected(port: int, data: bytes) -> socket.socket:
+    connection = socket.create_connection((LOOPBACK, port), 10)
+    connection.sendall(data)
+    return connection
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_a_stranger_is_cut_off(name: str, hub: tuple[int, list[Verdict]]) -> None:
+    port, said = hub
+    # A connection of which not all was read is reset.
+    with connected(port, STRANGERS[name]) as stranger, suppress(ConnectionResetError):
+        assert stranger.recv(1 << 16) == b""
+    with connected(port, message({"hello": TOKEN, "rank": 1})) as member:
+        while "ready" not in heard(member):
+            pass
+        member.sendall(message({"bye": 1}))
+    assert said == []
+
+
+def heard(member: socket.socket) -> dict[str, Any]:
+    """The next message."""
+    (length,) = struct.unpack("<I", member.recv(4, socket.MSG_WAITALL))
+    return json.loads(member.recv(length, socket.MSG_WAITALL))
+
+
+def test_a_position_is_read_from_the_file_that_was_meant(tmp_path: Path) -> None:
+    own = Slot(token=b"x" * 16)
+    try:
+        assert Slot(own.path, b"x" * 16).read().step == 0
+        with pytest.raises(OSError, match="is not the file that was meant"):
+            Slot(own.path, b"y" * 16)
+        (tmp_path / "link").symlink_to(own.path)
+        with pytest.raises(OSError, match=r"symbolic links|ELOOP"):
+            Slot(str(tmp_path / "link"), b"x" * 16)
+    finally:
+        own.unlink()
