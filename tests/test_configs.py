@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -17,6 +19,7 @@ from lightning_cp.bench.settings import Settings
 from lightning_cp.config_files import config_dir
 from lightning_cp.data import ByteDataModule
 from lightning_cp.errors import ConfigError
+from lightning_cp.strategies.arguments.settings import Settings as StrategySettings
 from lightning_cp.train.module import LanguageModel
 
 CONFIGS = config_dir()
@@ -74,6 +77,17 @@ def test_every_choice_composes_and_instantiates(group: str, choice: str, tmp_pat
 def test_the_strategy_of_any_app_composes_and_instantiates() -> None:
     strategy = instantiate(composed("strategy=ulysses_ring").strategy)
     assert isinstance(strategy, UlyssesRingStrategy)
+
+
+@pytest.mark.parametrize("choice", ["ulysses_ring", "auto"])
+def test_every_setting_is_in_the_config_at_its_default(choice: str) -> None:
+    settings = {item.name: item for item in fields(StrategySettings)}
+    given: Any = OmegaConf.to_container(composed(f"strategy={choice}").strategy)
+    assert given.pop("_target_") == "lightning_cp.UlyssesRingStrategy"
+    assert set(given) == set(settings)
+    defaults = vars(StrategySettings())
+    for name, value in given.items():
+        assert (value or {} if name == "sequence_dims" else value) == defaults[name], name
 
 
 def test_sweeps_use_our_launcher_unless_told_otherwise() -> None:
