@@ -23,9 +23,11 @@ from torch.utils.data import DataLoader
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import LayoutChoice
 from lightning_cp.mesh import ContextParallelMesh, Flat
-from lightning_cp.strategies.arguments.settings import Settings
+from lightning_cp.strategies.arguments.check import checked
 from lightning_cp.strategies.engines import engine
 from lightning_cp.strategies.engines.checks import check_ddp_options
+from lightning_cp.strategies.engines.comm_hooks import ARGUMENTS as HOOK
+from lightning_cp.strategies.engines.comm_hooks import CommHook
 from lightning_cp.strategies.engines.ddp import check_options, without_defaults
 from lightning_cp.strategies.engines.fresh import require_values
 from lightning_cp.strategies.engines.tensor_parallel import is_shared
@@ -156,15 +158,21 @@ class ContextParallelFront(MeetsAnew):
         first_step_timeout: float | None = 600.0,
         **kwargs: Any,
     ) -> None:
-        settings = Settings.take(locals())
+        settings = checked(locals())
         super().__init__(**kwargs)  # written like this, LightningCLI finds DDPStrategy's arguments
-        self._ddp_kwargs = without_defaults(self._ddp_kwargs)
+        hook = {name: kwargs.get(name) for name in (*HOOK, "model_averaging_period")}
+        self._ddp_kwargs = without_defaults(
+            {
+                name: x for name, x in self._ddp_kwargs.items() if name not in hook
+            }  # Fabric's has none
+        )
         check_options(self._ddp_kwargs)
-        check_ddp_options(data_parallel, self._ddp_kwargs, kwargs.get("ddp_comm_hook"))
+        check_ddp_options(data_parallel, self._ddp_kwargs, hook)
         check_start_method(self._start_method)
         self._core = ContextParallelCore(settings)
-        self._engine = engine(settings)
+        self._engine = engine(settings, CommHook.of(hook))
         self._engine.before_data = self._core.before_data
+        self._core.follow_unreduced(self._engine.unreduced)
         self._pretrained = Pretrained(settings.pretrained)
         self._guard = FiniteGuard(check_finite)
         self._loaders = 0

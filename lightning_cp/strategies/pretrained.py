@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +15,7 @@ from lightning_cp.checkpoint.pretrained.incomplete import require_complete
 from lightning_cp.checkpoint.pretrained.load import load_pretrained
 from lightning_cp.checkpoint.pretrained.options import check_options
 from lightning_cp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lightning_cp.strategies.arguments.settings import Settings
+from lightning_cp.strategies.arguments.settings import Settings
 
 
 def check_pretrained(settings: Settings) -> None:

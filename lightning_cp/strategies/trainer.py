@@ -27,6 +27,7 @@ from lightning_cp.strategies.resume.strategy import ResumesExactly
 from lightning_cp.strategies.saves.trainer import TrainerSaves
 from lightning_cp.strategies.trainer_hooks import (
     STEPS,
+    after_toggling,
     before_autograd,
     before_clipping,
     clip_by,
@@ -104,6 +105,8 @@ class UlyssesRingStrategy(
         self.model = self._wrap(self.model, STEPS)
         if fitting:
             self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                self._engine.adopt(optimizer)
         self.setup_precision_plugin()
 
     @override
@@ -120,6 +123,10 @@ class UlyssesRingStrategy(
     @override
     def _setup_model(self, model: nn.Module) -> Any:
         return self._wrap(model)
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        """Nothing: the engine has registered the hook, on every device, when it wrapped the model."""
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -269,8 +276,6 @@ class UlyssesRingStrategy(
             return False
         options = (self.mesh, self.root_device, self._ddp_kwargs)
         self.model = self._engine.follow(self.model, *options)
-        if not self._engine.shards:
-            self._register_ddp_hooks()
         return True
 
     def _place_profiles(self, trainer: Trainer) -> None:
@@ -330,6 +335,7 @@ class UlyssesRingStrategy(
         before_clipping(self._replaced, self.precision_plugin, self._complete)
         if self._engine.shards:
             clip_by(self._replaced, self.precision_plugin, self._engine)
+            after_toggling(self._replaced, self.lightning_module, self._follow_what_is_trained)
 
     def _announce(self, module: LightningModule, swapped: list[str]) -> None:
         """Say once of each model, not at every stage, where its attention was swapped."""

@@ -88,6 +88,20 @@ def before_clipping(
     replaced.replace(precision, "clip_gradients", in_final_size)
 
 
+def after_toggling(replaced: Replaced, module: Any, act: Callable[[], object]) -> None:
+    """Call ``act()`` once an optimizer's parameters were frozen or unfrozen: those of a step are others."""
+
+    def then(own: Callable[..., Any]) -> Callable[..., Any]:
+        def toggle(*args: Any, **kwargs: Any) -> None:
+            own(*args, **kwargs)
+            act()
+
+        return toggle
+
+    for name in ("toggle_optimizer", "untoggle_optimizer"):
+        replaced.replace(module, name, then)
+
+
 def clip_by(replaced: Replaced, precision: Any, engine: Engine) -> None:
     """Have gradients clipped by an engine that knows who holds which part of them."""
 

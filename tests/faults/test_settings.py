@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.strategies.arguments.check import check
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.watch.run import name_of
 
@@ -15,14 +16,14 @@ from lightning_cp.strategies.watch.run import name_of
 @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), True, "10"])
 def test_limits_are_seconds(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"{name} must be a number of seconds above 0"):
-        Settings(**{name: value})
+        check(Settings(**{name: value}))
 
 
 def test_the_first_step_may_take_longer_only() -> None:
     with pytest.raises(ConfigError, match=r"first_step_timeout=60 is shorter than step_timeout=90"):
-        Settings(step_timeout=90, first_step_timeout=60)
-    Settings(step_timeout=None, first_step_timeout=60)
-    Settings(step_timeout=90, first_step_timeout=None)
+        check(Settings(step_timeout=90, first_step_timeout=60))
+    check(Settings(step_timeout=None, first_step_timeout=60))
+    check(Settings(step_timeout=90, first_step_timeout=None))
 
 
 def test_names_of_ranks() -> None:

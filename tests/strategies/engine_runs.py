@@ -19,8 +19,8 @@ from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
 from tests.pool import run_ranks
 from tests.pool.environment import PoolEnvironment
 from tests.strategies.plain_llama import PlainLlama
-from tests.strategies.runs import Recorder, Run, loader, make_data, whole
-from tests.strategies.small import VOCAB, Small, alone, trainer_of
+from tests.strategies.runs import Recorder, Run, loader, make_data
+from tests.strategies.small import VOCAB, Small, alone, trainer_of, whole
 
 
 @dataclass(frozen=True)

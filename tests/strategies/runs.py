@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_cp import UlyssesRingStrategy
 from lightning_cp.layout.choose import name_of
 from tests.pool.environment import PoolEnvironment
 from tests.strategies.plain_llama import PlainLlama
+from tests.strategies.small import whole
 
 VOCAB = 48
 
@@ -75,11 +75,6 @@ def execute(rank: int, world_size: int, run: Run) -> Result:
     weights = {name: whole(x.detach()).double() for name, x in module.named_parameters()}
     result.weights = weights
     return result
-
-
-def whole(x: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, of which ranks may hold parts; every rank must ask."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def make_trainer(run: Run, world_size: int, callbacks: list[Any]) -> pl.Trainer:

@@ -8,6 +8,8 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_cp import UlyssesRingStrategy
@@ -109,9 +111,14 @@ def trainer_of(world_size: int, settings: dict[str, Any] | None, **options: Any)
     )
 
 
-def weights(module: pl.LightningModule) -> torch.Tensor:
-    """All parameters in one vector."""
-    return torch.cat([p.detach().flatten() for p in module.parameters()]).clone()
+def weights(module: nn.Module) -> torch.Tensor:
+    """All parameters in one vector; every rank has to ask where they are spread."""
+    return torch.cat([whole(p.detach()).flatten() for p in module.parameters()]).clone()
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, of which ranks may hold parts; every rank must ask."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def close(got: Any, want: Any) -> None:

@@ -15,8 +15,7 @@ from lightning_cp.models.handle import SwapHandle
 from lightning_cp.strategies.engines.units import units_of
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.plain_llama import PlainLlama, RMSNorm
-from tests.strategies.runs import whole
-from tests.strategies.small import VOCAB, Small, loader, samples, trainer_of
+from tests.strategies.small import VOCAB, Small, loader, samples, trainer_of, whole
 from tests.strategies.test_fabric import fabric_of
 
 RING = {"ring_size": 2, "ulysses_size": 1}

@@ -18,17 +18,11 @@ from lightning_cp.strategies.engines.norms import gradient_norm
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.engine_runs import Cell, errors
 from tests.strategies.plain_llama import PlainLlama
-from tests.strategies.runs import whole
-from tests.strategies.small import VOCAB, Small, close, loader, samples, trainer_of
+from tests.strategies.small import VOCAB, Small, close, loader, samples, trainer_of, weights, whole
 from tests.strategies.test_fabric import fabric_of
 
 RING = {"ring_size": 2, "ulysses_size": 1}
 SHARDING = ("fsdp", "zero1")
-
-
-def every_weight(module: nn.Module) -> torch.Tensor:
-    """All parameters in one vector, whole, on every rank."""
-    return torch.cat([whole(p.detach()).flatten() for p in module.parameters()]).clone()
 
 
 # -- parameters of every kind ---------------------------------------------------------------------
@@ -66,7 +60,7 @@ def train(rank: int, world_size: int, settings: Any, kind: type[Small], options:
     module = kind()
     trainer = trainer_of(world_size, settings, **dict(options))
     trainer.fit(module, loader(12))
-    return every_weight(module), [n for n, p in module.named_parameters() if p.grad is not None]
+    return weights(module), [n for n, p in module.named_parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize("engine", SHARDING)
@@ -249,15 +243,15 @@ def stages(rank: int, world_size: int, engine: str) -> Any:
     module = Seeded()
     trainer = trainer_of(world_size, {**RING, "data_parallel": engine})
     trainer.fit(module, loader(4))
-    first = every_weight(module)
+    first = weights(module)
     outputs: Any = trainer.predict(module, loader(2))
-    assert torch.equal(first, every_weight(module))
+    assert torch.equal(first, weights(module))
     trainer.fit_loop.epoch_progress.reset()
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader(4))
     sharded = [n for n, p in module.named_parameters() if isinstance(p, DTensor)]
     units = [type(m).__name__ for m in module.modules() if isinstance(m, FSDPModule)]
-    return first, every_weight(module), outputs[0], float(module.seen[0]), len(sharded), units  # type: ignore[index]
+    return first, weights(module), outputs[0], float(module.seen[0]), len(sharded), units  # type: ignore[index]
 
 
 def test_ranks_begin_with_the_weights_of_the_first_and_stages_follow_each_other() -> None:
@@ -314,7 +308,7 @@ def two_models(rank: int, world_size: int, engine: str | None) -> Any:
             fabric.backward(F.cross_entropy(logits.flatten(0, 1), part["labels"].flatten()))
             optimizer.step()
             optimizer.zero_grad()
-    return torch.cat([every_weight(m) for m in models])
+    return torch.cat([weights(m) for m in models])
 
 
 def test_several_models_of_one_fabric() -> None:

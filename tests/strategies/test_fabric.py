@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_cp.errors import ConfigError, ShapeError
@@ -48,17 +50,27 @@ def model_of() -> PlainLlama:
     return PlainLlama(VOCAB, num_heads=4, num_kv_heads=2, layers=1)
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
 class Loop:
     """A user's loop: accumulation over two batches, clipping, validation, prediction."""
 
-    def __init__(self, world_size: int, settings: Settings | None, *, frozen: bool = False) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        settings: Settings | None,
+        *,
+        frozen: bool = False,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    ) -> None:
         self.fabric = fabric_of(world_size, settings)
         self.fabric.launch()
         self.parallel = settings is not None
         plain = model_of()
         plain.embed.requires_grad_(not frozen)
-        optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
-        setup: Any = self.fabric.setup(plain, optimizer)
+        setup: Any = self.fabric.setup(plain, make_optimizer(plain))
         self.model, self.optimizer = setup
 
     def batches(self, count: int, **options: Any) -> Any:

@@ -124,6 +124,20 @@ class PartByHand(BothInOneStep):
         return loss
 
 
+class Toggled(BothInOneStep):
+    """Both optimizers are toggled, as Lightning recommends, and only then do they step."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for weight, optimizer in enumerate(optimizers, start=1):
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(weight * self.loss(batch))
+            self.untoggle_optimizer(optimizer)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 class AtTheEnd(Small):
     """The last step leaves a layer out, and no forward comes after it."""
 
@@ -143,6 +157,7 @@ KINDS: dict[str, tuple[type[Small], dict[str, Any]]] = {
     "within a window": (WithinAWindow, {"accumulate_grad_batches": 2}),
     "for good": (WithinAWindow, {}),
     "before backward": (BeforeBackward, {}),
+    "toggled": (Toggled, {}),
 }
 PARTS: dict[str, tuple[type[Small], dict[str, Any]]] = {
     "frozen for the forward": (ForTheForward, {}),
@@ -179,6 +194,14 @@ def test_as_in_one_process(kind: str, settings: Settings, options: Settings) -> 
 @pytest.mark.parametrize("kind", PARTS)
 def test_parts_of_the_model_as_in_one_process(kind: str) -> None:
     for got in run_ranks(2, fitted, {**RING, **UNUSED}, kind):
+        torch.testing.assert_close(got, alone(kind), rtol=0, atol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp", "zero1"])
+@pytest.mark.parametrize("kind", [*KINDS, *PARTS])
+def test_sharded_parameters_as_in_one_process(kind: str, engine: str) -> None:
+    for got in run_ranks(2, fitted, {**RING, "data_parallel": engine}, kind):
         torch.testing.assert_close(got, alone(kind), rtol=0, atol=1e-10)
 
 

@@ -93,7 +93,8 @@ class Watch:
         if not self.groups:
             return [*self.module.parameters()]
         plain = [p for p in self.module.parameters() if not p.dim()]
-        return [*(p for group in self.groups for p in group.trained()), *plain]
+        sharded = [p for group in self.groups for p in group.parameters() if p.requires_grad]
+        return [*sharded, *plain]
 
     def reduced(self) -> list[torch.Tensor]:
         """Their gradients."""

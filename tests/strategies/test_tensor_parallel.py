@@ -19,8 +19,8 @@ from lightning_cp.errors import BatchMismatchError, ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.pool.environment import PoolEnvironment
-from tests.strategies.runs import Result, Run, execute, whole
-from tests.strategies.small import Small, Staged, close, loader, samples, trainer_of
+from tests.strategies.runs import Result, Run, execute
+from tests.strategies.small import Small, Staged, close, loader, samples, trainer_of, whole
 from tests.strategies.test_exactness import baseline, compare
 
 FSDP = {"data_parallel": "fsdp", "tensor_parallel_size": 2}

@@ -162,15 +162,21 @@ class ByHandInTheModule(Small):
             optimizer.zero_grad()
 
 
-def stepped_by_module(rank: int, world_size: int, plan: Plan) -> torch.Tensor:
+def stepped_by_module(
+    rank: int, world_size: int, plan: Plan, more: Settings | None = None
+) -> torch.Tensor:
     module = ByHandInTheModule(plan)
     data_rank = rank // (world_size // plan.data_ranks)
-    trainer_of(world_size, settings_of(plan.data_ranks)).fit(module, plan.loader(data_rank))
+    settings = settings_of(plan.data_ranks, **(more or {}))
+    trainer_of(world_size, settings).fit(module, plan.loader(data_rank))
     return weights(module)
 
 
-def stepped_by_fabric(rank: int, world_size: int, plan: Plan) -> torch.Tensor:
-    strategy = FabricStrategy(labels="aligned", **settings_of(plan.data_ranks))
+def stepped_by_fabric(
+    rank: int, world_size: int, plan: Plan, more: Settings | None = None
+) -> torch.Tensor:
+    settings = settings_of(plan.data_ranks, **(more or {}))
+    strategy = FabricStrategy(labels="aligned", **settings)
     plugins: Any = [PoolEnvironment()]
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugins)
     fabric.launch()
@@ -203,6 +209,30 @@ def stepped_by_fabric(rank: int, world_size: int, plan: Plan) -> torch.Tensor:
 def test_loops_of_ones_own_equal_a_loop_by_hand(stepped: Any, clip: float | None) -> None:
     plan = Plan(2, 3, clip=clip)
     for got in run_ranks(4, stepped, plan):
+        close(got, want(plan))
+
+
+HSDP = {"data_parallel": "hsdp", "data_parallel_replicate_size": 2}
+SHARDING = [
+    pytest.param(stepped_by_fabric, {"data_parallel": "fsdp"}, id="fabric, fsdp"),
+    pytest.param(
+        stepped_by_fabric, {"data_parallel": "zero1"}, id="fabric, zero1", marks=pytest.mark.slow
+    ),
+    pytest.param(stepped_by_fabric, HSDP, id="fabric, hsdp", marks=pytest.mark.slow),
+    pytest.param(
+        stepped_by_module, {"data_parallel": "fsdp"}, id="trainer, fsdp", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        stepped_by_module, {"data_parallel": "zero1"}, id="trainer, zero1", marks=pytest.mark.slow
+    ),
+]
+
+
+@pytest.mark.parametrize(("stepped", "more"), SHARDING)
+def test_sharded_loops_of_ones_own_equal_a_loop_by_hand(stepped: Any, more: Settings) -> None:
+    """Also where micro-batches leave their gradients in other places than ``grad``."""
+    plan = Plan(2, 3)
+    for got in run_ranks(4, stepped, plan, more):
         close(got, want(plan))
 
 

@@ -1,4 +1,4 @@
-"""Settings that contradict each other, or the ranks and heads that there are."""
+"""Settings that contradict each other, whatever the ranks and the model."""
 
 from __future__ import annotations
 
@@ -6,33 +6,11 @@ import os
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.mesh import Factors
+from lightning_cp.strategies.arguments.settings import GATHERING_MODE, Settings
 
-if TYPE_CHECKING:
-    from lightning_cp.strategies.arguments.settings import Settings
-
-GATHERING_MODE = "zigzag_llama3"
-
-
-def explicit_size(settings: Settings) -> int | None:
-    """The context-parallel size that was given, if it was.
-
-    Raises:
-        ConfigError: two sizes that contradict each other.
-    """
-    ulysses, ring = settings.ulysses_size, settings.ring_size
-    given = settings.context_parallel_size
-    if ulysses is not None and ring is not None:
-        if given not in ("auto", ulysses * ring):
-            raise ConfigError(
-                f"context_parallel_size={given} contradicts ulysses_size={ulysses} x ring_size={ring} = "
-                f"{ulysses * ring}. Leave one of them out."
-            )
-        return ulysses * ring
-    return None if given == "auto" else int(given)
+TENSOR_PARALLEL_ENGINES = ("fsdp", "hsdp")
 
 
 def check_mode(settings: Settings) -> None:
@@ -108,54 +86,6 @@ def _in_the_way(folder: Path) -> Path | None:
     return None if there.is_dir() else there
 
 
-def check_factors(settings: Settings, factors: Factors, cp_size: int, heads: int | None) -> None:
-    """Refuse a split of ``cp_size`` ranks that the mode or the heads do not allow.
-
-    Raises:
-        ConfigError: naming sizes that work.
-    """
-    if factors.ulysses_size * factors.ring_size != cp_size:
-        name = "ring_size" if settings.ulysses_size is None else "ulysses_size"
-        works = [n for n in divisors(cp_size) if name == "ring_size" or not (heads or 0) % n]
-        raise ConfigError(
-            f"{name}={getattr(settings, name)} does not divide the {cp_size} context-parallel ranks. With "
-            f"{cp_size} ranks, {name} can be {listed(works)}."
-        )
-    other = {"ulysses": factors.ring_size, "ring": factors.ulysses_size}.get(settings.mode, 1)
-    if other != 1:
-        raise ConfigError(
-            f"mode={settings.mode!r} uses one axis only, but ulysses_size={settings.ulysses_size} and "
-            f"ring_size={settings.ring_size} split {cp_size} ranks into ulysses {factors.ulysses_size} x "
-            f"ring {factors.ring_size}. Leave the sizes out, or use mode='hybrid' or 'auto'."
-        )
-    if settings.mode == "hybrid" and 1 in (factors.ulysses_size, factors.ring_size) and cp_size > 1:
-        raise ConfigError(
-            f"mode='hybrid' cannot split {cp_size} ranks into two axes larger than 1"
-            + (f" with {heads} heads" if heads else "")
-            + ". Use mode='auto', 'ulysses' or 'ring', or set ulysses_size and ring_size."
-        )
-    if settings.mode == GATHERING_MODE and factors.ring_size == 1 < cp_size:
-        raise ConfigError(
-            f"mode={GATHERING_MODE!r} gathers keys over the ring axis, but "
-            f"ulysses_size={factors.ulysses_size} leaves a ring of 1 of {cp_size} ranks. Use a smaller "
-            "ulysses_size, or mode='ulysses'."
-        )
-    if settings.exchange == "ring_flash_attn" and factors.ring_size == 1 < cp_size:
-        raise ConfigError(
-            f"exchange='ring_flash_attn' needs a ring, but Ulysses takes all {cp_size} ranks. Use "
-            "mode='ring', or a smaller ulysses_size."
-        )
-    if heads is not None and heads % factors.ulysses_size:
-        works = [n for n in divisors(cp_size) if heads % n == 0]
-        tensor = settings.tensor_parallel_size
-        left = f" that tensor_parallel_size={tensor} leaves to a rank" if tensor > 1 else ""
-        raise ConfigError(
-            f"ulysses_size={factors.ulysses_size} does not divide the model's {heads} attention heads{left}. "
-            f"With {cp_size} ranks, ulysses_size can be {listed(works)} and the ring the rest; mode='auto' "
-            "chooses. If the attention to be shared has other heads than that, pass num_heads=."
-        )
-
-
 def check_tensor_parallel(settings: Settings) -> None:
     """Refuse what tensor parallelism does not go together with.
 
@@ -188,51 +118,6 @@ def check_tensor_parallel(settings: Settings) -> None:
             f"{why.get(engine, 'it does not know of sharded layers')}. Use "
             f"data_parallel={' or '.join(map(repr, TENSOR_PARALLEL_ENGINES))}."
         )
-
-
-TENSOR_PARALLEL_ENGINES = ("fsdp", "hsdp")
-
-
-def does_not_divide(settings: Settings, world_size: int) -> str:
-    """What is said where data and tensor parallelism leave no whole number of context-parallel ranks."""
-    data, tensor = settings.data_parallel_size, settings.tensor_parallel_size
-    if tensor == 1 or world_size % tensor:
-        name, value = ("data", data) if tensor == 1 else ("tensor", tensor)
-        return (
-            f"{name}_parallel_size={value} does not divide the world size {world_size}. With {world_size} "
-            f"ranks, {name}_parallel_size can be {listed(divisors(world_size))}."
-        )
-    return (
-        f"data_parallel_size={data} x tensor_parallel_size={tensor} does not divide the world size "
-        f"{world_size}. With {world_size} ranks and tensor_parallel_size={tensor}, data_parallel_size can be "
-        f"{listed(divisors(world_size // tensor))}."
-    )
-
-
-def of_tensor_parallel_rank(settings: Settings, heads: int | None) -> int | None:
-    """The query heads that are left to a rank by tensor parallelism.
-
-    Raises:
-        ConfigError: they do not divide.
-    """
-    size = settings.tensor_parallel_size
-    if heads is not None and heads % size:
-        raise ConfigError(
-            f"tensor_parallel_size={size} does not divide the model's {heads} attention heads. With {heads} "
-            f"heads, tensor_parallel_size can be {listed(divisors(heads))}."
-        )
-    return None if heads is None else heads // size
-
-
-def divisors(number: int) -> list[int]:
-    """All of them, in order."""
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def listed(numbers: list[int]) -> str:
-    """``1, 2 or 4``."""
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def check_timeouts(settings: Settings) -> None:

@@ -14,6 +14,7 @@ from lightning_cp.mesh import ContextParallelMesh
 
 if TYPE_CHECKING:
     from lightning_cp.strategies.arguments.settings import Settings
+    from lightning_cp.strategies.engines.comm_hooks import CommHook
 
 
 class Engine(Protocol):
@@ -81,6 +82,10 @@ class Engine(Protocol):
         """After backward: complete gradients, and refuse those that stayed on their ranks."""
         ...
 
+    def unreduced(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
+        """Parameters with gradients of this rank alone, where these are not in ``grad`` yet."""
+        ...
+
     def after_step(self) -> None:
         """An optimizer has changed parameters, maybe within a step of the model."""
         ...
@@ -108,12 +113,17 @@ class Engine(Protocol):
         ...
 
 
-def engine(settings: Settings) -> Engine:
-    """The engine that ``data_parallel=`` asks for; the settings have checked the name."""
+def engine(settings: Settings, hook: CommHook) -> Engine:
+    """The engine that ``data_parallel=`` asks for; the settings have checked the name.
+
+    Args:
+        settings: the user's.
+        hook: how ``ddp`` averages gradients.
+    """
     if settings.data_parallel == "ddp":
         from lightning_cp.strategies.engines.ddp import DDPEngine
 
-        return DDPEngine(settings)
+        return DDPEngine(settings, hook)
     from lightning_cp.strategies.engines.sharded import ShardedEngine
 
     return ShardedEngine(settings)

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.strategies.arguments.settings import Settings
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    from lightning_cp.strategies.arguments.settings import Settings
 
 SHARDING = ("fsdp", "hsdp", "zero1")
 """Engines that shard parameters or optimizer state over ranks."""
@@ -47,13 +46,20 @@ def check_engine(settings: Settings) -> None:
 _INSTEAD = {"mixed_precision": " and pass precision='bf16-mixed' to the Trainer or Fabric"}
 
 
-def check_ddp_options(data_parallel: str, options: Mapping[str, Any], hook: object) -> None:
+def check_ddp_options(
+    data_parallel: str, options: Mapping[str, Any], hook: Mapping[str, Any]
+) -> None:
     """Refuse DistributedDataParallel's own options with another engine.
+
+    Args:
+        data_parallel: the engine.
+        options: what was passed for DistributedDataParallel.
+        hook: what was passed for its communication hook.
 
     Raises:
         ConfigError: naming them.
     """
-    given = [*options, *(["ddp_comm_hook"] if hook is not None else [])]
+    given = [*options, *(name for name, value in hook.items() if value is not None)]
     if data_parallel == "ddp" or not given:
         return
     why = {

@@ -23,7 +23,8 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.strategies.arguments.choices import refuse_unknown
 from lightning_cp.strategies.arguments.settings import Settings
-from lightning_cp.strategies.engines.buckets import bucket_options, sum_then_divide
+from lightning_cp.strategies.engines.buckets import bucket_options
+from lightning_cp.strategies.engines.comm_hooks import CommHook
 
 
 class DDPEngine:
@@ -32,11 +33,10 @@ class DDPEngine:
     name = "ddp"
     shards = False
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, hook: CommHook | None = None) -> None:
         self.before_data: Callable[[], object] = list  # nothing is exchanged in forward
         self._bucket_options = bucket_options(settings.bucket_cap_mb)
-        self.users_hook = False
-        """The user has a communication hook, of which there can be one."""
+        self._hook = hook or CommHook()
         self._averaged: dict[int, ref[nn.Parameter]] = {}  # by id: tensors do not hash by equality
         self._finds_unused: dict[int, ref[nn.Module]] = {}  # likewise; pickled with the strategy
         self._wrapped: dict[int, ref[DistributedDataParallel]] = {}  # by their modules
@@ -67,8 +67,7 @@ class DDPEngine:
                 process_group=mesh.group(Flat.LOSS),
                 **{**self._bucket_options, **options},
             )
-        if not (on_cuda and self.users_hook):  # Lightning registers it there only
-            wrapped.register_comm_hook(mesh.group(Flat.LOSS), sum_then_divide)
+        self._hook.register(wrapped, mesh.group(Flat.LOSS))
         self._wrapped[id(module)] = ref(wrapped)
         self._called.pop(id(module), None)
         wrapped.register_forward_hook(self._note_forward)
@@ -86,6 +85,10 @@ class DDPEngine:
         """As the forward of the new wrapper would have done."""
         assert isinstance(wrapped, DistributedDataParallel)
         prepare_for_backward(wrapped, loss)
+
+    def unreduced(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
+        """None: all that there is of gradients is in ``grad``."""
+        return ()
 
     def after_step(self) -> None:
         """Parameters are changed in place."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 
 import torch
@@ -37,6 +37,8 @@ class Root:
         return self._module()
 
     def _trains(self) -> list[bool]:
+        for group in self._groups:
+            group.settle()
         module = self.module
         return [p.requires_grad for p in module.parameters()] if module is not None else []
 
@@ -84,12 +86,22 @@ class Root:
             module.reshard()
             module.unshard()
 
+    def unreduced(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Gradients of this rank alone, kept for a later reduction."""
+        for group in self._groups:
+            yield from group.unreduced()
+
+    def drop_unreduced(self, zeroed: Set[int]) -> None:
+        """Forget such gradients of parameters with these ids."""
+        for group in self._groups:
+            group.drop_unreduced(zeroed)
+
     def finish_backward(self) -> None:
         """Once all that was reduced has been."""
         if not self._had:
             return
-        trained = [p for group in self._groups for p in group.trained()]
-        flags = [self._had.get(id(p), False) for p in trained]
+        trained = [p for group in self._groups for p in group.parameters() if id(p) in self._had]
+        flags = [self._had[id(p)] for p in trained]
         counts = all_sum(torch.tensor(flags, dtype=torch.int32), self._control).tolist()
         for parameter, count in zip(trained, counts, strict=True):
             if not count and id(parameter) in self._filled:
@@ -102,7 +114,9 @@ class Root:
         """Of parameters that cannot be sharded, such as scalars; averaged twice they stay the same."""
         module = self.module
         assert module is not None
-        plain = [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        plain = [
+            p for p in module.parameters() if not isinstance(p, DTensor)
+        ]  # also if frozen since
         flags = torch.tensor([p.grad is not None for p in plain], dtype=torch.int32)
         counts = all_sum(flags, self._control).tolist() if plain else []
         for parameter, count in zip(plain, counts, strict=True):

@@ -11,11 +11,10 @@ In each the gradient of a parameter is added over all ranks of ``loss``, then di
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,20 +36,10 @@ from lightning_cp.strategies.engines.checks import precision_of
 from lightning_cp.strategies.engines.fresh import initialise, is_on_meta
 from lightning_cp.strategies.engines.norms import clip_norm, clip_value, local_part
 from lightning_cp.strategies.engines.root import Root
+from lightning_cp.strategies.engines.successors import Successors, dropping_when_zeroed
 from lightning_cp.strategies.engines.tensor_parallel import share_layers
 from lightning_cp.strategies.engines.torch_fsdp2 import enter_backward, two_dimensional
 from lightning_cp.strategies.engines.units import units_of
-
-
-class _Sharded(NamedTuple):
-    """A parameter that was sharded, and where to find what was made of it.
-
-    Not what was made itself: PyTorch cannot move DTensors that somebody has a weak reference to.
-    """
-
-    before: weakref.ref[nn.Parameter]
-    module: weakref.ref[nn.Module]
-    name: str
 
 
 class ShardedEngine:
@@ -63,7 +52,7 @@ class ShardedEngine:
         self.before_data: Callable[[], object] = _nothing
         self._settings = settings
         self._roots: list[Root] = []
-        self._sharded: dict[int, _Sharded] = {}  # by id of what was there before
+        self._successors = Successors()
 
     def wrap(
         self,
@@ -89,8 +78,7 @@ class ShardedEngine:
         before = dict(module.named_parameters())
         share_layers(module, mesh, self._settings.tensor_parallel_plan, self.before_data)
         self._shard(module, mesh, device)
-        at = weakref.ref(module)
-        self._sharded.update({id(p): _Sharded(weakref.ref(p), at, n) for n, p in before.items()})
+        self._successors.note(module, before)
         root = Root(module, mesh)
         self._roots = [*self._alive(), root]
         for method in methods:
@@ -157,28 +145,17 @@ class ShardedEngine:
         setattr(module, method, step)
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Put sharded parameters in the place of those that they were made of.
+        """Put sharded parameters in the place of those that they were made of, and zero all gradients.
 
         Raises:
             ConfigError: the optimizer has stepped already, with whole parameters.
         """
-        for group in optimizer.param_groups:
-            now = [self._now(p) for p in group["params"]]
-            if any(
-                a is not b and b in optimizer.state
-                for a, b in zip(now, group["params"], strict=True)
-            ):
-                raise ConfigError(
-                    f"{type(optimizer).__name__} has state of parameters that data_parallel={self.name!r} "
-                    "has sharded since. Call fabric.setup before its first step; load its state afterwards."
-                )
-            group["params"] = now
+        self._successors.put_into(optimizer, self.name)
+        dropping_when_zeroed(optimizer, self._drop_unreduced)
 
-    def _now(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What was made of a parameter; itself, if nothing."""
-        known = self._sharded.get(id(parameter))
-        module = known.module() if known is not None and known.before() is parameter else None
-        return parameter if known is None or module is None else module.get_parameter(known.name)
+    def _drop_unreduced(self, zeroed: set[int]) -> None:
+        for root in self._alive():
+            root.drop_unreduced(zeroed)
 
     @contextmanager
     def accumulating(self, wrapped: nn.Module) -> Iterator[None]:
@@ -213,6 +190,8 @@ class ShardedEngine:
     def expect(self, loss: torch.Tensor) -> None:
         """Within a module's method its output does not exist yet, which tells FSDP2 that backward begins."""
         for root in self._alive():
+            if not root.is_current():
+                root.settle()
             if root.entered and loss.requires_grad:
                 root.stay_gathered()
                 module = root.module
@@ -223,6 +202,11 @@ class ShardedEngine:
         """Average what FSDP2 leaves alone, and drop zeros in place of gradients that no rank had."""
         for root in self._alive():
             root.finish_backward()
+
+    def unreduced(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """What ``accumulating`` has left on this rank, whole."""
+        for root in self._alive():
+            yield from root.unreduced()
 
     def after_step(self) -> None:
         """Within a method, what is gathered is out of date."""

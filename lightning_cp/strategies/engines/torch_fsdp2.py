@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 import torch
@@ -22,14 +22,50 @@ class Group:
 
     def __init__(self, group: Any) -> None:
         self._group = group
+        self._trained: list[bool] = []
+        self._touched: set[int] = set()
+        self._settle_whenever_sharded()
+        self.settle()
 
-    def trained(self) -> list[nn.Parameter]:
-        """The sharded parameters that take part in training now."""
-        return [
-            each.sharded_param
-            for each in self._group.fsdp_params
-            if each.sharded_param.requires_grad
-        ]
+    def parameters(self) -> list[nn.Parameter]:
+        """The sharded ones."""
+        return [each.sharded_param for each in self._group.fsdp_params]
+
+    def settle(self) -> None:
+        """What was frozen or unfrozen is so in both forms of a parameter, the whole one and the sharded one.
+
+        FSDP2 copies that from the sharded form when it gathers, and never back: what a step freezes of the
+        parameters that it sees would be trained again afterwards. Whoever differs from what both were has
+        been changed.
+        """
+        if not self._group.is_unsharded or not self._trained:
+            self._trained = [p.requires_grad for p in self.parameters()]
+            return
+        for at, each in enumerate(self._group.fsdp_params):
+            forms, before = (each.sharded_param, each._unsharded_param), self._trained[at]
+            if any(form.requires_grad != before for form in forms):
+                for form in forms:
+                    form.requires_grad_(not before)
+                self._trained[at] = not before
+
+    def _settle_whenever_sharded(self) -> None:
+        """Before the whole form goes, and when it has come."""
+        group, to_sharded, to_unsharded = (
+            self._group,
+            self._group._to_sharded,
+            self._group._to_unsharded,
+        )
+
+        def shard() -> None:
+            self.settle()
+            to_sharded()
+
+        def unshard() -> None:
+            if not group.is_unsharded:
+                self._trained = [p.requires_grad for p in self.parameters()]
+            to_unsharded()
+
+        group._to_sharded, group._to_unsharded = shard, unshard
 
     def complete(self, had: dict[int, bool], filled: dict[int, nn.Parameter]) -> None:
         """Before every reduction: zeros where no gradient came, so that all ranks reduce the same.
@@ -43,17 +79,20 @@ class Group:
         group, own = self._group, self._group.post_backward
 
         def post_backward(*unused: Any) -> None:
+            self.settle()
+            self._touched |= {id(p) for p in self.parameters() if p.requires_grad}
             for each in group.fsdp_params if group.reduce_grads else ():
-                parameter = getattr(each, "_unsharded_param", None)
-                if parameter is None or not parameter.requires_grad:
+                parameter, sharded = getattr(each, "_unsharded_param", None), each.sharded_param
+                if parameter is None or id(sharded) not in self._touched:
                     continue
-                sharded = each.sharded_param
                 has = parameter.grad is not None or each.unsharded_accumulated_grad is not None
                 had[id(sharded)] = had.get(id(sharded), False) or has
                 if not has:
                     if sharded.grad is None:
                         filled[id(sharded)] = sharded
                     parameter.grad = torch.zeros_like(parameter)
+            if group.reduce_grads:
+                self._touched.clear()
             own(*unused)
 
         group.post_backward = post_backward
@@ -67,6 +106,16 @@ class Group:
                 kept = parameter.grad
             if kept is not None:
                 yield each.sharded_param, kept
+
+    def drop_unreduced(self, zeroed: Set[int]) -> None:
+        """Forget such gradients of the sharded parameters with these ids."""
+        for each in self._group.fsdp_params:
+            if id(each.sharded_param) not in zeroed:
+                continue
+            each.unsharded_accumulated_grad = None
+            parameter = getattr(each, "_unsharded_param", None)
+            if parameter is not None:
+                parameter.grad = None
 
     def gathered(self) -> Iterator[torch.Tensor]:
         """Whole parameters, as long as this rank holds them."""

@@ -47,8 +47,10 @@ def fitting_state(
         own: the names of this optimizer's parameters, in its order.
 
     Raises:
-        CheckpointError: it is of other parameters, groups or shapes; names the first.
+        CheckpointError: it is none, or of other parameters, groups, shapes or another kind of optimizer;
+            names the first.
     """
+    _require_state(state)
     order = _order(saved, own)
     groups = [len(group["params"]) for group in optimizer.param_groups]
     found = [len(group["params"]) for group in state["param_groups"]]
@@ -58,6 +60,7 @@ def fitting_state(
             f"{groups}. The "
             "optimizer was left as it is. Make it as it was when the checkpoint was saved."
         )
+    _require_kind(state["param_groups"], optimizer)
     entries = {
         at: state["state"][number] for at, number in enumerate(order) if number in state["state"]
     }
@@ -72,6 +75,38 @@ def fitting_state(
         numbered.append({**group, "params": now["params"]})
     fitted = {at: _spread(entry, parameters[at]) for at, entry in entries.items()}
     return {**state, "state": fitted, "param_groups": numbered}
+
+
+def _require_state(state: object) -> None:
+    """Refuse what no optimizer's ``state_dict`` gives."""
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    known = isinstance(groups, list) and all(isinstance(x, Mapping) for x in groups)
+    if not known or not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        raise CheckpointError(
+            "what the checkpoint has for an optimizer is no optimizer's state (state and param_groups). The "
+            "optimizer was left as it is. Look for its key in the checkpoint, or leave it out."
+        )
+
+
+def _require_kind(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
+    """Refuse the state of an optimizer with other options: it would fail at the next step, or be wrong.
+
+    Options that only one of the two has are fine, as new versions of PyTorch add some.
+    """
+    for saved, own in zip(groups, optimizer.param_groups, strict=True):
+        strange = sorted(saved.keys() - own.keys() - _OF_SCHEDULERS)
+        missing = sorted(own.keys() - saved.keys() - _OF_SCHEDULERS)
+        if strange and missing:
+            raise CheckpointError(
+                f"the checkpoint has the state of another kind of optimizer: with {', '.join(strange[:3])}, "
+                f"without {', '.join(missing[:3])}, which {type(optimizer).__name__} has. The optimizer was "
+                "left as it is. Use the one that was saved, or load the weights alone."
+            )
+
+
+_OF_SCHEDULERS = frozenset(
+    ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+)
 
 
 def _order(saved: Sequence[str], own: Sequence[str]) -> list[int]:

@@ -110,6 +110,11 @@ def load_module(
     Raises:
         CheckpointError: a name, shape or dtype differs; the module is as it was.
     """
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"what the checkpoint has for {type(module).__name__} is no model's state, but "
+            f"{type(state).__name__}. Nothing was loaded. Look for its key in the checkpoint."
+        )
     own = module.state_dict()
     tensors = {name: x for name, x in own.items() if isinstance(x, torch.Tensor)}
     if dtype is not None:

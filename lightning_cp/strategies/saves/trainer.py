@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_cp.checkpoint.manifest import About
@@ -38,10 +38,16 @@ class TrainerSaves(SavesOfBoth):
         """Have callbacks save as several ranks can."""
         _adopt_callbacks(self._adopted, trainer, self._saver)
 
+    _before: dict[str, torch.Tensor] | None = None
+    """The weights before a load, on the CPU, until the optimizers' state is known to fit too."""
+
     @property
     def restore_checkpoint_after_setup(self: Any) -> bool:
-        """Spread parameters are loaded as shards, so they have to be spread first."""
-        return self._engine.shards
+        """Spread parameters are loaded as shards, so they have to be spread first.
+
+        And pretrained weights come with the setup: those of a checkpoint go over them.
+        """
+        return self._engine.shards or self._core.settings.pretrained is not None
 
     def save_checkpoint(
         self: Any, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
@@ -87,7 +93,7 @@ class TrainerSaves(SavesOfBoth):
                 "against."
             )
         self._saved_names = dict(opened.ours.get("parameters", {}))
-        if not self.restore_checkpoint_after_setup:
+        if not self._engine.shards:
             return opened.read()
         optimizers = {f"optimizer_states.{at}": x for at, x in enumerate(self.optimizers)}
         modules = {"state_dict": self.lightning_module}
@@ -98,21 +104,33 @@ class TrainerSaves(SavesOfBoth):
     ) -> None:
         """Load the weights, once all of the checkpoint is known to fit.
 
+        Where there are no optimizers yet, these weights are taken back if the state of those does not fit.
+
         Raises:
             CheckpointError: a name, shape or dtype differs; the model and the optimizers are as they were.
         """
-        if self.restore_checkpoint_after_setup and self.optimizers:
+        module = self.lightning_module
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        if fitting and self.restore_checkpoint_after_setup:
             self._fitting_states(checkpoint)
+        elif fitting:
+            self._before = {name: x.cpu().clone() for name, x in module.state_dict().items()}
         dtype = _DTYPES.get(str(self.precision_plugin.precision))
-        load_module(self.lightning_module, checkpoint["state_dict"], strict=strict, dtype=dtype)
+        load_module(module, checkpoint["state_dict"], strict=strict, dtype=dtype)
 
     def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' state, all or none.
 
         Raises:
-            CheckpointError: it is of other optimizers; these are as they were.
+            CheckpointError: it is of other optimizers; these are as they were, and so is the model.
         """
-        states = self._fitting_states(checkpoint)
+        before, self._before = self._before, None
+        try:
+            states = self._fitting_states(checkpoint)
+        except CheckpointError:
+            if before is not None:
+                self.lightning_module.load_state_dict(before)
+            raise
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 
@@ -137,7 +155,7 @@ class TrainerSaves(SavesOfBoth):
     def on_train_start(self: Any) -> None:
         """From here on saves may go on in the background."""
         super().on_train_start()  # type: ignore[misc]
-        self._trains_on = True
+        self._trains_on, self._before = True, None
 
     def on_train_end(self: Any) -> None:
         """The end waits for the save in the background.
@@ -151,7 +169,7 @@ class TrainerSaves(SavesOfBoth):
 
     def teardown(self: Any) -> None:
         """Leave nothing running."""
-        self._trains_on = False
+        self._trains_on, self._before = False, None
         self._saver.abandon()
         self._adopted.undo()
         super().teardown()  # type: ignore[misc]

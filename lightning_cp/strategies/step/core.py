@@ -8,7 +8,7 @@ Nothing here knows of a Trainer. A strategy calls, in this order: ``build_mesh``
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from lightning_cp.strategies.step.layouts import LayoutRule
 from lightning_cp.strategies.step.sharding import label_kind, shard_agreed, shared_with
 from lightning_cp.strategies.step.values import StepValues
 from lightning_cp.strategies.step.weighting import StepLoss
+from lightning_cp.strategies.step.windows import Unreduced
 from lightning_cp.strategies.watch.progress import Progress
 from lightning_cp.strategies.watch.run import RunWatch
 
@@ -101,6 +102,11 @@ class ContextParallelCore(StepValues):
         self._handle.listener = self.recorder.note if settings.profiled_steps else None
         self._requests = self._handle.requests
         return self._handle.report
+
+    def follow_unreduced(self, unreduced: Callable[[], Unreduced]) -> None:
+        """Have windows of accumulation know of gradients that an engine keeps elsewhere than in ``grad``."""
+        if self._windows is not None:
+            self._windows.unreduced = unreduced
 
     def follow_progress(self, model: nn.Module) -> None:
         """A model, wrapped for data parallelism, in which signs of progress are to be seen."""

@@ -11,6 +11,7 @@ from lightning_cp.layout import CostModel
 from lightning_cp.layout.choose import DEFAULT_COST
 from lightning_cp.mesh import ContextParallelMesh, Factors
 from lightning_cp.strategies.arguments.settings import Settings
+from lightning_cp.strategies.arguments.sizes import context_size, known_heads, split
 
 
 class RunMesh:
@@ -42,7 +43,7 @@ class RunMesh:
         """Which sample this rank works on; known before the mesh, as those that share it are the inner."""
         if self._mesh is not None:
             return self._mesh.data_rank
-        sharing = self.settings.context_size(world_size) * self.settings.tensor_parallel_size
+        sharing = context_size(self.settings, world_size) * self.settings.tensor_parallel_size
         return global_rank // sharing
 
     def build_mesh(
@@ -66,10 +67,10 @@ class RunMesh:
             ConfigError: sizes that do not fit the world or the heads.
         """
         cp_size, tp_size = (
-            self.settings.context_size(world_size),
+            context_size(self.settings, world_size),
             self.settings.tensor_parallel_size,
         )
-        heads = self.settings.known_heads(cp_size, model, num_heads)
+        heads = known_heads(self.settings, cp_size, model, num_heads)
         waits = heads is None and self.settings.needs_heads and cp_size > 1
         if self._mesh is not None or waits:
             return None
@@ -83,7 +84,7 @@ class RunMesh:
             near = ranks_per_node and max(
                 1, ranks_per_node // tp_size
             )  # tp ranks are the innermost
-            factors = self.settings.factors(cp_size, heads, near)
+            factors = split(self.settings, cp_size, heads, near)
         replicas, shards = self.settings.data_parallel_axes
         self._mesh = ContextParallelMesh(
             ring_size=factors.ring_size,

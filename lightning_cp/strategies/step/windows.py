@@ -12,7 +12,7 @@ when the window ends. A window of one batch needs nothing at its end.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,6 +23,10 @@ from torch.optim import Optimizer
 
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError
+from lightning_cp.strategies.engines.norms import local_part
+
+Unreduced = Iterable[tuple[torch.nn.Parameter, torch.Tensor]]
+"""Parameters, and gradients of this rank alone that are not in their ``grad`` yet."""
 
 
 @dataclass
@@ -45,6 +49,8 @@ class TokenWindows:
     def __init__(self) -> None:
         self._unit = 1
         self._windows: WeakKeyDictionary[Optimizer, _Window] = WeakKeyDictionary()
+        self.unreduced: Callable[[], Unreduced] = tuple
+        """What an engine keeps elsewhere than in ``grad`` until a later backward."""
 
     def weight(
         self,
@@ -76,13 +82,14 @@ class TokenWindows:
         return targets / self._unit
 
     def __reduce__(self) -> Any:
-        return TokenWindows, ()  # workers begin with none
+        return TokenWindows, (), {"unreduced": self.unreduced}  # workers begin without windows
 
     def _forget_zeroed(self, optimizers: Sequence[Optimizer], group: dist.ProcessGroup) -> None:
         """Begin anew where gradients were zeroed instead of stepped along; all ranks', not one by chance."""
         if not any(each in self._windows for each in optimizers):
             return
-        filled = torch.tensor([_has_gradient(each) for each in optimizers], dtype=torch.int64)
+        kept = {id(p) for p, gradient in self.unreduced() if _any(gradient)}
+        filled = torch.tensor([_has_gradient(x, kept) for x in optimizers], dtype=torch.int64)
         for optimizer, count in zip(optimizers, all_sum(filled, group).tolist(), strict=True):
             if not count:
                 self._windows.pop(optimizer, None)
@@ -117,9 +124,16 @@ def _refuse_shared(optimizers: Sequence[Optimizer]) -> None:
         )
 
 
-def _has_gradient(optimizer: Optimizer) -> bool:
-    """Whether any gradient on this rank is neither None nor zero."""
-    return any(p.grad is not None and bool(p.grad.any()) for p in _parameters(optimizer))
+def _has_gradient(optimizer: Optimizer, kept: set[int]) -> bool:
+    """Whether any gradient on this rank is neither None nor zero; of ``kept`` ids it is elsewhere."""
+    return any(
+        id(p) in kept or (p.grad is not None and _any(p.grad)) for p in _parameters(optimizer)
+    )
+
+
+def _any(gradient: torch.Tensor) -> bool:
+    """Whether anything is in this rank's part of it; no message, for ranks ask this of different tensors."""
+    return bool(local_part(gradient).any())
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:

@@ -15,6 +15,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _launch_proc
 
 from lightning_cp.faults.watch import Watch
 from lightning_cp.strategies.arguments.settings import Settings
+from lightning_cp.strategies.arguments.sizes import context_size
 
 
 class RunWatch(Watch):
@@ -70,7 +71,7 @@ class RunWatch(Watch):
 
 def name_of(rank: int, world_size: int, settings: Settings) -> str:
     """``rank 2 (cp_rank 1 of 4, data_rank 0)``."""
-    tp, cp_size = settings.tensor_parallel_size, settings.context_size(world_size)
+    tp, cp_size = settings.tensor_parallel_size, context_size(settings, world_size)
     sample, cp_rank = divmod(rank // tp, cp_size)
     of_tp = f", tp_rank {rank % tp}" if tp > 1 else ""
     return f"rank {rank} (cp_rank {cp_rank} of {cp_size}, data_rank {sample}{of_tp})"

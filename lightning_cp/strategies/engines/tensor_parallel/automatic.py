@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.swap import hf_models
-from lightning_cp.strategies.arguments.contradictions import divisors, listed
+from lightning_cp.strategies.arguments.sizes import divisors, listed
 from lightning_cp.strategies.engines.tensor_parallel import names as known
 from lightning_cp.strategies.engines.tensor_parallel.blocks import (
     MLP,

@@ -1,0 +1,107 @@
+"""A user's communication hook: how DistributedDataParallel's gradients get from rank to rank.
+
+It takes the place of our sum and division, of which there can be one, and so has to give the mean over all
+ranks: what ranks that share a sample hold alone is a part of a gradient, not one of fewer samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.strategies.engines.buckets import sum_then_divide
+
+ARGUMENTS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")
+"""As Lightning's ``DDPStrategy`` of the Trainer names them; Fabric's takes them too, if it is ours."""
+
+
+@dataclass(frozen=True)
+class CommHook:
+    """The hook that was asked for, or none: then gradients are added and divided, exactly."""
+
+    hook: Callable[..., Any] | None = None
+    state: object = None
+    wrapper: Callable[..., Any] | None = None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> CommHook:
+        """The one among a strategy's arguments.
+
+        Raises:
+            ConfigError: a part of a hook without the hook, or one that leaves ranks with other gradients.
+        """
+        hook, state, wrapper = (arguments.get(name) for name in ARGUMENTS)
+        given = [name for name in ARGUMENTS[1:] if arguments.get(name) is not None]
+        if hook is None and given:
+            raise ConfigError(
+                f"{' and '.join(given)} without a ddp_comm_hook does nothing. Pass the hook too, or leave "
+                f"{'them' if len(given) > 1 else 'it'} out."
+            )
+        if hook is not None:
+            _require_mean(hook, state)
+        if arguments.get("model_averaging_period") is not None:
+            raise ConfigError(f"model_averaging_period: {_APART}")
+        return cls(hook, state, wrapper)
+
+    def register(self, wrapped: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+        """Have gradients averaged by it; ``group`` are all ranks that train the model.
+
+        Raises:
+            ConfigError: what DistributedDataParallel or this device refuses, or a hook over fewer ranks.
+        """
+        if self.hook is None:
+            wrapped.register_comm_hook(group, sum_then_divide)
+            return
+        _require_all_ranks(self.state, group)
+        hook = self.hook if self.wrapper is None else self.wrapper(self.hook)
+        try:
+            wrapped.register_comm_hook(self.state, hook)
+        except (TypeError, ValueError, KeyError, AttributeError) as refused:
+            raise ConfigError(
+                f"DistributedDataParallel refuses ddp_comm_hook={_name(hook)}: {refused} A hook is a "
+                "function hook(state, bucket: GradBucket) that gives a torch.futures.Future of the averaged "
+                "buffer; without one gradients are averaged exactly."
+            ) from refused
+
+
+def _require_mean(hook: Callable[..., Any], state: object) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+        PostLocalSGDState,
+        post_localSGD_hook,
+    )
+
+    if hook is noop_hook:
+        raise ConfigError(
+            "ddp_comm_hook=noop_hook leaves gradients on their ranks, so that each would train another "
+            "model, on a part of its samples. Leave it out, or use a hook that gives the mean, such as "
+            "fp16_compress_hook."
+        )
+    if hook is post_localSGD_hook or isinstance(state, PostLocalSGDState):
+        raise ConfigError(f"ddp_comm_hook={_name(hook)}: {_APART}")
+
+
+def _require_all_ranks(state: object, group: dist.ProcessGroup) -> None:
+    """Hooks have their group as their state, or in it; ``None`` is the world."""
+    own = getattr(state, "process_group", state)
+    if isinstance(own, dist.ProcessGroup) and own.size() != group.size():
+        raise ConfigError(
+            f"ddp_comm_state has a group of {own.size()} ranks, but {group.size()} train the model, and the "
+            "gradients of all have to be averaged. Leave the group out: None is all of them."
+        )
+
+
+def _name(hook: object) -> str:
+    return getattr(hook, "__qualname__", repr(hook))
+
+
+_APART = (
+    "local SGD lets ranks step apart and averages their weights later, but ranks that share a sample hold "
+    "parts of one gradient. Leave it out; accumulate_grad_batches reduces less often, and fp16_compress_hook "
+    "sends half."
+)

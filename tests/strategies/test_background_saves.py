@@ -1,0 +1,57 @@
+"""Saves in the background: whoever waited for one finds all of it, however slow the rank that writes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from lightning_cp.checkpoint.manifest import About
+from lightning_cp.checkpoint.save import Background
+from lightning_cp.strategies.saves import saver as saver_module
+from lightning_cp.strategies.saves.saver import Saver
+from tests.pool import run_ranks
+
+PATIENCE = 0.3
+
+
+def until(there: Path) -> None:
+    """Wait for another rank to have gone on, which it never does where all ranks wait."""
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end and not there.exists():
+        time.sleep(0.01)
+
+
+def waits(rank: int, world_size: int, folder: Path) -> tuple[bool, bool]:
+    """Whether checkpoint and link are there once ``finish`` returns; the first rank lets others go first."""
+    gone_on = folder / "gone on"
+
+    class Slow(Background):
+        def _run(self, planned: object, limit: float) -> None:
+            if rank == 0:
+                until(gone_on)
+            super()._run(planned, limit)  # type: ignore[arg-type]
+
+    class SlowSaver(Saver):
+        def _link(self, target: Path, link: Path) -> bool:
+            until(gone_on)
+            return super()._link(target, link)
+
+    before = saver_module.Background
+    saver_module.Background = Slow  # type: ignore[misc]
+    try:
+        saver = SlowSaver("full", in_background=True)
+        saver.save({"x": torch.ones(3)}, folder / "one.ckpt", About(1, {}, "ddp"), {})
+        saver.link(folder / "one.ckpt", folder / "last.ckpt")
+        saver.finish()
+        found = (folder / "one.ckpt").is_file(), (folder / "last.ckpt").is_symlink()
+        if rank:
+            gone_on.touch()
+    finally:
+        saver_module.Background = before  # type: ignore[misc]
+    return found
+
+
+def test_all_ranks_wait_for_the_checkpoint_and_its_links(tmp_path: Path) -> None:
+    assert run_ranks(2, waits, tmp_path) == [(True, True), (True, True)]
