@@ -8,10 +8,10 @@ Names are loaded when they are first used, so that importing this package is che
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_cp._autoload import register_when_loaded
+from lightning_cp._lazy import lazy
 
 if TYPE_CHECKING:
     from lightning_cp.attention.api import context_parallel_attention as context_parallel_attention
@@ -40,15 +40,6 @@ _HOME = {
 
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
-
+__getattr__, __dir__ = lazy(__name__, _HOME)
 
 register_when_loaded()

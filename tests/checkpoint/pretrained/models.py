@@ -54,6 +54,46 @@ def save(path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> dict
     return {name: x.detach().clone() for name, x in model.state_dict().items()}
 
 
+class Wrapped(nn.Module):
+    """A network under another name, with something of its own beside it."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.net = network
+        self.metric = nn.Linear(2, 2)
+
+
+class Fused(nn.Module):
+    """One projection instead of three."""
+
+    def __init__(self, sizes: tuple[int, ...] = (6, 4, 4), device: str = "meta") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"qkv": nn.Linear(5, sum(sizes), bias=False, device=device)})
+            for _ in range(2)
+        )
+
+
+class Apart(nn.Module):
+    """Three projections."""
+
+    def __init__(self, sizes: tuple[int, ...] = (6, 4, 4), device: str = "meta") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    name: nn.Linear(5, size, bias=False, device=device)
+                    for name, size in zip("qkv", sizes, strict=True)
+                }
+            )
+            for _ in range(2)
+        )
+
+
+PARTS = " + ".join(f"layers.*.{name}.weight" for name in "qkv")
+WHOLE = "layers.*.qkv.weight"
+
+
 MESHES: dict[str, dict[str, int]] = {
     "plain": {"ring_size": 2},
     "fsdp": {"ring_size": 2, "data_parallel_shard_size": 2},

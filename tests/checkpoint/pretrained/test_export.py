@@ -15,8 +15,18 @@ from lightning_cp.checkpoint import export_pretrained, load_pretrained
 from lightning_cp.checkpoint.pretrained import export as export_module
 from lightning_cp.checkpoint.pretrained.write import TensorFile
 from lightning_cp.errors import CheckpointError, ConfigError, RankFailure
-from tests.checkpoint.pretrained.models import MESHES, make, save, shard, world_of
-from tests.checkpoint.pretrained.test_options import PARTS, WHOLE, Apart, Fused, Wrapped
+from tests.checkpoint.pretrained.models import (
+    MESHES,
+    PARTS,
+    WHOLE,
+    Apart,
+    Fused,
+    Wrapped,
+    make,
+    save,
+    shard,
+    world_of,
+)
 from tests.pool import run_ranks
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +70,6 @@ Found = tuple[float, dict[str, Any]]
 """The loss of the last batch, and all weights."""
 
 
-def cases(quick: tuple[str, str]) -> Any:
-    """Every engine from every device; all but one are slow."""
-    every = [(engine, device) for engine in ENGINES for device in ("cpu", "meta")]
-    marked = [
-        pytest.param(*case, marks=[] if case == quick else [pytest.mark.slow]) for case in every
-    ]
-    return pytest.mark.parametrize(("engine", "device"), marked)
-
-
 def require_as_one_process(found: list[Found], wanted: dict[str, torch.Tensor]) -> None:
     """The files' weights to the last bit on every rank, and the loss that one process has with them."""
     with torch.no_grad():
@@ -89,6 +81,7 @@ def require_as_one_process(found: list[Found], wanted: dict[str, torch.Tensor]) 
 
 
 def fit(rank: int, world: int, path: Path, device: str, **settings: Any) -> Found:
+    """By the Trainer."""
     module = Module(device)
     loader: Any = torch.utils.data.DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
     trainer = trainer_of(world, {"path": path, "progress": False}, **settings)
@@ -96,16 +89,8 @@ def fit(rank: int, world: int, path: Path, device: str, **settings: Any) -> Foun
     return float(trainer.callback_metrics["loss"]), whole(module.model)
 
 
-@cases(quick=("fsdp", "meta"))
-def test_a_trainer_begins_with_the_weights_of_the_files(
-    engine: str, device: str, tmp_path: Path
-) -> None:
-    wanted = save(tmp_path, seed=6)
-    world, settings = ENGINES[engine]
-    require_as_one_process(run_ranks(world, fit, tmp_path, device, **settings), wanted)
-
-
 def set_up(rank: int, world: int, path: Path, device: str, **settings: Any) -> Found:
+    """By Fabric."""
     strategy = FabricStrategy(pretrained={"path": str(path), "progress": False}, **settings)
     fabric = Fabric(
         accelerator="cpu", devices=world, strategy=strategy, plugins=[PoolEnvironment()]
@@ -117,13 +102,20 @@ def set_up(rank: int, world: int, path: Path, device: str, **settings: Any) -> F
     return float(strategy.average(loss.detach())), whole(model)
 
 
-@cases(quick=("ddp", "cpu"))
-def test_fabric_begins_with_the_weights_of_the_files(
-    engine: str, device: str, tmp_path: Path
+QUICK = [(fit, "fsdp", "meta"), (set_up, "ddp", "cpu")]
+CASES = [
+    pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
+    for case in product((fit, set_up), ENGINES, ("cpu", "meta"))
+]
+
+
+@pytest.mark.parametrize(("way", "engine", "device"), CASES)
+def test_training_begins_with_the_weights_of_the_files(
+    way: Any, engine: str, device: str, tmp_path: Path
 ) -> None:
     wanted = save(tmp_path, seed=6)
     world, settings = ENGINES[engine]
-    require_as_one_process(run_ranks(world, set_up, tmp_path, device, **settings), wanted)
+    require_as_one_process(run_ranks(world, way, tmp_path, device, **settings), wanted)
 
 
 def fit_twice(rank: int, world: int, path: Path) -> tuple[str, bool, bool]:

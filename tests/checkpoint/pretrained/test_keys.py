@@ -1,0 +1,61 @@
+"""``keys=``: other names, and fused parameters in separate tensors or the other way round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from lightning_cp.checkpoint import load_pretrained
+from lightning_cp.errors import CheckpointError
+from tests.checkpoint.pretrained.models import PARTS, WHOLE, Apart, Fused
+
+
+def load(model: nn.Module, path: Path, **options: Any) -> Any:
+    return load_pretrained(model, path, progress=False, **options)
+
+
+def test_a_fused_parameter_is_put_together(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    apart = Apart(device="cpu")
+    save_file(dict(apart.state_dict()), tmp_path / "model.safetensors")
+    fused = Fused()
+    load(fused, tmp_path, keys={WHOLE: PARTS})
+    for made, layer in zip(fused.layers, apart.layers, strict=True):
+        parts: Any = layer
+        wanted = torch.cat([parts[name].weight for name in "qkv"])
+        assert torch.equal(made["qkv"].weight, wanted)  # type: ignore[index]
+
+
+def test_a_fused_tensor_is_taken_apart(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    fused = Fused(device="cpu")
+    save_file(dict(fused.state_dict()), tmp_path / "model.safetensors")
+    apart = Apart()
+    load(apart, tmp_path, keys={PARTS: WHOLE})
+    for made, layer in zip(apart.layers, fused.layers, strict=True):
+        parts: Any = made
+        whole: Any = layer
+        assert torch.equal(torch.cat([parts[name].weight for name in "qkv"]), whole["qkv"].weight)
+
+
+def test_what_does_not_make_the_fused_parameter_is_refused(tmp_path: Path) -> None:
+    save_file(dict(Apart((6, 4, 5), "cpu").state_dict()), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"side by side do not make \[14, 5\]"):
+        load(Fused(), tmp_path, keys={WHOLE: PARTS})
+
+
+def test_other_names_are_declared(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    made = nn.Linear(3, 2)
+    save_file({"old.w": made.weight, "old.b": made.bias}, tmp_path / "model.safetensors")
+    model = nn.Linear(3, 2)
+    with pytest.raises(CheckpointError, match=r"lacks 2 parameters of the model \(weight, bias\)"):
+        load(model, tmp_path)
+    load(model, tmp_path, keys={"weight": "old.w", "bias": "old.b"})
+    assert torch.equal(model.weight, made.weight)
+    assert torch.equal(model.bias, made.bias)

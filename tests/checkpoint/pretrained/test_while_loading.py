@@ -1,0 +1,108 @@
+"""While a checkpoint is loaded: Ctrl-C, memory that runs out, and the line that shows how far it is."""
+
+from __future__ import annotations
+
+import io
+import re
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from lightning_cp.checkpoint import load_pretrained
+from lightning_cp.checkpoint.pretrained import load as load_module
+from lightning_cp.checkpoint.pretrained.incomplete import require_complete
+from lightning_cp.checkpoint.pretrained.index import open_checkpoint
+from lightning_cp.checkpoint.pretrained.plan import plan_load
+from lightning_cp.checkpoint.pretrained.progress import Progress
+from lightning_cp.errors import CheckpointError
+from tests.checkpoint.pretrained.models import Wrapped, make, save
+
+
+def load(model: nn.Module, path: Path, **options: Any) -> Any:
+    return load_pretrained(model, path, progress=False, **options)
+
+
+def test_ctrl_c_leaves_a_model_that_refuses_to_be_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path)
+    model, read = make(device="meta"), []
+
+    class Interrupted(load_module.SliceReader):
+        def read(self, entry: Any, offsets: Any, into: torch.Tensor) -> None:
+            read.append(entry)
+            if len(read) == 5:
+                raise KeyboardInterrupt
+            super().read(entry, offsets, into)
+
+    monkeypatch.setattr(load_module, "SliceReader", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load(model, tmp_path)
+    monkeypatch.undo()
+    ids = torch.arange(4)[None]
+    with pytest.raises(CheckpointError, match="this model is incomplete"):
+        model(ids)
+    with pytest.raises(CheckpointError, match="this model is incomplete"):
+        model.model.layers[0].mlp(torch.zeros(1, 24))
+    with pytest.raises(CheckpointError, match="this model is incomplete"):
+        require_complete(Wrapped(model))
+    load(model, tmp_path)
+    require_complete(model)
+    assert torch.equal(model(ids).logits, make()(ids).logits)
+
+
+def test_no_memory_is_an_error_that_names_the_parameter_and_what_would_help(tmp_path: Path) -> None:
+    big = nn.Linear(2**14, 2**14, bias=False, device="meta")  # 1 GiB
+    save_file(
+        {"weight": torch.zeros(2**14, 2**14, dtype=torch.float8_e4m3fn)},
+        tmp_path / "model.safetensors",
+    )
+    status = Path("/proc/self/status").read_text()
+    used = int(re.search(r"VmSize:\s+(\d+)", status)[1]) * 1024  # type: ignore[index]
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, before[1]))
+    try:
+        with pytest.raises(CheckpointError) as raised:
+            load(big, tmp_path)
+        monkey = pytest.MonkeyPatch()
+        monkey.setattr(load_module, "_require_room", lambda *_: None)
+        with pytest.raises(CheckpointError) as later:
+            load(big, tmp_path)
+        with pytest.raises(CheckpointError, match="2,147,483,648 bytes wanted"):
+            load(big, tmp_path, dtype="float64")
+        monkey.undo()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    for error in (raised, later):
+        said = str(error.value)
+        assert "weight of shape [16384, 16384]" in said
+        assert "1,073,741,824 bytes" in said
+        assert re.search(r"\d[\d,]+ (are )?free", said)
+        assert "data_parallel='fsdp'" in said
+        assert "dtype='bfloat16'" in said
+
+
+def test_the_line_is_about_the_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path)
+    plan = plan_load(make(device="meta"), open_checkpoint(tmp_path))
+    monkeypatch.setattr("lightning_cp.checkpoint.pretrained.progress.EVERY", 0.0)
+    out = io.StringIO()
+    with Progress(plan, plan.nbytes, stream=out) as progress:
+        for one in plan.slices:
+            progress.now(one.parameter)
+            progress.add(one.nbytes)
+    lines = out.getvalue().strip().splitlines()
+    shares = [int(re.match(r"loading +(\d+)%", line)[1]) for line in lines]  # type: ignore[index]
+    assert shares == sorted(shares)
+    assert shares.count(100) == 2  # of the last bytes, and at the end; not once for each file
+    assert len(lines) == len(plan.slices) + 1
+    size = f"{plan.model_bytes / 1e3:.1f} kB"
+    assert all(f" of {size}, " in line for line in lines)
+    some = next(line for line in lines if "layers.1.mlp.up_proj.weight" in line)
+    assert "layer 2 of 2" in some
+    assert re.search(r"\d [kMG]?B/s, \d+:\d\d left, .*peak \d+\.\d+ [MG]B \(rank 0\)", some)
