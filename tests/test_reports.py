@@ -61,7 +61,7 @@ def test_a_checkpoint_that_cannot_be_written_or_read(
     def fails(*_: Any) -> None:
         raise OSError(28, "No space left on device", str(home / place))
 
-    monkeypatch.setattr("lightning_cp.checkpoint.full._write", fails)
+    monkeypatch.setattr("lightning_cp.checkpoint.full.write_file", fails)
     with pytest.raises(CheckpointError, match="No space left") as raised:
         save_checkpoint({"w": torch.ones(2)}, home / place)
     require_clean(str(raised.value))

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.checkpoint.durable import found
 from lightning_cp.checkpoint.encode import decode, dtype_named
 from lightning_cp.checkpoint.failures import shown
-from lightning_cp.checkpoint.full import OURS, load_file, manifest_of_file, verify_file
+from lightning_cp.checkpoint.full import OURS
+from lightning_cp.checkpoint.full_file import load_file, manifest_of_file, verify_file
 from lightning_cp.checkpoint.manifest import Manifest, read_manifest, verify
 from lightning_cp.checkpoint.plain import map_leaves, restored
 from lightning_cp.checkpoint.shard_file import mapped, said_by

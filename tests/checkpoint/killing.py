@@ -1,9 +1,9 @@
 """Kills ranks in the middle of saves: ``python -m tests.checkpoint.killing FOLDER FORM BACKGROUND POINTS``.
 
-Ranks are forked, so that each costs milliseconds. ``POINTS`` are names of :data:`PLACES`, or how many kills
-are to come at random moments of a save: one that comes after the save has ended does not count, and another
-moment is drawn. Prints one JSON line per kill: where, who (nobody, if it came too late), and what is then
-read.
+Ranks are forked, so that each costs milliseconds. ``POINTS`` are names of ``kill_places.PLACES``, or how many
+kills are to come at random moments of a save: one that comes after the save has ended does not count, and
+another moment is drawn. Prints one JSON line per kill: where, who (nobody, if it came too late), and what is
+then read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from select import select
@@ -28,15 +28,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_cp.checkpoint import durable, full, sharded
 from lightning_cp.checkpoint.durable import leftovers
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import Background, plan, save_checkpoint
 from lightning_cp.errors import CheckpointError
+from tests.checkpoint.kill_places import NAME, PLACES
 from tests.checkpoint.states import same
 
 RANKS = 2
-NAME = "last.ckpt"
 OLD = 4
 """The step of the checkpoint that is there when a save is killed."""
 BEGUN, DONE, FAILED = b"b", b"d", b"f"
@@ -48,64 +47,6 @@ def tensors(step: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(step)
     weights = {f"w{at}": torch.randn(256, 256, generator=generator) for at in range(24)}
     return {"state_dict": weights, "step": step}
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _dying(module: Any, name: str, when: Callable[..., bool] = lambda *args: True) -> None:
-    own = getattr(module, name)
-
-    def dies(*args: Any, **kwargs: Any) -> Any:
-        if when(*args):
-            die()
-        return own(*args, **kwargs)
-
-    setattr(module, name, dies)
-
-
-def in_data() -> None:
-    """Half of the data is written."""
-    _dying(full._Hashed, "write", lambda file, data: file.count > 2**20)
-    own = sharded.write_shard
-
-    def half(path: Path, *args: Any) -> Any:
-        own(path, *args)
-        os.truncate(path, path.stat().st_size // 2)
-        die()
-
-    sharded.write_shard = half
-
-
-def before_manifest() -> None:
-    """All data is written, and nothing says so."""
-    _dying(sharded, "write_durably", lambda path, data: path.name == "manifest.json")
-    _dying(full.struct, "pack")
-
-
-def before_rename() -> None:
-    """Everything is written, under another name."""
-    _dying(sharded, "put_in_place")
-    _dying(full, "put_in_place")
-
-
-def while_replacing() -> None:
-    """The old folder is set aside; a file is replaced in one step."""
-    _dying(durable, "sync_folder", lambda folder: not (folder / NAME).exists())
-    _dying(Path, "replace", lambda staged, target: target.name == NAME and staged.is_dir())
-
-
-def before_latest() -> None:
-    """The checkpoint has its name, and ``latest`` still says the one before."""
-    _dying(sharded, "point_to")
-    _dying(full, "point_to")
-
-
-PLACES = {
-    place.__name__: place
-    for place in (in_data, before_manifest, before_rename, while_replacing, before_latest)
-}
 
 
 def rank_main(

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_cp.checkpoint import full, sharded
+from lightning_cp.checkpoint import full, full_file, sharded
 from lightning_cp.checkpoint.latest import latest_checkpoint
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.read import open_checkpoint
@@ -57,13 +57,13 @@ def test_a_flipped_byte_of_the_one_file_is_found(tmp_path: Path) -> None:
     refused(path, "a.ckpt is damaged: its sha256 is not its manifest's. Nothing was loaded")
 
 
-@pytest.mark.parametrize("at", [0, 7, len(full._MAGIC) - 1])
+@pytest.mark.parametrize("at", [0, 7, len(full_file.MAGIC) - 1])
 def test_a_manifest_that_is_not_recognised_is_no_file_of_another_program(
     at: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.ckpt"
     save_checkpoint(state_of(1), path)
-    flip(path, path.read_bytes().rindex(full._MAGIC) + at)
+    flip(path, path.read_bytes().rindex(full_file.MAGIC) + at)
     refused(path, "a.ckpt is damaged: it ends in a comment that is no manifest")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.killing import PLACES
+from tests.checkpoint.kill_places import PLACES
 
 WAYS = [("full", False), ("full", True), ("sharded", False), ("sharded", True)]
 IDS = ["full", "full-async", "sharded", "sharded-async"]

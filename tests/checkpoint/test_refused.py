@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_cp import UlyssesRingStrategy
 from lightning_cp.checkpoint.compare import require_same
-from lightning_cp.checkpoint.full import load_file
+from lightning_cp.checkpoint.full_file import load_file
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.errors import CheckpointError, ConfigError

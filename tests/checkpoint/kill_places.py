@@ -1,0 +1,72 @@
+"""Places in a save at which a rank can be made to kill itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning_cp.checkpoint import durable, full, full_file, sharded
+
+NAME = "last.ckpt"
+"""The checkpoint that is saved."""
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _dying(module: Any, name: str, when: Callable[..., bool] = lambda *args: True) -> None:
+    own = getattr(module, name)
+
+    def dies(*args: Any, **kwargs: Any) -> Any:
+        if when(*args):
+            die()
+        return own(*args, **kwargs)
+
+    setattr(module, name, dies)
+
+
+def in_data() -> None:
+    """Half of the data is written."""
+    _dying(full_file.Hashed, "write", lambda file, data: file.count > 2**20)
+    own = sharded.write_shard
+
+    def half(path: Path, *args: Any) -> Any:
+        own(path, *args)
+        os.truncate(path, path.stat().st_size // 2)
+        die()
+
+    sharded.write_shard = half
+
+
+def before_manifest() -> None:
+    """All data is written, and nothing says so."""
+    _dying(sharded, "write_durably", lambda path, data: path.name == "manifest.json")
+    _dying(full_file.struct, "pack")
+
+
+def before_rename() -> None:
+    """Everything is written, under another name."""
+    _dying(sharded, "put_in_place")
+    _dying(full, "put_in_place")
+
+
+def while_replacing() -> None:
+    """The old folder is set aside; a file is replaced in one step."""
+    _dying(durable, "sync_folder", lambda folder: not (folder / NAME).exists())
+    _dying(Path, "replace", lambda staged, target: target.name == NAME and staged.is_dir())
+
+
+def before_latest() -> None:
+    """The checkpoint has its name, and ``latest`` still says the one before."""
+    _dying(sharded, "point_to")
+    _dying(full, "point_to")
+
+
+PLACES = {
+    place.__name__: place
+    for place in (in_data, before_manifest, before_rename, while_replacing, before_latest)
+}
