@@ -18,14 +18,16 @@ from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
+SUSPICIOUS = re.compile(r"pickle|dill|shelve|marshal|torch\.load|eval\(|exec\(")
 TRACE: list[str] = []
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
-    """Every file of the package, by its path."""
+    """Files of the package that could unpickle, by their paths."""
     for room in ("lightning_cp", "hydra_plugins"):
         for path in sorted((ROOT / room).rglob("*.py")):
-            yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+            if SUSPICIOUS.search(text := path.read_text()):
+                yield str(path.relative_to(ROOT)), ast.parse(text)
 
 
 def test_every_test_that_is_named_is_there() -> None:

@@ -173,7 +173,7 @@ class ContextParallelFront(MeetsAnew):
         self._engine = engine(settings, CommHook.of(hook))
         self._engine.before_data = self._core.before_data
         self._core.follow_unreduced(self._engine.unreduced)
-        self._pretrained = Pretrained(settings.pretrained)
+        self._pretrained = Pretrained(settings.pretrained, offload=settings.cpu_offload)
         self._guard = FiniteGuard(check_finite)
         self._loaders = 0
         self._replaced = Replaced()

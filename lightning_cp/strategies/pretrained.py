@@ -56,10 +56,14 @@ class Pretrained:
 
     A model is loaded at its first setup. If that fails, its next setup tries again: it is never taken for
     loaded, and refuses to be called meanwhile.
+
+    Args:
+        given: the setting.
+        offload: parameters live in host memory.
     """
 
-    def __init__(self, given: Any) -> None:
-        self._given = given
+    def __init__(self, given: Any, *, offload: bool = False) -> None:
+        self._given, self._offload = given, offload
         self._loaded: list[weakref.ref[nn.Module]] = []
 
     def load(self, module: nn.Module, device: torch.device) -> None:
@@ -67,7 +71,7 @@ class Pretrained:
 
         Args:
             module: sharded already, if it is to be.
-            device: for what is on the meta device.
+            device: where the module computes.
 
         Raises:
             CheckpointError: see ``load_pretrained``; or a model that was left incomplete, where nothing is
@@ -79,9 +83,18 @@ class Pretrained:
             return
         if any(known() is module for known in self._loaded):
             return
-        load_pretrained(module, _path(self._given), device=device, **_options(self._given))
+        home = torch.device("cpu") if self._offload else device
+        load_pretrained(module, _path(self._given), device=home, **_options(self._given))
+        if home != device:
+            _move_buffers(module, device)
         self._loaded.append(weakref.ref(module))
 
     def __getstate__(self) -> dict[str, Any]:
         """For processes that are spawned with the strategy: they load what they train."""
-        return {"_given": self._given, "_loaded": []}
+        return {"_given": self._given, "_offload": self._offload, "_loaded": []}
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Of what is offloaded, only parameters are brought to where they are used."""
+    for part in module.modules():
+        part._buffers.update({k: x.to(device) for k, x in part._buffers.items() if x is not None})

@@ -14,6 +14,7 @@ from lightning.fabric import Fabric
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.tensors import whole
 from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
+from tests.checkpoint.cases import cases
 from tests.checkpoint.states import same
 from tests.pool import run_ranks
 from tests.pool.environment import PoolEnvironment
@@ -113,7 +114,10 @@ def by_trainer(rank: int, world_size: int, cell: Cell, other: Cell) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize(("name", "other"), [("ddp", "fsdp"), ("fsdp", "ddp"), ("zero1", "fsdp")])
+CHANGES = [("ddp", "fsdp"), ("fsdp", "ddp"), ("zero1", "fsdp")]
+
+
+@pytest.mark.parametrize(("name", "other"), cases(CHANGES, [("ddp", "fsdp")]))
 def test_the_trainer_saves_and_resumes_with(name: str, other: str) -> None:
     run_ranks(2, by_trainer, TWO[name], TWO[other])
 
@@ -177,9 +181,9 @@ def by_fabric(rank: int, world_size: int, cell: Cell, form: str, background: boo
     dist.barrier()
 
 
-@pytest.mark.parametrize(
-    ("name", "form", "background"),
-    [("ddp", "full", True), ("fsdp", "sharded", False), ("fsdp", "full", True)],
-)
+SAVED = [("ddp", "full", True), ("fsdp", "sharded", False), ("fsdp", "full", True)]
+
+
+@pytest.mark.parametrize(("name", "form", "background"), cases(SAVED, [("fsdp", "sharded", False)]))
 def test_fabric_saves_and_loads_with(name: str, form: str, background: bool) -> None:
     run_ranks(2, by_fabric, TWO[name], form, background)

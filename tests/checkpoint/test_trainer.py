@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_cp.checkpoint.latest import latest_checkpoint
 from lightning_cp.checkpoint.read import open_checkpoint
+from tests.checkpoint.cases import cases
 from tests.checkpoint.states import same
 from tests.pool import run_ranks
 from tests.strategies.small import RING, Small, loader, trainer_of, weights
@@ -18,7 +19,6 @@ from tests.strategies.small import RING, Small, loader, trainer_of, weights
 # A run that is resumed here need not save again.
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 WAYS = [("full", False), ("full", True), ("sharded", False), ("sharded", True)]
-IDS = ["full", "full-async", "sharded", "sharded-async"]
 
 
 class Trained(Small):
@@ -80,7 +80,7 @@ def saves_and_resumes(rank: int, world_size: int, form: str, background: bool) -
     assert not torch.equal(weights(resumed), weights(stopped))
 
 
-@pytest.mark.parametrize(("form", "background"), WAYS, ids=IDS)
+@pytest.mark.parametrize(("form", "background"), cases(WAYS, [("full", False), ("sharded", True)]))
 def test_saves_and_resumes(form: str, background: bool) -> None:
     run_ranks(2, saves_and_resumes, form, background)
 

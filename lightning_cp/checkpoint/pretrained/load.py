@@ -86,17 +86,18 @@ def load_pretrained(
     """
     chosen = check_options(options)
     own_device = _device(model, mesh, device)
+    reach = _reach(model, own_device)
     started = time.monotonic()
     planned, error = None, None
     try:
         planned = _prepare(model, path, chosen, own_device)
     except Exception as raised:  # whatever it is: the others are not to wait for this rank
         error = raised
-    share_outcome(error, own_device.type, what="loading pretrained weights")
+    share_outcome(error, reach, what="loading pretrained weights")
     assert planned is not None
     plan, ways, unset, wanted = planned
     require_memory_together(wanted, own_device)
-    (total,) = summed_over_world([plan.nbytes], own_device.type)
+    (total,) = summed_over_world([plan.nbytes], reach)
     progress = Progress(plan, total, shown=chosen.progress)
     with incomplete_until_done(model):
         try:
@@ -104,7 +105,7 @@ def load_pretrained(
                 _load(model, plan, ways, unset, chosen, own_device, progress)
         except Exception as raised:
             error = raised
-        share_outcome(error, own_device.type, what="loading pretrained weights")
+        share_outcome(error, reach, what="loading pretrained weights")
     seconds = time.monotonic() - started
     return Loaded(plan.nbytes, seconds, peak_bytes(), plan.missing, plan.unexpected)
 
@@ -219,3 +220,9 @@ def _device(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _reach(model: nn.Module, device: torch.device) -> str:
+    """The kind of device whose tensors ranks exchange; of an offloaded model not where its shards are."""
+    sharded = next((x for x in model.parameters() if isinstance(x, DTensor)), None)
+    return device.type if sharded is None else sharded.device_mesh.device_type

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import load as load_by_dcp
 
 from lightning_cp.checkpoint import CheckedStorageReader, load_pretrained
 from lightning_cp.errors import CheckpointError
+from tests.checkpoint.cases import cases
 from tests.checkpoint.pretrained.models import make, save, shard, whole, world_of
 from tests.pool import run_ranks
 
@@ -31,7 +32,7 @@ def load_three_ways(rank: int, world: int, path: Path, kind: str) -> None:
         assert all(torch.equal(ours[name], x) for name, x in found[0].items())
 
 
-@pytest.mark.parametrize("kind", ["plain", "hsdp_tp"])
+@pytest.mark.parametrize("kind", cases([("plain",), ("fsdp_tp",), ("hsdp_tp",)], [("fsdp_tp",)]))
 def test_three_readers_agree(kind: str, tmp_path: Path) -> None:
     save(tmp_path, seed=6)
     run_ranks(world_of(kind), load_three_ways, tmp_path, kind)

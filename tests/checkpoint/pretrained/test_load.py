@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from lightning_cp.checkpoint import load_pretrained
+from tests.checkpoint.cases import cases
 from tests.checkpoint.pretrained.models import MESHES, make, save, shard, whole, world_of
 from tests.pool import run_ranks
 
@@ -29,8 +31,10 @@ def load_sharded(
     return found
 
 
-@pytest.mark.parametrize("device", ["meta", "cpu"])
-@pytest.mark.parametrize("kind", list(MESHES))
+QUICK = [("plain", "cpu"), ("fsdp_tp", "meta")]
+
+
+@pytest.mark.parametrize(("kind", "device"), cases(product(MESHES, ("meta", "cpu")), QUICK))
 def test_each_rank_gets_its_part_of_what_transformers_wrote(
     kind: str, device: str, tmp_path: Path
 ) -> None:

@@ -10,10 +10,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
+from torch import nn
 
 from lightning_cp import UlyssesRingStrategy
 from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
+from lightning_cp.strategies.pretrained import Pretrained
+from tests.checkpoint.cases import cases
 from tests.checkpoint.pretrained.models import make, save, whole
 from tests.pool import run_ranks
 from tests.pool.environment import PoolEnvironment
@@ -59,6 +62,7 @@ ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"data_parallel": "ddp"}),
     "zero1": (2, {"data_parallel": "zero1"}),
     "fsdp": (2, {"data_parallel": "fsdp"}),
+    "offloaded": (2, {"data_parallel": "fsdp", "cpu_offload": True}),
     "hsdp": (
         4,
         {"data_parallel": "hsdp", "data_parallel_size": 2, "data_parallel_replicate_size": 2},
@@ -103,19 +107,28 @@ def set_up(rank: int, world: int, path: Path, device: str, **settings: Any) -> F
 
 
 QUICK = [(fit, "fsdp", "meta"), (set_up, "ddp", "cpu")]
-CASES = [
-    pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
-    for case in product((fit, set_up), ENGINES, ("cpu", "meta"))
-]
+EVERY = product((fit, set_up), ENGINES, ("cpu", "meta"))
 
 
-@pytest.mark.parametrize(("way", "engine", "device"), CASES)
+@pytest.mark.parametrize(("way", "engine", "device"), cases(EVERY, QUICK))
 def test_training_begins_with_the_weights_of_the_files(
     way: Any, engine: str, device: str, tmp_path: Path
 ) -> None:
     wanted = save(tmp_path, seed=6)
     world, settings = ENGINES[engine]
     require_as_one_process(run_ranks(world, way, tmp_path, device, **settings), wanted)
+
+
+def test_offloaded_parameters_are_loaded_where_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what is asked for: there need be no other device."""
+    homes = []
+    monkeypatch.setattr(
+        "lightning_cp.strategies.pretrained.load_pretrained",
+        lambda *_, device, **__: homes.append(device),
+    )
+    for offload in (False, True):
+        Pretrained("somewhere", offload=offload).load(nn.Linear(1, 1), torch.device("cuda", 0))
+    assert homes == [torch.device("cuda", 0), torch.device("cpu")]
 
 
 def fit_twice(rank: int, world: int, path: Path) -> tuple[str, bool, bool]:
