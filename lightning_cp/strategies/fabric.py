@@ -1,34 +1,20 @@
-"""Fabric's strategy: DDPStrategy with a sequence dimension, for loops that the user writes."""
+"""Fabric's strategy: DDPStrategy with a sequence dimension, for loops that the user writes: one batch."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
-from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_cp.errors import ConfigError, LightningCPError
-from lightning_cp.strategies.engines import Engine
-from lightning_cp.strategies.front import ContextParallelFront, in_floating_point
-from lightning_cp.strategies.loaders.draws import going_on
-from lightning_cp.strategies.loaders.proxy import LoaderProxy
-from lightning_cp.strategies.resume.fabric import RunState
-from lightning_cp.strategies.saves.fabric import FabricSaves
-from lightning_cp.strategies.trainer_hooks import STEPS
-from lightning_cp.strategies.watch.steps import WatchedFabricSteps
+from lightning_cp.strategies.fabric_setup import FabricSetup
+from lightning_cp.strategies.step.reduced import in_floating_point
 
 
-class UlyssesRingStrategy(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStrategy):
+class UlyssesRingStrategy(FabricSetup):
     """The Trainer's strategy of the same name, for Fabric; the arguments are the same, and one more.
 
     A step begins when a batch is sharded and lasts until the next one is, or until ``end_step``::
@@ -50,99 +36,6 @@ class UlyssesRingStrategy(WatchedFabricSteps, FabricSaves, ContextParallelFront,
     """
 
     _made_for = "lightning.fabric.Fabric; for the Trainer take lightning_cp.UlyssesRingStrategy"
-
-    def __init__(self, *args: Any, shard_dataloaders: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._shard_dataloaders = shard_dataloaders
-        self._models = nn.ModuleList()
-        self._optimizers: list[Optimizer] = []
-        self._steps = 0  # of optimizers
-        if self._engine.shards:
-            self._backward_sync_control = _LeaveOnRanks(self._engine)
-        self._run_state = RunState(self._core)
-
-    def __del__(self) -> None:
-        """Give attention back: Fabric does not say when it ends.
-
-        Not by ``weakref.finalize``, which would hold the model: a LightningModule refers to its Fabric, and
-        that to this strategy, so that none of the three would ever go.
-        """
-        core = self.__dict__.get("_core")  # not there if the settings were refused
-        if core is not None and not sys.is_finalizing():
-            core.detach()
-
-    # -- before the first batch ------------------------------------------------------------------
-
-    @override
-    def _set_world_ranks(self) -> None:
-        self._check_ranks()  # called when Fabric is made, before anything waits for a rank
-        super()._set_world_ranks()
-
-    @override
-    def setup_environment(self) -> None:
-        self._check_launcher()
-        with going_on():
-            super().setup_environment()
-        self._check_world()
-        self._begin_watch()
-        self._build_mesh()
-
-    @override
-    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
-        self._build_mesh(module)
-        self._models.append(module)
-        swapped = self._core.attach(self._models, {}, needs_labels=False)
-        if swapped:
-            rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
-        if self._watch.is_on:
-            self._core.progress.begin_with(module)
-        # Fabric itself goes through forward only where what it calls is another module than the user's.
-        wrapped = self._wrap(module, STEPS if isinstance(module, LightningModule) else ())
-        self._run_state.follow_model(wrapped)
-        return wrapped
-
-    @override
-    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """With ``empty_init`` models are built without memory, for engines that fill each rank's part."""
-        if not (empty_init and self._engine.shards):
-            return super().module_init_context(empty_init)
-        stack = ExitStack()
-        stack.enter_context(torch.device("meta"))
-        stack.enter_context(self.precision.module_init_context())
-        return stack
-
-    @override
-    def module_to_device(self, module: nn.Module) -> None:
-        self._load_whole(module)
-        if not self._engine.shards:  # which places a model by itself, part by part
-            super().module_to_device(module)
-
-    @override
-    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        self._engine.adopt(optimizer)
-        self._optimizers.append(optimizer)
-        return super().setup_optimizer(optimizer)
-
-    @override
-    def process_dataloader(self, dataloader: DataLoader[Any]) -> Any:
-        self._seed_workers(dataloader, overwrite=True)  # Fabric has set one by the global rank
-        shared = self._share(super().process_dataloader(dataloader), self._trains)
-        self._run_state.follow(shared)
-        return _ShardedLoader(shared, self) if self._shard_dataloaders else shared
-
-    @property
-    def run_state(self) -> RunState:
-        """Random numbers of every rank and the place of every loader, for ``fabric.save`` and ``load``."""
-        self._run_state.device = self.root_device
-        return self._run_state
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:  # type: ignore[override]
-        """``None`` without data ranks: then Fabric leaves samplers alone, and the order is one process's."""
-        return super().distributed_sampler_kwargs if self.data_parallel_size > 1 else None
-
-    # -- one batch -------------------------------------------------------------------------------
 
     def shard_batch(self, batch: Any, *, training: bool | None = None) -> Any:
         """This rank's part of a batch that every rank of its group holds whole; begins a step.
@@ -308,32 +201,3 @@ class UlyssesRingStrategy(WatchedFabricSteps, FabricSaves, ContextParallelFront,
             ConfigError: a tensor that is neither along the sequence nor the same on all ranks.
         """
         return self._core.unshard(output, dims or {})
-
-    def _trains(self) -> bool:
-        return torch.is_grad_enabled() and any(model.training for model in self._models)
-
-
-class _LeaveOnRanks(_BackwardSyncControl):
-    """``fabric.no_backward_sync`` of engines that shard."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    @override
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return self._engine.accumulating(module) if enabled else nullcontext()
-
-
-class _ShardedLoader(LoaderProxy):
-    """A loader whose batches are moved to the device and sharded."""
-
-    __slots__ = ("_strategy",)
-
-    def __init__(self, loader: Any, strategy: UlyssesRingStrategy) -> None:
-        super().__init__(loader)
-        self._strategy = strategy
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            moved = self._strategy.batch_to_device(batch)
-            yield self._strategy.shard_batch(moved)

@@ -1,4 +1,4 @@
-"""What the Trainer's strategy and Fabric's share: their arguments, who a rank is, samplers and seeds.
+"""What the Trainer's strategy and Fabric's share: their arguments, and how they wrap models.
 
 Two strategies of two Lightning classes differ in who calls them, and in nothing else: each puts this class
 in front of its own ``DDPStrategy``.
@@ -6,45 +6,31 @@ in front of its own ``DDPStrategy``.
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
-import torch
-import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
-from lightning_cp.errors import ConfigError
-from lightning_cp.layout import LayoutChoice
-from lightning_cp.mesh import ContextParallelMesh, Flat
+from lightning_cp.mesh import Flat
+from lightning_cp.strategies.answers import Answers
 from lightning_cp.strategies.arguments.check import checked
 from lightning_cp.strategies.engines import engine
-from lightning_cp.strategies.engines.checks import check_ddp_options
 from lightning_cp.strategies.engines.comm_hooks import ARGUMENTS as HOOK
 from lightning_cp.strategies.engines.comm_hooks import CommHook
-from lightning_cp.strategies.engines.ddp import check_options, without_defaults
+from lightning_cp.strategies.engines.ddp_options import require_ddp, require_known, without_defaults
 from lightning_cp.strategies.engines.fresh import require_values
-from lightning_cp.strategies.engines.tensor_parallel import is_shared
-from lightning_cp.strategies.launch.ranks import check_ranks, check_start_method
-from lightning_cp.strategies.launch.sweeps import refuse_foreign_launcher
-from lightning_cp.strategies.loaders.order import agree_on_order
-from lightning_cp.strategies.loaders.shared import SharedLoader, cp_group_of
+from lightning_cp.strategies.launch.processes import Processes
+from lightning_cp.strategies.launch.ranks import check_start_method
+from lightning_cp.strategies.loaders.front import LoadsTogether
 from lightning_cp.strategies.pretrained import Pretrained
 from lightning_cp.strategies.replaced import Replaced
 from lightning_cp.strategies.step.core import ContextParallelCore
 from lightning_cp.strategies.watch.finite import FiniteGuard, Step
-from lightning_cp.strategies.watch.launchers import reporting
 from lightning_cp.strategies.watch.restarts import MeetsAnew
-from lightning_cp.strategies.watch.same import require_same_start
 
 
-class ContextParallelFront(MeetsAnew):
+class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
     """Puts the sequence on a mesh axis: Ulysses inside, a ring outside, data parallel around both.
 
     An unmodified ``training_step`` gives the loss, gradients and weights of one process.
@@ -161,13 +147,12 @@ class ContextParallelFront(MeetsAnew):
         settings = checked(locals())
         super().__init__(**kwargs)  # written like this, LightningCLI finds DDPStrategy's arguments
         hook = {name: kwargs.get(name) for name in (*HOOK, "model_averaging_period")}
-        self._ddp_kwargs = without_defaults(
-            {
-                name: x for name, x in self._ddp_kwargs.items() if name not in hook
-            }  # Fabric's has none
-        )
-        check_options(self._ddp_kwargs)
-        check_ddp_options(data_parallel, self._ddp_kwargs, hook)
+        given = {
+            name: x for name, x in self._ddp_kwargs.items() if name not in hook
+        }  # Fabric's has none
+        self._ddp_kwargs = without_defaults(given)
+        require_known(self._ddp_kwargs)
+        require_ddp(data_parallel, self._ddp_kwargs, hook)
         check_start_method(self._start_method)
         self._core = ContextParallelCore(settings)
         self._engine = engine(settings, CommHook.of(hook))
@@ -175,7 +160,6 @@ class ContextParallelFront(MeetsAnew):
         self._core.follow_unreduced(self._engine.unreduced)
         self._pretrained = Pretrained(settings.pretrained, offload=settings.cpu_offload)
         self._guard = FiniteGuard(check_finite)
-        self._loaders = 0
         self._replaced = Replaced()
         self._prepare_saves()
 
@@ -190,56 +174,6 @@ class ContextParallelFront(MeetsAnew):
 
     _made_for: ClassVar[str]
     """Whose strategy this is, and which one is for the other."""
-
-    @property
-    def mesh(self) -> ContextParallelMesh:
-        """The process groups; available from setup on, earlier if the number of heads is given."""
-        return self._core.mesh
-
-    @property
-    def layout_choice(self) -> LayoutChoice | None:
-        """With ``layout="auto"``: the layout of the current batch, and what each was predicted to cost."""
-        return self._core.layout_choice
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Groups of ranks with different samples: what samplers shard over, not the world size."""
-        return self._core.settings.data_parallel_size
-
-    @property
-    def data_rank(self: Any) -> int:
-        """Which of the ``data_parallel_size`` samples this rank works on."""
-        return self._core.data_rank(self.global_rank, self.world_size)
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Ranks that share a sample draw the same one."""
-        return {"num_replicas": self.data_parallel_size, "rank": self.data_rank}
-
-    def explain(self) -> str:
-        """Which kernel each kind of attention call got so far, and why each other one was passed over."""
-        return self._core.explain()
-
-    def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """A local tensor of the current step, whole, in original order and length, on every rank."""
-        return self._core.unshard_tensor(x, dim)
-
-    def average(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over the group, weighted by targets: what one process would show of this step."""
-        return self._core.average(value)
-
-    def token_mean(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """(sum of totals) / (sum of counts) over the group: the mean that one process would show.
-
-        Args:
-            total: a scalar, the sum over what this rank holds; not looked at where ``count`` is 0.
-            count: a scalar, how many it is the sum of.
-        """
-        return self._core.token_mean(total, count)
-
-    def token_positions(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """int64 [B or 1, L]: the positions of a step's tokens in the whole sequence, 0 for padding."""
-        return self._core.token_positions(x, dim)
 
     def _wrap(self: Any, module: nn.Module, methods: Sequence[str] = ()) -> nn.Module:
         self._load_whole(module)
@@ -261,66 +195,6 @@ class ContextParallelFront(MeetsAnew):
             self._pretrained.load(module, self.root_device)
             require_values(module, self._engine.name)
 
-    def _check_ranks(self: Any) -> None:
-        check_ranks(
-            self.cluster_environment, self._start_method, self.num_processes, self.num_nodes
-        )
-
-    def _configure_launcher(self: Any) -> None:
-        parent: Any = super()
-        parent._configure_launcher()
-        self._launcher = reporting(self._launcher)
-
-    def _begin_watch(self: Any, trainer: Any = None) -> None:
-        require_same_start(self._core.settings, trainer)
-        address = self.cluster_environment.main_address
-        self._core.watch.begin(self._core.settings, address, self.launcher)
-        # Not the core's method: the core knows the model, and that knows the Trainer, and that this strategy.
-        weakref.finalize(self, self._core.watch.stop)
-        weakref.finalize(self, self._core.progress.forget)
-
-    def _check_launcher(self: Any) -> None:
-        processes = self.num_nodes * self.num_processes
-        refuse_foreign_launcher(self.cluster_environment, self._start_method, processes)
-
-    def _check_world(self: Any) -> None:
-        world, rank = dist.get_world_size(), dist.get_rank()
-        if world != self.world_size:
-            raise ConfigError(
-                f"the Trainer wants {self.world_size} processes, but torch.distributed was initialised with "
-                f"{world} before. Start a fresh process for each run."
-            )
-        if rank != self.global_rank:  # a worker that was forked with its parent's group
-            raise ConfigError(
-                f"this process is rank {self.global_rank}, but torch.distributed was initialised as rank "
-                f"{rank} before. Start a fresh process for each run."
-            )
-
-    def _seed_workers(self, dataloader: object, *, overwrite: bool) -> None:
-        """Lightning seeds by the global rank; ranks that share a sample must draw the same numbers."""
-        if not isinstance(dataloader, DataLoader) or not int(
-            os.environ.get("PL_SEED_WORKERS", "0")
-        ):
-            return
-        if overwrite or dataloader.worker_init_fn is None:
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank)
-
-    def _share(
-        self: Any,
-        dataloader: Any,
-        trains: Callable[[], bool],
-        *,
-        training: bool = False,
-        at_most: int | None = None,
-    ) -> Any:
-        """The loader, to be gone through by all ranks together; it knows how far it was read."""
-        if self.data_parallel_size == 1 and isinstance(dataloader, DataLoader):
-            agree_on_order(dataloader, cp_group_of(self._core))
-        self._loaders += 1
-        shared = SharedLoader(dataloader, self._core, self._loaders, trains)
-        shared.agree_on_length(training=training, at_most=at_most)
-        return shared
-
     def _before_step(
         self: Any, number: int, optimizer: Optimizer, model: nn.Module, precision: object
     ) -> None:
@@ -335,28 +209,3 @@ class ContextParallelFront(MeetsAnew):
         if group is None and sums and self._core.settings.tensor_parallel_size > 1:
             return self.mesh.group(Flat.LOSS)
         return group
-
-    def _build_mesh(
-        self: Any, model: nn.Module | None = None, num_heads: int | None = None
-    ) -> None:
-        if model is not None and is_shared(model):
-            model = None  # it tells of a rank's own heads; they were looked at when it was shared
-        factors = self._core.build_mesh(
-            self.world_size, self.root_device.type, self.num_processes, model, num_heads
-        )
-        if factors is not None:
-            rank_zero_info(
-                f"context parallel: ulysses {factors.ulysses_size} x ring {factors.ring_size} "
-                f"({factors.why}), "
-                f"data parallel {self.data_parallel_size}, layout {self._core.settings.layout}"
-            )
-
-
-def in_floating_point(x: Any, reduce_op: Any) -> Any:
-    """Integers whose mean over ranks is asked for, in float64: Lightning would cut the mean off.
-
-    Its epoch means divide by the mean of the batch sizes that ranks have seen.
-    """
-    mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-    integer = isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex())
-    return x.to(torch.float64) if mean and integer else x

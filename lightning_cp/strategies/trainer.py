@@ -1,148 +1,26 @@
-"""The Trainer's strategy: DDPStrategy with a sequence dimension."""
+"""The Trainer's strategy: DDPStrategy with a sequence dimension: one batch."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_cp.callback import ContextParallelCallback, callback_among
 from lightning_cp.errors import ConfigError
 from lightning_cp.mixin import options_of
-from lightning_cp.strategies.engines.fresh import is_on_meta
-from lightning_cp.strategies.front import ContextParallelFront, in_floating_point
-from lightning_cp.strategies.loaders.draws import going_on
-from lightning_cp.strategies.loaders.shared import unshared
-from lightning_cp.strategies.resume.strategy import ResumesExactly
-from lightning_cp.strategies.saves.trainer import TrainerSaves
-from lightning_cp.strategies.trainer_hooks import (
-    STEPS,
-    after_toggling,
-    before_autograd,
-    before_clipping,
-    clip_by,
-    leave_samplers_alone,
-    place_of_profiles,
-    refuse_dataloader_iter,
-)
-from lightning_cp.strategies.watch.signals import listen
-from lightning_cp.strategies.watch.steps import WatchedTrainerSteps
+from lightning_cp.strategies.front import ContextParallelFront
+from lightning_cp.strategies.step.reduced import in_floating_point
+from lightning_cp.strategies.trainer_setup import TrainerSetup
 
 
-class UlyssesRingStrategy(
-    WatchedTrainerSteps, ResumesExactly, TrainerSaves, ContextParallelFront, DDPStrategy
-):
+class UlyssesRingStrategy(TrainerSetup):
     __doc__ = ContextParallelFront.__doc__
 
     _made_for = "lightning.pytorch.Trainer; for Fabric take lightning_cp.fabric.UlyssesRingStrategy"
-    _callback: ContextParallelCallback | None = None
-    _announced: weakref.ref[LightningModule] | None = None
-
-    # -- before the first batch ------------------------------------------------------------------
-
-    @override
-    def set_world_ranks(self) -> None:
-        self._check_ranks()  # called when the Trainer is made, before anything waits for a rank
-        super().set_world_ranks()
-
-    @override
-    def setup_environment(self) -> None:
-        """Connect the processes and, if its sizes are known, make the mesh."""
-        self._attach_callback()
-        self._check_launcher()
-        with going_on():
-            super().setup_environment()
-        self._check_world()
-        assert self.lightning_module is not None
-        self._begin_watch(self.lightning_module.trainer)
-        self._build_mesh()
-        if self.data_parallel_size == 1:
-            assert self.lightning_module is not None
-            leave_samplers_alone(self.lightning_module.trainer)
-
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        """Swap attention, fix how batches are read and what is logged, and wrap the model."""
-        module = self.lightning_module
-        assert module is not None
-        options = options_of(module)
-        self._build_mesh(module, options.get("num_heads"))
-        refuse_dataloader_iter(module)
-        needs_labels = trainer.state.fn != TrainerFn.PREDICTING
-        swapped = self._core.attach(module, options, needs_labels=needs_labels)
-        self._place_profiles(trainer)
-        self._announce(module, swapped)
-        self._watch_precision()
-        listen(self._replaced, trainer, self._guard)
-        assert self._callback is not None
-        self._callback.watch(trainer, module)
-        self._adopt_callbacks(trainer)
-        if self._engine.shards:
-            self._setup_sharded(trainer)
-        else:
-            self._load_whole(module)
-            super().setup(trainer)
-
-    def _setup_sharded(self, trainer: Trainer) -> None:
-        """As DDPStrategy does it, but the engine places the model, which is sharded at every stage."""
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        assert self.accelerator is not None
-        assert self.model is not None
-        self.accelerator.setup(trainer)
-        if fitting and self._layer_sync:
-            self.model = self._layer_sync.apply(self.model)
-        self.precision_plugin.convert_module(self.model)
-        self.model = self._wrap(self.model, STEPS)
-        if fitting:
-            self.setup_optimizers(trainer)
-            for optimizer in self.optimizers:
-                self._engine.adopt(optimizer)
-        self.setup_precision_plugin()
-
-    @override
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """With ``empty_init`` models are built without memory, for engines that fill each rank's part."""
-        if not (empty_init and self._engine.shards):
-            with super().tensor_init_context(empty_init):
-                yield
-            return
-        with torch.device("meta"), self.precision_plugin.tensor_init_context():
-            yield
-
-    @override
-    def _setup_model(self, model: nn.Module) -> Any:
-        return self._wrap(model)
-
-    @override
-    def _register_ddp_hooks(self) -> None:
-        """Nothing: the engine has registered the hook, on every device, when it wrapped the model."""
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        """A loader that all ranks go through together, its workers seeded by the data rank."""
-        dataloader = unshared(dataloader)
-        self._seed_workers(dataloader, overwrite=False)  # the Trainer has not set one yet
-        dataloader = super().process_dataloader(dataloader)
-        module = self.lightning_module
-        assert module is not None
-        training, limit = bool(module.trainer.training), module.trainer.limit_train_batches
-        at_most = limit if training and isinstance(limit, int) else None
-        shared = self._share(dataloader, lambda: training, training=training, at_most=at_most)
-        self._follow_loader(shared, training=training)
-        return shared
-
-    # -- one batch -------------------------------------------------------------------------------
 
     @override
     def batch_to_device(
@@ -252,49 +130,7 @@ class UlyssesRingStrategy(
         group = self._counted_once(group, reduce_op)
         return super().reduce(in_floating_point(tensor, reduce_op), group, reduce_op)
 
-    @override
-    def teardown(self) -> None:
-        self._core.detach()
-        self._core.recorder.say_what_is_missing()
-        self._replaced.undo()
-        module = self.lightning_module
-        if module is not None and is_on_meta(
-            module
-        ):  # refused: there is nothing to move to the CPU
-            self._replaced.replace(module, "cpu", lambda _: lambda: module)
-        super().teardown()
-        self._replaced.undo()
-
     # -- helpers ---------------------------------------------------------------------------------
-
-    def _follow_what_is_trained(self) -> bool:
-        """Wrap the model anew where layers were frozen or unfrozen since; whether they were."""
-        module = self.lightning_module
-        assert module is not None
-        assert self.model is not None
-        if self._engine.is_current(module):
-            return False
-        options = (self.mesh, self.root_device, self._ddp_kwargs)
-        self.model = self._engine.follow(self.model, *options)
-        return True
-
-    def _place_profiles(self, trainer: Trainer) -> None:
-        """Where the Trainer logs, unless the user said where."""
-        settings = self._core.settings
-        if not settings.profiled_steps:
-            return
-        folder = place_of_profiles(trainer, settings.profile)
-        if settings.profile_folder is None:
-            self._core.recorder.folder = folder
-
-    def _complete(self, optimizer: Optimizer) -> None:
-        """Lightning divides each loss by the same number, also where an epoch ends within a window."""
-        module = self.lightning_module
-        assert module is not None
-        divided = module.trainer.accumulate_grad_batches if module.automatic_optimization else None
-        self._core.end_window(optimizer, divided)
-        number = module.trainer.global_step + 1
-        self._before_step(number, optimizer, module, self.precision_plugin)
 
     @property
     def _shows_losses(self) -> bool:
@@ -319,36 +155,6 @@ class UlyssesRingStrategy(
             self._core.check_step()
         finally:
             self._core.end_step()
-
-    def _watch_precision(self) -> None:
-        """Come between hooks and autograd; and before gradients are clipped by hand, in final size."""
-
-        def follow(loss: torch.Tensor) -> None:
-            assert self.model is not None
-            if self._follow_what_is_trained():  # frozen or unfrozen in the step, or by a hook
-                self._engine.rejoin(self.model, loss)
-            elif self._engine.shards:
-                self._engine.expect(loss)
-
-        self._replaced.undo()
-        before_autograd(self._replaced, self.precision_plugin, follow)
-        before_clipping(self._replaced, self.precision_plugin, self._complete)
-        if self._engine.shards:
-            clip_by(self._replaced, self.precision_plugin, self._engine)
-            after_toggling(self._replaced, self.lightning_module, self._follow_what_is_trained)
-
-    def _announce(self, module: LightningModule, swapped: list[str]) -> None:
-        """Say once of each model, not at every stage, where its attention was swapped."""
-        if swapped and (self._announced is None or self._announced() is not module):
-            rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
-            self._announced = weakref.ref(module)
-
-    def _attach_callback(self) -> None:
-        module = self.lightning_module
-        assert module is not None
-        callbacks: list[Any] = module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        self._callback = callback_among(callbacks)
-        self._callback.connect(self._core)
 
 
 _SKIPPED = (

@@ -18,7 +18,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "finite after clipping only",
-        "lightning_cp/strategies/trainer.py",
+        "lightning_cp/strategies/trainer_setup.py",
         "before_clipping(self._replaced, self.precision_plugin, self._complete)",
         "pass",
         (f"{TRAINER}[manual-infinite gradient]",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,33 +43,6 @@ def check_engine(settings: Settings) -> None:
 
 
 _INSTEAD = {"mixed_precision": " and pass precision='bf16-mixed' to the Trainer or Fabric"}
-
-
-def check_ddp_options(
-    data_parallel: str, options: Mapping[str, Any], hook: Mapping[str, Any]
-) -> None:
-    """Refuse DistributedDataParallel's own options with another engine.
-
-    Args:
-        data_parallel: the engine.
-        options: what was passed for DistributedDataParallel.
-        hook: what was passed for its communication hook.
-
-    Raises:
-        ConfigError: naming them.
-    """
-    given = [*options, *(name for name, value in hook.items() if value is not None)]
-    if data_parallel == "ddp" or not given:
-        return
-    why = {
-        "find_unused_parameters": "it needs none: parameters without a gradient are found at every step",
-        "static_graph": "it follows the graph of every step",
-    }
-    said = f" With {data_parallel!r} {why[given[0]]}." if given[0] in why else ""
-    raise ConfigError(
-        f"{', '.join(given)}: an option of data_parallel='ddp', got data_parallel={data_parallel!r}.{said} "
-        f"Leave it out, or use data_parallel='ddp'."
-    )
 
 
 def precision_of(value: Any) -> MixedPrecisionPolicy:

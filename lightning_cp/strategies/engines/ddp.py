@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
 from typing import Any
 from weakref import ref
 
 import torch
 from lightning.pytorch.overrides.distributed import prepare_for_backward
-from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -21,7 +18,6 @@ from torch.optim import Optimizer
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh, Flat
-from lightning_cp.strategies.arguments.choices import refuse_unknown
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.engines.buckets import bucket_options
 from lightning_cp.strategies.engines.comm_hooks import CommHook
@@ -242,31 +238,3 @@ def _average_gradients(parameters: Sequence[nn.Parameter], mesh: ContextParallel
             continue
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.grad = all_sum(own, group) / group.size()
-
-
-def without_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that say something: LightningCLI passes every argument that it finds, at its default."""
-    parameters = inspect.signature(DistributedDataParallel).parameters
-    return {
-        name: value
-        for name, value in options.items()
-        if name not in parameters or value is not parameters[name].default
-    }
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse what is left of the strategy's arguments unless DistributedDataParallel takes it.
-
-    Raises:
-        ConfigError: naming what it does not take, before any process starts.
-    """
-    known = _arguments(DistributedDataParallel) - {"module", "device_ids", "process_group"}
-    refuse_unknown(
-        sorted(set(options) - known),
-        [item.name for item in fields(Settings)],
-        sorted(known | _arguments(DDPStrategy)),
-    )
-
-
-def _arguments(made: type) -> set[str]:
-    return set(inspect.signature(made).parameters) - {"kwargs"}

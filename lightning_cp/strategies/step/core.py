@@ -8,14 +8,13 @@ Nothing here knows of a Trainer. A strategy calls, in this order: ``build_mesh``
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_cp.attention.delegate import THEIR_KERNELS
 from lightning_cp.batch import BatchRules
@@ -31,17 +30,16 @@ from lightning_cp.named_ranges import named
 from lightning_cp.profile.recorder import StepRecorder
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.step.layouts import LayoutRule
+from lightning_cp.strategies.step.losses import StepLosses
 from lightning_cp.strategies.step.sharding import label_kind, shard_agreed, shared_with
-from lightning_cp.strategies.step.values import StepValues
 from lightning_cp.strategies.step.weighting import StepLoss
-from lightning_cp.strategies.step.windows import Unreduced
 from lightning_cp.strategies.watch.progress import Progress
 from lightning_cp.strategies.watch.run import RunWatch
 
 _log = logging.getLogger("lightning_cp")
 
 
-class ContextParallelCore(StepValues):
+class ContextParallelCore(StepLosses):
     """One run's context parallelism, independent of who drives it."""
 
     def __init__(self, settings: Settings) -> None:
@@ -102,11 +100,6 @@ class ContextParallelCore(StepValues):
         self._handle.listener = self.recorder.note if settings.profiled_steps else None
         self._requests = self._handle.requests
         return self._handle.report
-
-    def follow_unreduced(self, unreduced: Callable[[], Unreduced]) -> None:
-        """Have windows of accumulation know of gradients that an engine keeps elsewhere than in ``grad``."""
-        if self._windows is not None:
-            self._windows.unreduced = unreduced
 
     def follow_progress(self, model: nn.Module) -> None:
         """A model, wrapped for data parallelism, in which signs of progress are to be seen."""
@@ -237,50 +230,6 @@ class ContextParallelCore(StepValues):
         """The model is the plain model again."""
         if self._handle is not None:
             self._handle.deactivate()
-
-    def scale_loss(
-        self,
-        loss: torch.Tensor,
-        optimizers: Iterable[Optimizer] = (),
-        *,
-        automatic: bool = False,
-    ) -> torch.Tensor:
-        """The loss to call backward on.
-
-        Args:
-            loss: what the step computed.
-            optimizers: all that the run has.
-            automatic: gradients are zeroed after steps only.
-
-        Raises:
-            ConfigError: backward would come through attention on some ranks only.
-        """
-        if self._handle is not None and self._handle.state is not None:
-            self._handle.state.weighted = True
-            self._handle.require_same_gradients()
-        if self._loss is None:
-            return loss
-        return self._loss.scale(loss, optimizers, automatic=automatic)
-
-    def end_window(self, optimizer: Optimizer, batches: int | None = None) -> None:
-        """Gradients are complete: weight the targets of the whole window alike, if that was asked for."""
-        if self._windows is not None:
-            self._windows.end(optimizer, batches)
-
-    def shown_loss(self, loss: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """What a step returns, for callbacks to read: one process's ``value``, with this rank's gradient."""
-        return loss if self._loss is None else self._loss.shown(loss, value)
-
-    def require_loss(self, loss: torch.Tensor | None) -> None:
-        """Refuse a rank without targets whose backward would leave the others waiting."""
-        if self._loss is not None:
-            self._loss.require(loss)
-
-    def after_backward(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Refuse a rank without targets whose loss did add something."""
-        state = self._handle.state if self._handle is not None else None
-        if self._loss is not None and state is not None:
-            self._loss.after_backward(state, parameters)
 
 
 _NO_POSITIONS = (

@@ -1,0 +1,67 @@
+"""What a strategy can be asked: who a rank is, whole tensors and one process's values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_cp.layout import LayoutChoice
+from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.strategies.step.core import ContextParallelCore
+
+
+class Answers:
+    """Comes before a ``DDPStrategy``; asks the core."""
+
+    _core: ContextParallelCore
+
+    @property
+    def mesh(self) -> ContextParallelMesh:
+        """The process groups; available from setup on, earlier if the number of heads is given."""
+        return self._core.mesh
+
+    @property
+    def layout_choice(self) -> LayoutChoice | None:
+        """With ``layout="auto"``: the layout of the current batch, and what each was predicted to cost."""
+        return self._core.layout_choice
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Groups of ranks with different samples: what samplers shard over, not the world size."""
+        return self._core.settings.data_parallel_size
+
+    @property
+    def data_rank(self: Any) -> int:
+        """Which of the ``data_parallel_size`` samples this rank works on."""
+        return self._core.data_rank(self.global_rank, self.world_size)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks that share a sample draw the same one."""
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_rank}
+
+    def explain(self) -> str:
+        """Which kernel each kind of attention call got so far, and why each other one was passed over."""
+        return self._core.explain()
+
+    def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """A local tensor of the current step, whole, in original order and length, on every rank."""
+        return self._core.unshard_tensor(x, dim)
+
+    def average(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over the group, weighted by targets: what one process would show of this step."""
+        return self._core.average(value)
+
+    def token_mean(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """(sum of totals) / (sum of counts) over the group: the mean that one process would show.
+
+        Args:
+            total: a scalar, the sum over what this rank holds; not looked at where ``count`` is 0.
+            count: a scalar, how many it is the sum of.
+        """
+        return self._core.token_mean(total, count)
+
+    def token_positions(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """int64 [B or 1, L]: the positions of a step's tokens in the whole sequence, 0 for padding."""
+        return self._core.token_positions(x, dim)

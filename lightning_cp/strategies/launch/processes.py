@@ -1,0 +1,71 @@
+"""Before the first batch: processes are there, know each other, and have a mesh."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from torch import nn
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.strategies.engines.tensor_parallel import is_shared
+from lightning_cp.strategies.launch.ranks import check_ranks
+from lightning_cp.strategies.launch.sweeps import refuse_foreign_launcher
+from lightning_cp.strategies.watch.launchers import reporting
+from lightning_cp.strategies.watch.same import require_same_start
+
+
+class Processes:
+    """Comes before a ``DDPStrategy``, which has the launcher and the environment."""
+
+    def _check_ranks(self: Any) -> None:
+        check_ranks(
+            self.cluster_environment, self._start_method, self.num_processes, self.num_nodes
+        )
+
+    def _configure_launcher(self: Any) -> None:
+        parent: Any = super()
+        parent._configure_launcher()
+        self._launcher = reporting(self._launcher)
+
+    def _begin_watch(self: Any, trainer: Any = None) -> None:
+        require_same_start(self._core.settings, trainer)
+        address = self.cluster_environment.main_address
+        self._core.watch.begin(self._core.settings, address, self.launcher)
+        # Not the core's method: the core knows the model, and that knows the Trainer, and that this strategy.
+        weakref.finalize(self, self._core.watch.stop)
+        weakref.finalize(self, self._core.progress.forget)
+
+    def _check_launcher(self: Any) -> None:
+        processes = self.num_nodes * self.num_processes
+        refuse_foreign_launcher(self.cluster_environment, self._start_method, processes)
+
+    def _check_world(self: Any) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        if world != self.world_size:
+            raise ConfigError(
+                f"the Trainer wants {self.world_size} processes, but torch.distributed was initialised with "
+                f"{world} before. Start a fresh process for each run."
+            )
+        if rank != self.global_rank:  # a worker that was forked with its parent's group
+            raise ConfigError(
+                f"this process is rank {self.global_rank}, but torch.distributed was initialised as rank "
+                f"{rank} before. Start a fresh process for each run."
+            )
+
+    def _build_mesh(
+        self: Any, model: nn.Module | None = None, num_heads: int | None = None
+    ) -> None:
+        if model is not None and is_shared(model):
+            model = None  # it tells of a rank's own heads; they were looked at when it was shared
+        factors = self._core.build_mesh(
+            self.world_size, self.root_device.type, self.num_processes, model, num_heads
+        )
+        if factors is not None:
+            rank_zero_info(
+                f"context parallel: ulysses {factors.ulysses_size} x ring {factors.ring_size} "
+                f"({factors.why}), "
+                f"data parallel {self.data_parallel_size}, layout {self._core.settings.layout}"
+            )

@@ -1,0 +1,64 @@
+"""The losses of a step and the gradients of a window: what they weigh, and ranks that have no targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_cp.strategies.step.values import StepValues
+from lightning_cp.strategies.step.windows import Unreduced
+
+
+class StepLosses(StepValues):
+    """Of the current step, from its forward to its optimizer's step."""
+
+    def follow_unreduced(self, unreduced: Callable[[], Unreduced]) -> None:
+        """Have windows of accumulation know of gradients that an engine keeps elsewhere than in ``grad``."""
+        if self._windows is not None:
+            self._windows.unreduced = unreduced
+
+    def scale_loss(
+        self,
+        loss: torch.Tensor,
+        optimizers: Iterable[Optimizer] = (),
+        *,
+        automatic: bool = False,
+    ) -> torch.Tensor:
+        """The loss to call backward on.
+
+        Args:
+            loss: what the step computed.
+            optimizers: all that the run has.
+            automatic: gradients are zeroed after steps only.
+
+        Raises:
+            ConfigError: backward would come through attention on some ranks only.
+        """
+        if self._handle is not None and self._handle.state is not None:
+            self._handle.state.weighted = True
+            self._handle.require_same_gradients()
+        if self._loss is None:
+            return loss
+        return self._loss.scale(loss, optimizers, automatic=automatic)
+
+    def end_window(self, optimizer: Optimizer, batches: int | None = None) -> None:
+        """Gradients are complete: weight the targets of the whole window alike, if that was asked for."""
+        if self._windows is not None:
+            self._windows.end(optimizer, batches)
+
+    def shown_loss(self, loss: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """What a step returns, for callbacks to read: one process's ``value``, with this rank's gradient."""
+        return loss if self._loss is None else self._loss.shown(loss, value)
+
+    def require_loss(self, loss: torch.Tensor | None) -> None:
+        """Refuse a rank without targets whose backward would leave the others waiting."""
+        if self._loss is not None:
+            self._loss.require(loss)
+
+    def after_backward(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Refuse a rank without targets whose loss did add something."""
+        state = self._handle.state if self._handle is not None else None
+        if self._loss is not None and state is not None:
+            self._loss.after_backward(state, parameters)
