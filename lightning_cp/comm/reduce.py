@@ -10,21 +10,36 @@ import torch.distributed as dist
 
 
 def all_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of ``x`` over the ranks of ``group``, equal on every rank; ``x`` is left as it is."""
+    """The sum of ``x`` over the ranks of ``group``, equal on every rank; ``x`` is left as it is.
+
+    Args:
+        x: [...], the same shape and dtype on all ranks, on the device that the group's messages travel from.
+        group: every rank of it comes here.
+    """
     total = x.detach().clone()
     dist.all_reduce(total, group=group)
     return total
 
 
 def all_max(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The largest ``x`` of the ranks of ``group``, element by element; ``x`` is left as it is."""
+    """The largest ``x`` of the ranks of ``group``, element by element; ``x`` is left as it is.
+
+    Args:
+        x: [...], the same shape and dtype on all ranks, on the device that the group's messages travel from.
+        group: every rank of it comes here.
+    """
     largest = x.detach().clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return largest
 
 
 def from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite tensors by those of the group's first rank: in place, one at a time."""
+    """Overwrite tensors by those of the group's first rank: in place, one at a time.
+
+    Args:
+        tensors: of any shapes, the same on all ranks and in the same order; no ``DTensor``.
+        group: every rank of it comes here.
+    """
     for x in tensors:
         if x.numel() and group.size() > 1:
             sent = x.detach().contiguous()
@@ -34,7 +49,12 @@ def from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> Non
 
 
 def summed_later(x: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Any]:
-    """Add ``x`` over the ranks of ``group`` in place, while this rank goes on; gives ``[x]``."""
+    """Add ``x`` over the ranks of ``group`` in place, while this rank goes on; gives ``[x]``.
+
+    Args:
+        x: [...], contiguous, the same shape and dtype on all ranks; left alone until the future is done.
+        group: every rank of it comes here.
+    """
     work = dist.all_reduce(x, group=group, async_op=True)
     assert work is not None
     return work.get_future()

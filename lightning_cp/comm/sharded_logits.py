@@ -67,7 +67,14 @@ class ShardedLogits(torch.Tensor):
 
 
 def whole_logits(x: Any) -> Any:
-    """``x`` as it is, unless it is sharded logits: these are gathered; differentiable."""
+    """``x`` as it is, unless it is sharded logits: these are gathered; differentiable.
+
+    Args:
+        x: anything; of ``ShardedLogits`` ``[..., V]`` every rank of the group has to ask.
+
+    Returns:
+        A plain tensor ``[..., V]``; each rank's gradient is summed over those that used it.
+    """
     if not isinstance(x, ShardedLogits):
         return x
     return gather_last(_plain(x), x.__dict__["group"])

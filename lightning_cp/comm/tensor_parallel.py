@@ -23,27 +23,61 @@ from lightning_cp.named_ranges import named
 
 
 def enter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """A replicated activation for sharded layers, each rank's of which adds to its gradient."""
+    """A replicated activation for sharded layers, each rank's of which adds to its gradient.
+
+    Args:
+        x: [...], the same on all ranks.
+        group: those that share the layers.
+
+    Returns:
+        x, whose gradient [...] is summed over the ranks.
+    """
     return _Enter.apply(x, group)  # type: ignore[no-any-return]
 
 
 def leave(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of what the ranks' layers have made, replicated; every rank passes the same shape."""
+    """The sum of what the ranks' layers have made, replicated.
+
+    Args:
+        x: [...], a part of the sum; the same shape on all ranks.
+        group: those that share the layers.
+
+    Returns:
+        The sum [...], in the dtype of ``x``.
+    """
     return _Leave.apply(x, group)  # type: ignore[no-any-return]
 
 
 def gather_last(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """``[..., n] -> [..., n * ranks]``, of which all ranks go on to make the same."""
+    """``[..., n] -> [..., n * ranks]``, of which all ranks go on to make the same.
+
+    Args:
+        x: [..., n], this rank's part of the last dimension; the same shape on all ranks.
+        group: those that share the layers, in the order of their parts.
+    """
     return _GatherLast.apply(x, group)  # type: ignore[no-any-return]
 
 
 def gather_last_for_parts(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """``[..., n] -> [..., n * ranks]``, of which each rank uses what it likes."""
+    """``[..., n] -> [..., n * ranks]``, of which each rank uses what it likes.
+
+    Args:
+        x: [..., n], this rank's part of the last dimension; the same shape on all ranks.
+        group: those that share the layers, in the order of their parts.
+    """
     return torch.cat(all_gather(x, group), dim=-1)
 
 
 class _Enter(torch.autograd.Function):
-    """``x [...] -> x``; backward: all-reduce of ``dx [...]``."""
+    """Shapes over P ranks.
+
+    ========  ====================================  ==========  ================================
+    pass      input                                 collective  output
+    ========  ====================================  ==========  ================================
+    forward   x [...], replicated                   none        x [...]
+    backward  d x [...], of this rank's layers      all-reduce  d x [...], the sum, replicated
+    ========  ====================================  ==========  ================================
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -56,7 +90,15 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """All-reduce of ``x [...]``; backward: ``dx``, which is replicated."""
+    """Shapes over P ranks.
+
+    ========  ====================================  ==========  ================================
+    pass      input                                 collective  output
+    ========  ====================================  ==========  ================================
+    forward   x [...], a part of a sum              all-reduce  the sum [...], replicated
+    backward  d sum [...], replicated               none        d x [...], the same
+    ========  ====================================  ==========  ================================
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -68,7 +110,15 @@ class _Leave(torch.autograd.Function):
 
 
 class _GatherLast(torch.autograd.Function):
-    """All-gather ``x [..., n]`` to ``[..., n * ranks]``; backward: this rank's ``[..., n]``."""
+    """Shapes over P ranks.
+
+    ========  ====================================  ==========  ================================
+    pass      input                                 collective  output
+    ========  ====================================  ==========  ================================
+    forward   x [..., n], this rank's part          all-gather  [..., n * P], replicated
+    backward  d [..., n * P], replicated            none        d x [..., n], this rank's part
+    ========  ====================================  ==========  ================================
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -34,6 +34,7 @@ class Root:
 
     @property
     def module(self) -> nn.Module | None:
+        """The model, as long as somebody else holds it."""
         return self._module()
 
     def _trains(self) -> list[bool]:
@@ -43,9 +44,11 @@ class Root:
         return [p.requires_grad for p in module.parameters()] if module is not None else []
 
     def is_current(self) -> bool:
+        """Whether the same parameters are trained as when ``settle`` was called last."""
         return self._trained == self._trains()
 
     def settle(self) -> None:
+        """Take what is trained now for granted: gradients are added in the dtype of these."""
         self._trained = self._trains()
         for group in self._groups:
             group.settle_dtypes()

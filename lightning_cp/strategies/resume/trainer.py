@@ -74,6 +74,7 @@ class TrainerResume:
             self._before_validation = Moment.now()
 
     def ends_validation(self) -> None:
+        """Whatever is saved from here on comes after it."""
         self._before_validation = None
 
     # -- saving ----------------------------------------------------------------------------------

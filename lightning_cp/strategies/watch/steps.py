@@ -32,16 +32,19 @@ class WatchedSteps:
         return self._core.watch.position
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the strategy's, noted as the backward of a step."""
         self._position.enter(Phase.BACKWARD)
         parent: Any = super()
         return parent.backward(*args, **kwargs)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """As the strategy's, noted as a save; what was under way goes on afterwards."""
         parent: Any = super()
         with self._position.during(Phase.SAVE):
             return parent.save_checkpoint(*args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """As the strategy's, noted as a load; what was under way goes on afterwards."""
         parent: Any = super()
         with self._position.during(Phase.LOAD):
             return parent.load_checkpoint(*args, **kwargs)
@@ -53,6 +56,7 @@ class WatchedTrainerSteps(WatchedSteps):
     _replaced: Replaced
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the strategy's; a micro-batch begins, of the step that the Trainer counts if it does."""
         parent: Any = super()
         module = parent.lightning_module
         counted = module.trainer.global_step if module.automatic_optimization else None
@@ -62,6 +66,8 @@ class WatchedTrainerSteps(WatchedSteps):
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
+        """As the strategy's; the optimizer's phase begins after its closure, which has the backward."""
+
         def to_the_end() -> Any:
             result = closure()
             self._position.enter(Phase.OPTIMIZER)
@@ -73,16 +79,19 @@ class WatchedTrainerSteps(WatchedSteps):
         return stepped
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the strategy's, noted as validation."""
         self._position.enter(Phase.VALIDATION)
         parent: Any = super()
         return parent.validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the strategy's, noted as a test."""
         self._position.enter(Phase.TEST)
         parent: Any = super()
         return parent.test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the strategy's, noted as a prediction."""
         self._position.enter(Phase.PREDICTION)
         parent: Any = super()
         return parent.predict_step(*args, **kwargs)
@@ -100,6 +109,7 @@ class WatchedTrainerSteps(WatchedSteps):
                 self._replaced.replace(callback, "on_exception", lambda _: _ignored)
 
     def teardown(self) -> None:
+        """As the strategy's; ranks no longer watch each other."""
         self._core.end_watch()
         parent: Any = super()
         parent.teardown()
@@ -130,6 +140,7 @@ class WatchedFabricSteps(WatchedSteps):
         return self._guard.wishes > 0
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the strategy's; a step ends with it."""
         self._position.enter(Phase.OPTIMIZER)
         parent: Any = super()
         stepped = parent.optimizer_step(*args, **kwargs)
