@@ -213,6 +213,25 @@ def test_layers_that_freeze_and_thaw() -> None:
         close(got, want)
 
 
+class Early(Small):
+    """Makes its optimizer before there is a strategy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    def configure_optimizers(self) -> Any:
+        return self.made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_an_optimizer_that_was_made_before(engine: str) -> None:
+    want, _ = run_ranks(1, train, None, Early, ())[0]
+    for got, _ in run_ranks(2, train, {**RING, "data_parallel": engine}, Early, ()):
+        close(got, want)
+
+
 # -- every target weighs the same -----------------------------------------------------------------
 
 

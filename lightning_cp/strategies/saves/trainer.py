@@ -38,7 +38,7 @@ class TrainerSaves(SavesOfBoth):
         """Have callbacks save as several ranks can."""
         _adopt_callbacks(self._adopted, trainer, self._saver)
 
-    _before: dict[str, torch.Tensor] | None = None
+    _before: dict[str, Any] | None = None
     """The weights before a load, on the CPU, until the optimizers' state is known to fit too."""
 
     @property
@@ -114,7 +114,7 @@ class TrainerSaves(SavesOfBoth):
         if fitting and self.restore_checkpoint_after_setup:
             self._fitting_states(checkpoint)
         elif fitting:
-            self._before = {name: x.cpu().clone() for name, x in module.state_dict().items()}
+            self._before = _copied(module.state_dict())
         dtype = _DTYPES.get(str(self.precision_plugin.precision))
         load_module(module, checkpoint["state_dict"], strict=strict, dtype=dtype)
 
@@ -129,7 +129,7 @@ class TrainerSaves(SavesOfBoth):
             states = self._fitting_states(checkpoint)
         except CheckpointError:
             if before is not None:
-                self.lightning_module.load_state_dict(before)
+                self.lightning_module.load_state_dict(before, strict=False)
             raise
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
@@ -173,6 +173,15 @@ class TrainerSaves(SavesOfBoth):
         self._saver.abandon()
         self._adopted.undo()
         super().teardown()  # type: ignore[misc]
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """On the CPU; what is on the meta device has no values to be kept."""
+    return {
+        name: x.detach().to("cpu", copy=True) if isinstance(x, torch.Tensor) else x
+        for name, x in state.items()
+        if not (isinstance(x, torch.Tensor) and x.is_meta)
+    }
 
 
 def _adopt_callbacks(replaced: Replaced, trainer: Trainer, saver: Any) -> None:
