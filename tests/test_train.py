@@ -37,9 +37,16 @@ COLUMNS = {
 
 
 def command(
-    cwd: Path, *overrides: str, full_error: bool = True
+    cwd: Path, *overrides: str, full_error: bool = True, launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Run the main job in ``cwd``, without what a test session has put into the environment."""
+    """Run the main job in ``cwd``, without what a test session has put into the environment.
+
+    Args:
+        cwd: working directory.
+        overrides: settings, as on the command line.
+        full_error: errors are shown with their tracebacks.
+        launcher: a module that starts it, with that one's options.
+    """
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
         key: value
@@ -48,7 +55,7 @@ def command(
         not in {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK"}
     }
     return subprocess.run(
-        [sys.executable, "-m", "lightning_cp.train", *SMALL, *overrides],
+        [sys.executable, *launcher, "-m", "lightning_cp.train", *SMALL, *overrides],
         cwd=cwd,
         env={**environment, "PYTHONPATH": path, "HYDRA_FULL_ERROR": str(int(full_error))},
         capture_output=True,

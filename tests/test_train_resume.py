@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from lightning_cp.checkpoint import save_checkpoint
+from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.run_folder import FOLDER_OF_FIRST, one_folder
 from lightning_cp.train.resume import ContinuedCSV, newest_whole, require_folder, run_folder
+from tests.checkpoint.states import same
+from tests.launch.start import free_port
 from tests.test_train import COLUMNS, command, table, trained
 
 
@@ -106,6 +109,37 @@ def test_an_interrupted_run_is_the_run(tmp_path: Path, strategy: str) -> None:
     second = command(tmp_path, *auto, "trainer.max_steps=6")
     assert second.stdout.count("later.ckpt is passed over") == 1, second.stderr[-2000:]
     assert second.stdout.count("resume=auto: going on from checkpoints/") == 1
+    same_lines(folder, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_that_torchrun_starts_again_is_the_run(tmp_path: Path, rank: int) -> None:
+    mine = ("trainer.devices=2", "strategy=ring", "trainer.val_check_interval=2")
+    mine = (*mine, "trainer.max_steps=6")
+    whole, _ = trained(tmp_path, *mine)
+    folder, mark = tmp_path / "mine", tmp_path / "killed"
+    data = ("data._target_=tests.failing_data.killed_once", f"+data.rank={rank}")
+    auto = (*mine, *data, "+data.at=6", f"+data.mark={mark}")
+    agent = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2")
+    done = command(
+        tmp_path,
+        *(*auto, "resume=auto", f"hydra.run.dir={folder}"),
+        launcher=(*agent, f"--master-port={free_port()}"),
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert mark.exists()
+    assert f"rank {rank} (cp_rank {rank} of 2, data_rank 0) lost" in done.stderr
+    assert done.stdout.count("yet, so this is a new run") == 1
+    assert done.stdout.count("resume=auto: going on from checkpoints/") == 1
+    same_lines(folder, whole)
+    got, want = (open_checkpoint(x / "checkpoints" / "last.ckpt").read() for x in (folder, whole))
+    for key in ("state_dict", "optimizer_states", "global_step"):
+        assert same(got[key], want[key])
+
+
+def same_lines(folder: Path, whole: Path) -> None:
+    """But for what depends on the machine, or on when the run began."""
     costs = {"train/tokens_per_second", "peak_memory_mib", "epoch"}
     rows, want = table(folder), table(whole)
     assert len(rows) == len(want)

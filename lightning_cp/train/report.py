@@ -47,7 +47,7 @@ class Outcome:
     step_seconds: float
     """Spent in training steps."""
     before: Mapping[str, float]
-    """Validation before the first step."""
+    """Validation before the first step; empty if that was in an earlier process and has left no line."""
     after: Mapping[str, float]
     """The last validation."""
     entropy: float
@@ -61,12 +61,16 @@ class Outcome:
             "trained": f"{self.steps} steps, {self.tokens:,} tokens",
             "time": f"{self.seconds:.0f} s, of which {self.step_seconds:.0f} s in training steps",
             "speed": f"{self.tokens / max(self.step_seconds, 1e-9):,.0f} tokens/s",
-            "validation": f"{self.before[BITS]:.3f} -> {self.after[BITS]:.3f} bits per byte",
+            "validation": f"{self._change(BITS, 3)} bits per byte",
             "byte-unigram entropy": f"{self.entropy:.3f} bits per byte",
-            "perplexity": f"{self.before[PERPLEXITY]:.2f} -> {self.after[PERPLEXITY]:.2f}",
+            "perplexity": self._change(PERPLEXITY, 2),
             "metrics": files.metrics,
             "picture": files.picture,
             "checkpoint": files.checkpoints / "last.ckpt",
         }
         width = max(map(len, rows))
         return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
+
+    def _change(self, name: str, digits: int) -> str:
+        before = f"{self.before[name]:.{digits}f}" if name in self.before else "?"
+        return f"{before} -> {self.after[name]:.{digits}f}"

@@ -134,13 +134,15 @@ class ContinuedCSV(CSVLogger):
     """
 
     def __init__(self, folder: Path, name: str, checkpoint: str | None) -> None:
-        super().__init__(folder, name=name, version="")
+        # Every line is written at once: a process that is killed writes nothing any more.
+        super().__init__(folder, name=name, version="", flush_logs_every_n_steps=1)
         steps = 0 if checkpoint is None else _steps_of(Path(checkpoint))
         self.kept = _lines_before(folder / name / "metrics.csv", steps)
         if self.kept and getattr(rank_zero_only, "rank", 0) == 0:
             with warnings.catch_warnings():  # that there are lines, which are in memory now
                 warnings.simplefilter("ignore")
                 self.experiment.metrics.extend(self.kept)
+            self.save()
 
     def first_with(self, column: str) -> dict[str, float] | None:
         """Of the lines that were kept, the first one that has it."""

@@ -66,7 +66,9 @@ def train(
         trainers.append(trainer)
     _say(str(data))
 
-    before = logger.first_with(BITS) or _validated(trainer, model, data, resume)
+    before = logger.first_with(BITS) or {}
+    if continued is None:  # which all ranks know, while the lines are in the first one's folder
+        before = _validated(trainer, model, data, resume)
     trainer.fit(model, datamodule=data, ckpt_path=resume)
     after = dict(trainer.callback_metrics)
     if BITS not in after:  # shorter than val_check_interval

@@ -57,6 +57,7 @@ def uninterrupted(folder: Path, script: Path = SCRIPT) -> list[str]:
 def goes_on(folder: Path, how: str, saves: str, whole: Path, script: Path = SCRIPT) -> None:
     """From what was saved, to the end of a run that was left alone."""
     assert not list(folder.glob(".*"))  # nothing half-written
+    how = "lightning" if how == "lightning" else "torchrun"  # who spawns ranks has no results
     done = run(folder, how, "none", 0, 0, saves, folder / "last.ckpt", script=script)
     all_succeeded(done)
     assert left(folder) == uninterrupted(whole / "uninterrupted", script)

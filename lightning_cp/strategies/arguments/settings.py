@@ -80,6 +80,12 @@ class Settings:
         return self.data_parallel_size, 1
 
     @property
+    def forward_is_shared(self) -> bool:
+        """Whether data ranks take part in each other's forward: each holds a part of the same parameters."""
+        zero1 = self.data_parallel == "zero1" and self.data_parallel_size > 1
+        return zero1 or self.data_parallel_axes[1] > 1
+
+    @property
     def attention_exchange(self) -> Exchange:
         """How keys reach the queries over the ring axis."""
         name = "all_gather" if self.mode == GATHERING_MODE else self.exchange

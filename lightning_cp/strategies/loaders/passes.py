@@ -43,6 +43,7 @@ class Pass(Iterator[Any]):
         number: which loader of the run it is.
         broadcasts: the first rank of each cp group reads for the others.
         trains: whether the next fetch is for training.
+        together: data ranks take part in each other's steps outside of training, too.
         is_stream: no sampler shards the loader.
         place: is told how far this pass is.
         before_training: called before a batch to train on is read.
@@ -56,11 +57,13 @@ class Pass(Iterator[Any]):
         number: int,
         broadcasts: bool,
         trains: Callable[[], bool],
+        together: bool,
         is_stream: bool,
         place: Place,
         before_training: Callable[[], object],
     ) -> None:
         self._mesh, self._trains, self._is_stream = mesh, trains, is_stream
+        self._together = together
         self._loader, self._place, self._before_training = loader, place, before_training
         self._waiting: deque[Moment] = deque()
         self._name = fingerprint(("loader", number))
@@ -160,7 +163,8 @@ class Pass(Iterator[Any]):
             ConfigError: data ranks read the same stream.
             RankFailure: another rank's loader failed. The rank itself raises its own error.
         """
-        group = self._mesh.control_group(Flat.LOSS if training else Flat.CP)
+        together = training or self._together
+        group = self._mesh.control_group(Flat.LOSS if together else Flat.CP)
         watches = training and self._is_stream and self._mesh.data_size > 1 and not self._read
         if vote(self._name, group, dissents=watches or fetched.status == _ENDED):
             return
@@ -175,7 +179,7 @@ class Pass(Iterator[Any]):
             status: [at for at, row in enumerate(table) if row["status"] == status]
             for status in (_ENDED, _HAS)
         }
-        refuse_ends(places[_ENDED], places[_HAS], self._read, group, training)
+        refuse_ends(places[_ENDED], places[_HAS], self._read, group, together)
         if places[_ENDED]:
             self._ended = True
             raise StopIteration

@@ -93,6 +93,7 @@ class SharedLoader(LoaderProxy):
             number=self._number,
             broadcasts=self._broadcasts,
             trains=self._trains,
+            together=self._together,
             is_stream=is_stream(self._loader),
             place=self._place,
             before_training=self._before_training,
@@ -145,6 +146,11 @@ class SharedLoader(LoaderProxy):
         lengths = [row["batches"] for row in table]
         refuse_lengths(lengths, group, mesh.sample_size, training=training, at_most=at_most)
         self._length = lengths[mesh.data_rank * mesh.sample_size]
+
+    @property
+    def _together(self) -> bool:
+        core = self._core()
+        return core is not None and core.settings.forward_is_shared
 
     @property
     def _broadcasts(self) -> bool:

@@ -57,7 +57,7 @@ def refuse_ends(
         going: of those that have one more batch.
         read: batches before that.
         group: who goes together.
-        training: see `refuse_lengths`.
+        training: all ranks go together, and not just those that share samples.
 
     Raises:
         BatchMismatchError: naming ranks and the batch.
@@ -115,8 +115,9 @@ def _ranks(places: Sequence[int], group: dist.ProcessGroup) -> str:
 def _why(training: bool) -> str:
     if training:
         return (
-            "In training every rank takes part in every step, so all need the same number of batches: give "
-            "every data rank as many samples, or stop all with limit_train_batches=<the smallest number>. "
+            "Every rank takes part in every step of training, and in all steps where parameters are sharded "
+            "over data ranks, so all need the same number of batches: give every data rank as many samples, "
+            "or stop all with limit_train_batches=<the smallest number> (limit_val_batches, ...). "
             "Ranks that share a sequence must read the same batches; batch_sync='broadcast' has one rank "
             "read for its group."
         )

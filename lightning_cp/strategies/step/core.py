@@ -174,7 +174,13 @@ class ContextParallelCore(StepLosses):
             self.recorder.begin(self.mesh)
         with named("shard batch"):
             sharding = shard_agreed(
-                batch, self.rules, self._rule, self.mesh, training=needs_labels, before=before
+                batch,
+                self.rules,
+                self._rule,
+                self.mesh,
+                training=needs_labels,
+                together=needs_labels or self.settings.forward_is_shared,
+                before=before,
             )
         self._say_once(sharding.choice)
         self._part, self._loss = sharding.part, StepLoss(sharding, self.mesh, self._windows)

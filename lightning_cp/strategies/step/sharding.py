@@ -50,6 +50,7 @@ def shard_agreed(
     mesh: ContextParallelMesh,
     *,
     training: bool,
+    together: bool,
     before: ShardedBatch | None = None,
 ) -> Sharding:
     """This rank's part of a batch that every rank of its cp group holds whole.
@@ -62,7 +63,8 @@ def shard_agreed(
         rules: how it is read.
         rule: which layout it gets.
         mesh: the process groups.
-        training: labels are needed, and ranks with other samples take part in the agreement.
+        training: labels are needed, and their number in all data ranks.
+        together: ranks with other samples take part in the agreement, as they do in training.
         before: what was sharded last, which must not be sharded again.
 
     Raises:
@@ -85,7 +87,9 @@ def shard_agreed(
     except Exception as refused:  # any: a rank that raised alone would leave the others waiting
         error = refused
     texts = _texts(whole) if whole is not None else {}
-    targets, empty = _agree_on_batch(facts, texts, error, mesh, training=training)
+    targets, empty = _agree_on_batch(facts, texts, error, mesh, together=together)
+    if not training and whole is not None:
+        targets, empty = facts["targets"], facts["ranks without targets"]
     assert whole is not None
     assert choice is not None
     layout = choice.layout
@@ -153,16 +157,17 @@ def _agree_on_batch(
     error: Exception | None,
     mesh: ContextParallelMesh,
     *,
-    training: bool,
+    together: bool,
 ) -> tuple[int, int]:
     """Targets of all ranks that take part, and how many ranks have none.
 
-    In training all ranks agree: their gradients are averaged, so all must know of ranks without targets.
-    Elsewhere only a cp group does: data ranks may have different numbers of batches.
+    In training all ranks agree: their gradients are averaged, so all must know of ranks without targets. So
+    they do where parameters are sharded over data ranks. Elsewhere only a cp group does: data ranks may have
+    different numbers of batches.
     """
-    size, of = mesh.data_size if training else 1, mesh.sample_size
-    group = mesh.control_group(Flat.LOSS if training else Flat.CP)
-    part = mesh.data_rank if training else 0
+    size, of = mesh.data_size if together else 1, mesh.sample_size
+    group = mesh.control_group(Flat.LOSS if together else Flat.CP)
+    part = mesh.data_rank if together else 0
     own, dissents = tuple(facts.items()), error is not None
     number = 0 if error else _EMPTY * facts["targets"] + facts["ranks without targets"]
     total = tally("batch", group, dissents=dissents, number=number, of=(part, of), own=own)

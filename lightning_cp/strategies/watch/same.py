@@ -66,7 +66,8 @@ def facts(settings: Settings, trainer: Any = None) -> dict[str, str]:
     chosen = {name: _shown(getattr(settings, name)) for name in names}
     of_trainer = _TRAINER if trainer is not None else ()
     told = {f"Trainer({name}=)": _shown(getattr(trainer, name, None)) for name in of_trainer}
-    return {**versions, **chosen, **told}
+    stage = {"Trainer.fit, validate, ...": str(trainer.state.fn)} if trainer is not None else {}
+    return {**stage, **versions, **chosen, **told}
 
 
 def _shown(value: object) -> str:
