@@ -10,6 +10,22 @@ REFUSED = "tests/checkpoint/test_refused.py"
 
 CHECKPOINT_MUTANTS = (
     Mutant(
+        "a refused load keeps the weights",
+        "lightning_cp/strategies/saves/trainer.py",
+        "            if before is not None:",
+        "            if before is None:",
+        ("tests/strategies/test_loads.py::test_refused_loads_change_nothing[ddp-by_trainer]",),
+        "A run that goes on after the error trains another model.",
+    ),
+    Mutant(
+        "nobody waits for links",
+        "lightning_cp/strategies/saves/saver.py",
+        "World().together(self._do_later, lambda said: failed_save(running.target, said))",
+        "self._do_later()",
+        ("tests/strategies/test_background_saves.py",),
+        "Ranks look for a link that the first one is still making.",
+    ),
+    Mutant(
         "latest before the name",
         "lightning_cp/checkpoint/full.py",
         "            put_in_place(self.staged, self.target)\n            point_to(self.target)\n",

@@ -41,5 +41,34 @@ ENGINE_MUTANTS = (
         (TESTS + "test_options_change_nothing[per_parameter]",),
         "Gradients are as many times too large as there are ranks.",
     ),
+    Mutant(
+        "windows know of gradients in grad only",
+        "lightning_cp/strategies/step/windows.py",
+        "id(p) in kept or (p.grad is not None and _any(p.grad))",
+        "(p.grad is not None and _any(p.grad))",
+        (
+            "tests/strategies/test_token_weighting.py::"
+            "test_sharded_loops_of_ones_own_equal_a_loop_by_hand[fabric, fsdp]",
+        ),
+        "FSDP2 keeps those of a window elsewhere, so that each batch begins another window.",
+    ),
+    Mutant(
+        "what a step unfreezes is frozen again",
+        ENGINES + "torch_fsdp2.py",
+        "            self.settle()\n            to_sharded()\n",
+        "            to_sharded()\n",
+        (
+            "tests/strategies/test_fabric_freezing.py::test_as_in_one_process[fsdp ThawingInTheStep]",
+        ),
+        "Layers that were unfrozen while they were gathered are never trained.",
+    ),
+    Mutant(
+        "zero_grad leaves what ranks keep back",
+        ENGINES + "successors.py",
+        "        kind.zero_grad(self, set_to_none)\n        drop(",
+        "        kind.zero_grad(self, set_to_none)\n        set(",
+        ("tests/strategies/test_fabric_freezing.py::test_as_in_one_process[fsdp Discarding]",),
+        "Gradients that were thrown away are stepped along.",
+    ),
 )
 """All seeded mutants of engines."""

@@ -114,7 +114,7 @@ def alone_trained(kind: Any) -> torch.Tensor:
     return run_ranks(1, trained, None, kind)[0]
 
 
-QUICK = {("fsdp", WithinAWindow), ("fsdp", Discarding)}
+QUICK = {("fsdp", ThawingInTheStep), ("fsdp", Discarding)}
 CASES = [
     pytest.param(
         engine,

@@ -144,8 +144,11 @@ def loop_of(world_size: int, settings: dict[str, Any], kind: str) -> Loop:
 
 
 CELLS = [
-    pytest.param(engine, driver, marks=() if (engine, driver) in quick else pytest.mark.slow)
-    for quick in [{("ddp", by_trainer), ("fsdp", by_fabric)}]
+    pytest.param(
+        engine,
+        driver,
+        marks=() if (engine, driver) == ("ddp", by_trainer) else pytest.mark.slow,
+    )
     for engine in ("ddp", "fsdp", "zero1", "hsdp")
     for driver in (by_trainer, by_fabric)
 ]
