@@ -138,6 +138,18 @@ class Toggled(BothInOneStep):
             optimizer.zero_grad()
 
 
+class AfterTheStep(BothInOneStep):
+    """At its end a step says what the next one trains."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        train_only(self, batch_idx % 2)
+
+
 class AtTheEnd(Small):
     """The last step leaves a layer out, and no forward comes after it."""
 
@@ -158,6 +170,7 @@ KINDS: dict[str, tuple[type[Small], dict[str, Any]]] = {
     "for good": (WithinAWindow, {}),
     "before backward": (BeforeBackward, {}),
     "toggled": (Toggled, {}),
+    "after the step": (AfterTheStep, {}),
 }
 PARTS: dict[str, tuple[type[Small], dict[str, Any]]] = {
     "frozen for the forward": (ForTheForward, {}),
