@@ -169,9 +169,12 @@ KINDS: dict[str, tuple[type[Small], dict[str, Any]]] = {
     "within a window": (WithinAWindow, {"accumulate_grad_batches": 2}),
     "for good": (WithinAWindow, {}),
     "before backward": (BeforeBackward, {}),
+}
+MORE: dict[str, tuple[type[Small], dict[str, Any]]] = {
     "toggled": (Toggled, {}),
     "after the step": (AfterTheStep, {}),
 }
+"""What is harder for parameters that are sharded between steps."""
 PARTS: dict[str, tuple[type[Small], dict[str, Any]]] = {
     "frozen for the forward": (ForTheForward, {}),
     "a part by hand": (PartByHand, {}),
@@ -182,7 +185,7 @@ UNUSED = {"find_unused_parameters": True}
 
 
 def fitted(rank: int, world_size: int, settings: Settings | None, kind: str) -> torch.Tensor:
-    made, options = (KINDS | PARTS)[kind]
+    made, options = (KINDS | MORE | PARTS)[kind]
     module = made()
     trainer_of(world_size, settings, **{"max_epochs": 2, **options}).fit(module, loader(8))
     return weights(module)
@@ -211,9 +214,14 @@ def test_parts_of_the_model_as_in_one_process(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["fsdp", "zero1"])
-@pytest.mark.parametrize("kind", [*KINDS, *PARTS])
-def test_sharded_parameters_as_in_one_process(kind: str, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        *((kind, engine) for kind in [*KINDS, *MORE, *PARTS] for engine in ("fsdp", "zero1")),
+        *((kind, "ddp") for kind in MORE),
+    ],
+)
+def test_every_engine_as_in_one_process(kind: str, engine: str) -> None:
     for got in run_ranks(2, fitted, {**RING, "data_parallel": engine}, kind):
         torch.testing.assert_close(got, alone(kind), rtol=0, atol=1e-10)
 
