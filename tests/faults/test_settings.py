@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.faults.position import Position
 from lightning_cp.strategies.arguments.check import check
 from lightning_cp.strategies.arguments.settings import Settings
-from lightning_cp.strategies.watch.run import name_of
+from lightning_cp.strategies.watch.run import RunWatch, name_of
 
 
 @pytest.mark.parametrize("name", ["step_timeout", "first_step_timeout"])
@@ -29,3 +31,20 @@ def test_the_first_step_may_take_longer_only() -> None:
 def test_names_of_ranks() -> None:
     assert name_of(2, 4, Settings()) == "rank 2 (cp_rank 2 of 4, data_rank 0)"
     assert name_of(2, 4, Settings(data_parallel_size=2)) == "rank 2 (cp_rank 0 of 2, data_rank 1)"
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_processes_are_observed_again_unless_python_ends(
+    goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where Python ends no thread can be started (3.12), and ranks may end with 143 in any order."""
+    observed: list[Any] = []
+    main = SimpleNamespace(is_alive=lambda: goes_on)
+    monkeypatch.setattr("lightning_cp.strategies.watch.run.threading.main_thread", lambda: main)
+    monkeypatch.setattr(
+        "lightning_cp.strategies.watch.run._launch_process_observer", observed.append
+    )
+    watch = RunWatch(Position())
+    watch._launcher = SimpleNamespace(procs=["a process"])
+    watch.stop()
+    assert observed == ([["a process"]] if goes_on else [])

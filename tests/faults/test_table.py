@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.faults.references import REFERENCES
 from tests.faults.table import Row, every
+from tests.installed import ROOT
 
 
 def _parameters() -> list[Any]:
@@ -20,3 +22,9 @@ def _parameters() -> list[Any]:
 @pytest.mark.parametrize("row", _parameters())
 def test_a_fault(row: Row, tmp_path: Path) -> None:
     row.prove(tmp_path)
+
+
+def test_references_are_tests() -> None:
+    for test in (test for row in REFERENCES for test in row.tests):
+        path, _, name = test.partition("::")
+        assert f"def {name or 'test_'}" in (ROOT / path).read_text(), test
