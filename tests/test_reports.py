@@ -110,7 +110,7 @@ def test_where_a_rank_stands(home: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         return [f'  File "{home / "code" / "train.py"}", line 3, in step\n']
 
     monkeypatch.setattr("lightning_cp.faults.watcher.traceback.format_stack", stack)
-    watcher = Watcher(0, [], Position(), {}, lambda: None, "")
+    watcher = Watcher(0, [], Position(), {}, lambda *_: None, "")
     try:
         assert "~/code/train.py" in watcher._stack()
         require_clean(watcher._stack())

@@ -113,14 +113,15 @@ def test_an_interrupted_run_is_the_run(tmp_path: Path, strategy: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # seven starts of the main job, on a machine that may be busy
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_run_that_torchrun_starts_again_is_the_run(tmp_path: Path, rank: int) -> None:
     mine = ("trainer.devices=2", "strategy=ring", "trainer.val_check_interval=2")
-    mine = (*mine, "trainer.max_steps=6")
+    mine = (*mine, "trainer.max_steps=4")
     whole, _ = trained(tmp_path, *mine)
     folder, mark = tmp_path / "mine", tmp_path / "killed"
     data = ("data._target_=tests.failing_data.killed_once", f"+data.rank={rank}")
-    auto = (*mine, *data, "+data.at=6", f"+data.mark={mark}")
+    auto = (*mine, *data, "+data.at=4", f"+data.mark={mark}")
     agent = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2")
     done = command(
         tmp_path,

@@ -21,7 +21,7 @@ class Hub(Watcher):
 
     def __init__(self, *args: Any, listener: socket.socket, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._judges = Judge([card.name for card in self._cards], time.monotonic())
+        self._judges = Judge([card.name for card in self._cards], time.monotonic(), self._look)
         self._links: dict[int, Link] = {}
         self._strangers: list[Link] = []
         self._asked: dict[int, float] = {}

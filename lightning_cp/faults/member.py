@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from lightning_cp.faults.notes import Beat, Note, Verdict
-from lightning_cp.faults.verdict import without_life
+from lightning_cp.faults.verdict import SILENT, without_life
 from lightning_cp.faults.watcher import Watcher
 from lightning_cp.faults.wire import Link, Message
 
@@ -76,13 +76,12 @@ class Member(Watcher):
     def _judge(self, now: float) -> None:
         if self._verdict is not None:
             return
-        name, limit = self._cards[0].name, self._hub_beat.limit
-        silent = now - self._hub_heard
-        if not self._hub_left and limit is not None and silent > limit:
-            place = self._place_of(0) or self._hub_beat.place
+        name, silent = self._cards[0].name, now - self._hub_heard
+        beat = self._look(0, self._hub_beat) if silent > SILENT else self._hub_beat
+        if not self._hub_left and beat.limit is not None and silent > beat.limit:
             self._kill(0)
-            self._end_by(Verdict("frozen", (0,), without_life(name, silent, place)), now)
-        limit, waited = self._limit(), now - self._progressed
+            self._end_by(Verdict("frozen", (0,), without_life(name, silent, beat.place)), now)
+        limit, waited = self._own_limit(), now - self._progressed
         if self._hub_is_gone and limit is not None and waited > limit:
             own = f"{self._cards[self.rank].name} made no progress for {waited:.0f} s"
             line = f"{name} ended, and {own}, {self._position.place}"

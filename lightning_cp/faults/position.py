@@ -40,7 +40,7 @@ _SHOWN = {
     Phase.BETWEEN_STEPS: "between steps",
     Phase.SAVE: "in saving a checkpoint",
 }
-_SLOT = struct.Struct("<qqq")
+_SLOT = struct.Struct("<qqqq")
 _TOKEN = 16
 
 
@@ -125,7 +125,7 @@ class Position:
         self.count += 1
         self.place = place
         if self._slot is not None:
-            self._slot.write(place)
+            self._slot.write(place, is_first=self.is_first)
 
 
 class Slot:
@@ -157,14 +157,19 @@ class Slot:
         if self._map[:_TOKEN] != token:
             raise OSError(f"{path} is not the file that was meant")
 
-    def write(self, place: Place) -> None:
-        """The position from now on."""
+    def write(self, place: Place, *, is_first: bool = False) -> None:
+        """The position from now on, and whether no step has ended yet."""
         with suppress(ValueError):  # closed in this moment
-            _SLOT.pack_into(self._map, _TOKEN, *place)
+            _SLOT.pack_into(self._map, _TOKEN, *place, is_first)
 
     def read(self) -> Place:
         """The position now, or when its rank died."""
-        return Place(*_SLOT.unpack_from(self._map, _TOKEN))
+        return Place(*_SLOT.unpack_from(self._map, _TOKEN)[:3])
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no step had ended then."""
+        return bool(_SLOT.unpack_from(self._map, _TOKEN)[3])
 
     def unlink(self) -> None:
         """Nobody else will look for it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_cp.faults.notes import BROKEN, OWN, Beat, Note, Verdict
@@ -13,6 +13,8 @@ PATIENCE = 3.0
 """Seconds that an error which looks like the consequence of another one's is kept back for that one."""
 _WAITS = re.compile(r"lightning_cp/comm/|torch/distributed/")
 """In the stack of a rank that waits for others."""
+SILENT = 2.0
+"""Seconds without a sign of life after which a rank's own last word of itself is looked after."""
 SHOWN = 8
 """Ranks that are named at most, where nobody goes on."""
 
@@ -43,9 +45,17 @@ class Judge:
     Args:
         names: of the ranks, as in ``rank 2 (cp_rank 1 of 4, data_rank 0)``.
         now: on the clock that all calls go by, in seconds.
+        look: what a rank that has become silent would say now, of its last word; for ranks whose position can
+            be seen, which went on after that.
     """
 
-    def __init__(self, names: Sequence[str], now: float) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        now: float,
+        look: Callable[[int, Beat], Beat] = lambda rank, beat: beat,
+    ) -> None:
+        self._look = look
         self._members = [_Member(name, Beat(), now) for name in names]
         self._lost: list[int] = []
         self._noted: list[int] = []
@@ -118,6 +128,9 @@ class Judge:
     def _silent(self, now: float) -> Verdict | None:
         """Ranks that are there: one that gives no sign of life, or all of them without progress."""
         members = {at: m for at, m in enumerate(self._members) if m.here and not m.left}
+        for rank, member in members.items():
+            if now - member.heard > SILENT:
+                member.beat = self._look(rank, member.beat)
         frozen = {at: m for at, m in members.items() if _later(now - m.heard, m.beat.limit)}
         if frozen:
             said = [without_life(m.name, now - m.heard, m.beat.place) for m in frozen.values()]

@@ -14,7 +14,7 @@ from lightning_cp.comm.agreement import gathered_lists
 from lightning_cp.faults.hub import Hub
 from lightning_cp.faults.member import Member
 from lightning_cp.faults.notes import OWN, TOLD, Card, Note
-from lightning_cp.faults.position import STEPS, Position, Slot
+from lightning_cp.faults.position import STEPS, Place, Position, Slot
 from lightning_cp.faults.verdict import PATIENCE
 from lightning_cp.faults.watcher import GRACE, Watcher
 
@@ -121,9 +121,9 @@ class Watch:
             while self._slots:
                 self._slots.pop().close()
 
-    def _limit(self) -> float | None:
-        """Seconds without progress that are allowed here."""
-        usual = self.position.place.phase in STEPS and not self.position.is_first
+    def _limit(self, place: Place, is_first: bool) -> float | None:
+        """Seconds without progress that are allowed there."""
+        usual = place.phase in STEPS and not is_first
         return self._step_timeout if usual else self._first
 
     def _make_slot(self, token: bytes) -> Slot | None:

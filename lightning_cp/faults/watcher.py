@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from lightning_cp.errors import without_home
@@ -44,7 +45,8 @@ class Watcher(threading.Thread):
         cards: of every rank.
         position: this rank's, changed by its main thread.
         slots: positions of ranks of this machine.
-        limit: seconds that this rank allows itself without progress, where it is now.
+        limit: seconds that a rank allows itself without progress: of where it is, and whether that is in its
+            first step.
         token: what messages of this job begin with.
         end: ends the process.
     """
@@ -55,7 +57,7 @@ class Watcher(threading.Thread):
         cards: Sequence[Card],
         position: Position,
         slots: dict[int, Slot],
-        limit: Callable[[], float | None],
+        limit: Callable[[Place, bool], float | None],
         token: str,
         end: Callable[[Verdict], object] = ending.end,
     ) -> None:
@@ -147,7 +149,7 @@ class Watcher(threading.Thread):
 
     def _beat(self, now: float) -> Beat:
         """How this rank goes."""
-        position, limit = self._position, self._limit()
+        position, limit = self._position, self._own_limit()
         if position.count != self._counted:
             self._counted, self._progressed = position.count, now
         stands = limit is not None and now - self._progressed > limit / 2
@@ -164,6 +166,17 @@ class Watcher(threading.Thread):
     def _place_of(self, rank: int) -> Place | None:
         """Where a rank of this machine is, or was."""
         return self._slots[rank].read() if rank in self._slots else None
+
+    def _own_limit(self) -> float | None:
+        """Seconds that this rank allows itself without progress, where it is now."""
+        return self._limit(self._position.place, self._position.is_first)
+
+    def _look(self, rank: int, beat: Beat) -> Beat:
+        """What a silent rank of this machine would say of where it is; others' last word has to do."""
+        place = self._place_of(rank)
+        if place is None:
+            return beat
+        return replace(beat, place=place, limit=self._limit(place, self._slots[rank].is_first))
 
     def _kill(self, rank: int) -> None:
         """End a process of this machine that cannot end itself."""

@@ -53,7 +53,7 @@ def hub() -> Iterator[tuple[int, list[Verdict]]]:
     assert listener.getsockname()[0] == LOOPBACK
     port = listener.getsockname()[1]
     cards = [Card(rank, f"rank {rank}", "here", os.getpid(), "") for rank in range(2)]
-    made = Hub(0, cards, Position(), {}, lambda: None, TOKEN, said.append, listener=listener)
+    made = Hub(0, cards, Position(), {}, lambda *_: None, TOKEN, said.append, listener=listener)
     made.start()
     yield port, said
     made.leave()

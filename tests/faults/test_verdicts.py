@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch.distributed as dist
 
@@ -88,6 +90,17 @@ def test_a_rank_without_signs_of_life() -> None:
     found = judging.verdict(10.5)
     assert line(found) == "rank 3 gave no sign of life for 10 s, at step 7, in backward"
     assert (found and found.kind) == "frozen"
+
+
+def test_a_silent_rank_has_the_limit_of_where_it_is() -> None:
+    """Its last word was half a second old, and from where everything may take long."""
+    judging = Judge(NAMES, 0.0, lambda rank, beat: replace(beat, place=AT, limit=10.0))
+    judging.beats(3, Beat(1, 0, Place(), 600.0), 0.0)
+    for rank in (0, 1, 2):
+        judging.beats(rank, Beat(5, 3, AT, 10.0), 9.9)
+    assert judging.verdict(9.9) is None
+    found = judging.verdict(10.5)
+    assert line(found) == "rank 3 gave no sign of life for 10 s, at step 7, in backward"
 
 
 def test_all_live_and_none_goes_on() -> None:
