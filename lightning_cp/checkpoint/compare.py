@@ -42,15 +42,13 @@ def require_same(
         if tuple(got[name].shape) != tuple(tensor.shape):
             raise CheckpointError(
                 f"{name} has shape {list(got[name].shape)} in the checkpoint and {list(tensor.shape)} in "
-                "this "
-                f"{what}. Nothing was loaded."
+                f"this {what}. Nothing was loaded."
             )
         if got[name].dtype != tensor.dtype:
             raise CheckpointError(
-                f"{name} is {_short(got[name].dtype)} in the checkpoint and {_short(tensor.dtype)} in "
-                f"this {what}. "
-                "Nothing was loaded. Train in the dtype of the checkpoint, or convert the weights and "
-                "save them."
+                f"{name} is {_short(got[name].dtype)} in the checkpoint and {_short(tensor.dtype)} in this "
+                f"{what}. Nothing was loaded. Train in the dtype of the checkpoint, or convert the weights "
+                "and save them."
             )
 
 

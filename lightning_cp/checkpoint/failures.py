@@ -10,9 +10,8 @@ from lightning_cp.errors import CheckpointError, without_home
 def failed_save(target: Path, why: str) -> CheckpointError:
     """The error of a save that did not end; says what is left."""
     return CheckpointError(
-        f"cannot save {shown(target)}: {why}. What was saved there before is still there, and the state "
-        "of the run "
-        "is unchanged."
+        f"cannot save {shown(target)}: {why}. What was saved there before is still there, and the state of "
+        "the run is unchanged."
     )
 
 

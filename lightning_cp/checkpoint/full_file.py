@@ -141,14 +141,11 @@ def load_file(path: Path) -> Any:
         first = str(error).strip().splitlines() or [type(error).__name__]
         if "Unsupported" in str(error) or "weights_only" in str(error).lower():
             raise CheckpointError(
-                f"{path.name} holds more than tensors and plain containers, and reading that would run "
-                "code from "
-                f"the file, so it is refused ({first[0][:200]}). If you trust it, open it in plain "
-                "PyTorch and "
-                "save what is needed of it."
+                f"{path.name} holds more than tensors and plain containers, and reading that would run code "
+                f"from the file, so it is refused ({first[0][:200]}). If you trust it, open it in plain "
+                "PyTorch and save what is needed of it."
             ) from None
         raise CheckpointError(
             f"{path.name} is no complete checkpoint: it is truncated, damaged, or was not written by "
-            "torch.save "
-            f"({first[0][:200]}). Nothing was loaded."
+            f"torch.save ({first[0][:200]}). Nothing was loaded."
         ) from None

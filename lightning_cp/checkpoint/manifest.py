@@ -89,8 +89,7 @@ def parse(text: str, where: str) -> Manifest:
         if version != VERSION:
             raise CheckpointError(
                 f"{where} has format version {version!r}; this release of lightning_cp reads version "
-                f"{VERSION}. "
-                "Load it with the release that wrote it."
+                f"{VERSION}. Load it with the release that wrote it."
             )
         signed = _signed({key: body[key] for key in body if key != "sha256"})
         files = {str(name): FileEntry(**entry) for name, entry in body["files"].items()}
@@ -115,8 +114,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         raise CheckpointError(
             f"{folder.name} has no {NAME}: its save did not end, or it is no checkpoint of lightning_cp. "
-            "Nothing "
-            "was loaded."
+            "Nothing was loaded."
         )
     manifest = parse(path.read_text(errors="replace"), f"{folder.name}/{NAME}")
     for name in manifest.files:

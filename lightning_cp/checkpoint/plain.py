@@ -98,9 +98,8 @@ class _Maker:
                 return kind(value)
         raise CheckpointError(
             f"{_dotted(place)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
-            "saved: "
-            "checkpoints hold tensors, numbers, strings and plain containers, so that loading one never runs "
-            "code. Keep it out of the state, or save what it can be made from."
+            "saved: checkpoints hold tensors, numbers, strings and plain containers, so that loading one "
+            "never runs code. Keep it out of the state, or save what it can be made from."
         )
 
     def _special(self, value: Any, place: Path_) -> tuple[Any] | None:

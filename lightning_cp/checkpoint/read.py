@@ -92,9 +92,8 @@ def _opened(path: Path, world: World) -> Checkpoint:
     manifests = {manifest.render() if manifest else "" for manifest in opened}
     if len(manifests) > 1:
         raise CheckpointError(
-            f"ranks see different checkpoints at {shown(path)}: it must be on a file system that all "
-            "share, and "
-            "nobody may write it meanwhile."
+            f"ranks see different checkpoints at {shown(path)}: it must be on a file system that all share, "
+            "and nobody may write it meanwhile."
         )
     return (_open_folder if path.is_dir() else _open_file)(path, opened[world.rank])
 
@@ -141,8 +140,7 @@ def _say_which_save(
         if said.get("save") not in (None, manifest.save):
             raise CheckpointError(
                 f"{path.name}/{name} belongs to another save, of step {said.get('step')}: this checkpoint "
-                "is of "
-                f"step {manifest.about.step}. Nothing was loaded."
+                f"is of step {manifest.about.step}. Nothing was loaded."
             ) from error
 
 

@@ -56,9 +56,8 @@ def fitting_state(
     found = [len(group["params"]) for group in state["param_groups"]]
     if groups != found:
         raise CheckpointError(
-            f"the checkpoint's optimizer has parameter groups of {found} parameters, this one of "
-            f"{groups}. The "
-            "optimizer was left as it is. Make it as it was when the checkpoint was saved."
+            f"the checkpoint's optimizer has parameter groups of {found} parameters, this one of {groups}. "
+            "The optimizer was left as it is. Make it as it was when the checkpoint was saved."
         )
     _require_kind(state["param_groups"], optimizer)
     entries = {
@@ -131,8 +130,7 @@ def _require_shapes(entry: Mapping[str, Any], parameter: torch.Tensor, name: str
         if value.dim() == parameter.dim() and value.shape != parameter.shape:
             raise CheckpointError(
                 f"the optimizer's {key} of {name} has shape {list(value.shape)} in the checkpoint, the "
-                "parameter "
-                f"has {list(parameter.shape)}. The optimizer was left as it is."
+                f"parameter has {list(parameter.shape)}. The optimizer was left as it is."
             )
 
 

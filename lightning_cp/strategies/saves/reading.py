@@ -53,10 +53,9 @@ def require_weights_only(weights_only: bool | None) -> None:
     """
     if weights_only is False:
         raise CheckpointError(
-            "weights_only=False would run code from the checkpoint, and this strategy never does. What "
-            "it saves "
-            "itself needs none. Open another program's file in plain PyTorch if you trust it, and save its "
-            "state_dict."
+            "weights_only=False would run code from the checkpoint, and this strategy never does. What it "
+            "saves itself needs none. Open another program's file in plain PyTorch if you trust it, and "
+            "save its state_dict."
         )
 
 

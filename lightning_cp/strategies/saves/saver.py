@@ -1,5 +1,4 @@
-"""One run's saves: at most one at a time in the background, and nothing is removed before what replaces "
-"it."""
+"""One run's saves: one at a time in the background, and nothing is removed before what replaces it."""
 
 from __future__ import annotations
 
@@ -155,8 +154,7 @@ class Saver:
             self._say_once(
                 f"{', '.join(names[:3])}{', ...' * (len(names) > 3)} cannot be saved and is left out of "
                 "checkpoints: they hold tensors, numbers, strings and plain containers. Nothing is lost "
-                "where "
-                "the module is made by your own code; say save_hyperparameters(ignore=[...]) to agree."
+                "where the module is made by your own code; say save_hyperparameters(ignore=[...]) to agree."
             )
 
     def _say_once(self, text: str) -> None:

@@ -209,7 +209,6 @@ def _not_alone(trainer: Trainer, module: LightningModule, error: BaseException) 
 
 
 _ALONE = (
-    "a rank that leaves with an error cannot save for all, because the others are not going to take "
-    "part. The last "
-    "complete checkpoint is the one to resume from."
+    "a rank that leaves with an error cannot save for all, because the others are not going to take part. "
+    "The last complete checkpoint is the one to resume from."
 )
