@@ -58,8 +58,7 @@ class ContextParallelCallback(Callback):
         if self._core is None:
             raise ConfigError(
                 "ContextParallelCallback needs the context-parallel strategy: "
-                "Trainer(strategy='ulysses_ring'), "
-                "or strategy=UlyssesRingStrategy(...)."
+                "Trainer(strategy='ulysses_ring'), or strategy=UlyssesRingStrategy(...)."
             )
         return self._core
 

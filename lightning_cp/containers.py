@@ -43,8 +43,8 @@ def map_tensors(value: Any, visit: Visit, name: str = "") -> Any:
     if not is_container(value):
         raise ConfigError(
             f"cannot look for tensors inside {name or ROOT!r}, a {type(value).__name__}. What "
-            "works: tensors in "
-            "dicts, tuples, lists, named tuples and dataclasses, nested in any way."
+            "works: tensors in dicts, tuples, lists, named tuples and dataclasses, nested in any "
+            "way."
         )
     new = {
         key: map_tensors(item, visit, f"{name}.{key}" if name else str(key))

@@ -75,12 +75,10 @@ def _equal_on_all_ranks(
         agree(facts, group, what="predict_step")
     except BatchMismatchError:
         raise ConfigError(
-            "predict_step returned different things on the ranks of a group: other types, names "
-            "or shapes, or "
-            "values that are no tensors (numbers, text, arrays), which cannot be put together. "
-            "Return tensors "
-            "with one value per token, on every rank; or what was computed from self.unshard(...), which is "
-            "the same on all ranks."
+            "predict_step returned different things on the ranks of a group: other types, names or shapes, "
+            "or values that are no tensors (numbers, text, arrays), which cannot be put together. Return "
+            "tensors with one value per token, on every rank; or what was computed from self.unshard(...), "
+            "which is the same on all ranks."
         ) from None
     sums = torch.tensor([checksum(x) for x in tensors.values()], dtype=torch.int64)
     every = torch.stack(all_gather(sums, group))

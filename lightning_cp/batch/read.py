@@ -44,8 +44,8 @@ def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBat
     if not isinstance(batch, torch.Tensor) and not is_container(batch):
         raise ConfigError(
             f"cannot shard a batch of type {type(batch).__name__}. What works: tensors in dicts, "
-            "tuples, lists, "
-            "named tuples and dataclasses; or override ContextParallelCallback.shard_batch."
+            "tuples, lists, named tuples and dataclasses; or override "
+            "ContextParallelCallback.shard_batch."
         )
     tensors = dict(tensors_of(batch))
     dims = _sequence_dims(tensors, rules)
@@ -152,10 +152,9 @@ def _refuse_undeclared(
         if seq_len in x.shape:
             raise ConfigError(
                 f"{name!r} of shape {tuple(x.shape)} has a dimension as long as the sequence "
-                f"({seq_len}), but it "
-                f"is not declared. Say sequence_dims={{{name!r}: {list(x.shape).index(seq_len)}}} "
-                "to shard it, "
-                f"or sequence_dims={{{name!r}: None}} to give every rank all of it."
+                f"({seq_len}), but it is not declared. Say "
+                f"sequence_dims={{{name!r}: {list(x.shape).index(seq_len)}}} to shard it, or "
+                f"sequence_dims={{{name!r}: None}} to give every rank all of it."
             )
 
 

@@ -23,8 +23,7 @@ def check_mode(settings: Settings) -> None:
     if other is not None and getattr(settings, other) not in (None, 1):
         raise ConfigError(
             f"mode={settings.mode!r} has {other}=1, got {other}={getattr(settings, other)}. Use "
-            "mode='hybrid' or "
-            "'auto' for both axes."
+            "mode='hybrid' or 'auto' for both axes."
         )
     if settings.mode == GATHERING_MODE and settings.ring_size == 1:
         raise ConfigError(

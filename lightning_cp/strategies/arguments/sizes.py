@@ -59,8 +59,7 @@ def context_size(settings: Settings, world_size: int) -> int:
         )
         raise ConfigError(
             f"the mesh sizes must multiply to the world size {world_size}, got "
-            f"{' x '.join(shown)}, which is "
-            f"{wanted * others} ranks. What would work: {fix}."
+            f"{' x '.join(shown)}, which is {wanted * others} ranks. What would work: {fix}."
         )
     return wanted
 

@@ -66,6 +66,6 @@ class Processes:
         if factors is not None:
             rank_zero_info(
                 f"context parallel: ulysses {factors.ulysses_size} x ring {factors.ring_size} "
-                f"({factors.why}), "
-                f"data parallel {self.data_parallel_size}, layout {self._core.settings.layout}"
+                f"({factors.why}), data parallel {self.data_parallel_size}, layout "
+                f"{self._core.settings.layout}"
             )

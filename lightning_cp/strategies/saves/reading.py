@@ -40,8 +40,8 @@ def require_ours(io: object) -> None:
     if io is not None and type(io) not in (PlainCheckpointIO, TorchCheckpointIO):
         raise ConfigError(
             "checkpoints are written by this strategy itself, atomically and verified, so "
-            f"{type(io).__name__} "
-            "would never be asked. Leave the plugin out; async_save=True saves in the background."
+            f"{type(io).__name__} would never be asked. Leave the plugin out; async_save=True "
+            "saves in the background."
         )
 
 

@@ -175,7 +175,7 @@ def local_path(path: str | Path) -> Path:
     if "://" in text:
         raise CheckpointError(
             "checkpoints are written to and read from local or mounted folders, got "
-            f"{text.split('://')[0]}://... "
-            "Save to a folder, and copy what is complete (it is renamed into place, so whatever is there is)."
+            f"{text.split('://')[0]}://... Save to a folder, and copy what is complete (it is renamed into "
+            "place, so whatever is there is)."
         )
     return Path(text).absolute()

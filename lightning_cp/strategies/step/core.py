@@ -203,8 +203,7 @@ class ContextParallelCore(StepLosses):
         if self._handle is None or self._part is None:
             raise ConfigError(
                 "a context-parallel step began without a sharded batch. Let the strategy move the "
-                "batch (do not "
-                "override transfer with a step that takes dataloader_iter)."
+                "batch (do not override transfer with a step that takes dataloader_iter)."
             )
         part = self._part
         self._handle.activate(

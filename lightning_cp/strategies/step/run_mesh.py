@@ -32,10 +32,9 @@ class RunMesh:
         """
         if self._mesh is None:
             raise ConfigError(
-                "the mesh does not exist yet: processes start first, and the split of the "
-                "context-parallel ranks "
-                "may need the model. It is available from setup on, or in configure_model if num_heads, or "
-                "ulysses_size and ring_size, are given to the strategy."
+                "the mesh does not exist yet: processes start first, and the split of the context-parallel "
+                "ranks may need the model. It is available from setup on, or in configure_model if "
+                "num_heads, or ulysses_size and ring_size, are given to the strategy."
             )
         return self._mesh
 
