@@ -140,7 +140,7 @@ def test_no_process_is_left(
     name: str, sessions: dict[str, tuple[str, Path, subprocess.Popen[str]]]
 ) -> None:
     mark, directory, session = sessions[name]
-    wait_until(lambda: len(list((directory / "started").iterdir())) == 2, 120.0, "the ranks start")
+    wait_until(lambda: len(list((directory / "started").iterdir())) == 2, 240.0, "the ranks start")
     if (ending := ENDINGS[name]) is not None:
         assert len(marked(mark)) >= 4, "pytest, fork server and two ranks should be seen"
         session.send_signal(ending)
