@@ -51,8 +51,8 @@ FAULT_MUTANTS = (
     Mutant(
         "setup compares nothing but settings",
         "lightning_cp/strategies/watch/same.py",
-        "return {**versions, **chosen, **told}",
-        "return {**chosen, **told}",
+        "return {**stage, **versions, **chosen, **told}",
+        "return {**stage, **chosen, **told}",
         ("tests/faults/test_same_start.py::test_what_differs_is_named[torch version-1]",),
         "Ranks of different versions train together.",
     ),

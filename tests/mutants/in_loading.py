@@ -39,7 +39,7 @@ LOADING_MUTANTS = (
         f"{ROOM}/incomplete.py",
         "    yield\n    for handle",
         "    try:\n        yield\n    finally:\n        pass\n    for handle",
-        (f"{TESTS}/test_options.py::test_ctrl_c_leaves_a_model_that_refuses_to_be_called",),
+        (f"{TESTS}/test_while_loading.py::test_ctrl_c_leaves_a_model_that_refuses_to_be_called",),
         "What was in memory is trained as weights.",
     ),
     Mutant(
