@@ -55,6 +55,7 @@ class Reference:
 
 
 _KILLS, _DAMAGE = "tests/checkpoint/test_kills.py::", "tests/checkpoint/test_damage.py::"
+_FULL_DISK = "tests/checkpoint/test_full_disk.py::"
 _SIGNALS, _RESUME = "tests/launch/test_signals.py::", "tests/strategies/resume/"
 REFERENCES = (
     Reference(
@@ -91,9 +92,9 @@ REFERENCES = (
         "the disk is full, or read-only, on all ranks or on one",
         "an error on every rank that names the path; the old checkpoint is read bit by bit",
         (
-            f"{_DAMAGE}test_a_full_disk_leaves_the_old_checkpoint",
-            f"{_DAMAGE}test_a_file_that_may_not_grow_is_a_full_disk",
-            f"{_DAMAGE}test_a_full_disk_of_one_rank_is_an_error_on_all",
+            f"{_FULL_DISK}test_a_full_disk_leaves_the_old_checkpoint",
+            f"{_FULL_DISK}test_a_file_that_may_not_grow_is_a_full_disk",
+            f"{_FULL_DISK}test_a_full_disk_of_one_rank_is_an_error_on_all",
         ),
     ),
     Reference(
