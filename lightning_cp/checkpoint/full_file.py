@@ -17,6 +17,7 @@ import torch
 
 from lightning_cp.checkpoint.manifest import About, FileEntry, Manifest, hash_of, parse
 from lightning_cp.errors import CheckpointError
+from lightning_cp.faults.signs import pieces
 
 MAGIC = b"lightning_cp manifest\n"
 _ITSELF = "this file"
@@ -60,16 +61,20 @@ class Hashed:
         if len(view) < 2:
             view = memoryview(self._kept + bytes(view))
             self._kept = b""
-        for ready in (self._kept, view[:-2]):
-            try:
-                self._file.write(ready)
-            except OSError as error:
-                self.error = error
-                raise
-            self._digest.update(ready)
-            self.count += len(ready)
+        for ready in (memoryview(self._kept), view[:-2]):
+            for piece in pieces(ready):
+                self._write(piece)
         self._kept = bytes(view[-2:])
         return len(data)
+
+    def _write(self, piece: memoryview) -> None:
+        try:
+            self._file.write(piece)
+        except OSError as error:
+            self.error = error
+            raise
+        self._digest.update(piece)
+        self.count += len(piece)
 
     def flush(self) -> None:
         """Done at the end, with the disk's word."""

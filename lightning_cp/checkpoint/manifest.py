@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cp.errors import CheckpointError
+from lightning_cp.faults.signs import sign_of_life
 
 NAME = "manifest.json"
 VERSION = 1
@@ -163,6 +164,7 @@ def hash_of(path: Path, end: int | None = None) -> str:
         while left and (data := file.read(min(_CHUNK, left))):
             digest.update(data)
             left -= len(data)
+            sign_of_life()
     return digest.hexdigest()
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from lightning_cp.faults.signs import pieces
+
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -80,12 +82,15 @@ def write_shard(
     header = _header(ordered, said)
     digest, written, at = hashlib.sha256(), [], len(header)
     with path.open("xb") as file:
-        for part, block in [(header, None), *((_bytes_of(b.data), b) for b in ordered)]:
+        for part in pieces(memoryview(header)):
             file.write(part)
             digest.update(part)
-            if block is not None:
-                written.append(_place(block, path.name, at))
-                at += len(part)
+        for block in ordered:
+            for part in pieces(_bytes_of(block.data)):
+                file.write(part)
+                digest.update(part)
+            written.append(_place(block, path.name, at))
+            at += block.data.nbytes
         file.flush()
         os.fsync(file.fileno())
     return written, digest.hexdigest(), at

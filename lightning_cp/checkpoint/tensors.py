@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from lightning_cp.faults.signs import sign_of_life
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -49,6 +51,7 @@ class Stored:
         made = torch.empty(self.shape, dtype=self.dtype)
         for chunk in self.chunks:
             _block(made, chunk.offsets, chunk.sizes).copy_(chunk.read())
+            sign_of_life()
         return made
 
 
@@ -81,6 +84,7 @@ def whole(tensor: torch.Tensor, *, keep: bool = True) -> torch.Tensor | None:
                 stride=made.stride(),
             )
         made = made.full_tensor()
+    sign_of_life()
     return made.cpu() if keep else None
 
 
@@ -143,6 +147,7 @@ class StoredTensors(StorageReader):
         target = planner.resolve_tensor(item).detach()
         target.copy_(source)
         planner.commit_tensor(item, target)
+        sign_of_life()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

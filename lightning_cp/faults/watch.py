@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightning_cp.comm.agreement import gathered_lists
+from lightning_cp.faults import signs
 from lightning_cp.faults.hub import Hub
 from lightning_cp.faults.member import Member
 from lightning_cp.faults.notes import OWN, TOLD, Card, Note
@@ -91,6 +92,7 @@ class Watch:
             hub = socket.create_connection((LOOPBACK if near else address, port), CONNECTING)
             self._watcher = Member(*what, hub=hub)
         self._watcher.start()
+        signs.count(self.position)
 
     def note(self, error: BaseException) -> None:
         """This rank's main thread has an error, and will show it.
@@ -113,6 +115,7 @@ class Watch:
         watcher, self._watcher = self._watcher, None
         if watcher is None:
             return
+        signs.ignore(self.position)
         if self._noted is None:
             watcher.leave()
         watcher.join(1.0 if self._noted is None else 0.2)

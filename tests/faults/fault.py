@@ -37,6 +37,30 @@ def fire(kind: str) -> None:
         os._exit(3)
 
 
+class SlowHash:
+    """A module and a hash in one: everything that is hashed while it is written takes a while."""
+
+    WAIT = 0.15
+    """Seconds."""
+
+    def __init__(self) -> None:
+        self._own = hashlib.sha256()
+
+    @classmethod
+    def sha256(cls) -> SlowHash:
+        """A new one."""
+        return cls()
+
+    def update(self, data: Any) -> None:
+        """Some more bytes."""
+        time.sleep(self.WAIT)
+        self._own.update(data)
+
+    def hexdigest(self) -> str:
+        """Of all of them."""
+        return self._own.hexdigest()
+
+
 class Fault:
     """Happens once, at one place on one rank; ``crawl`` in all of a step.
 

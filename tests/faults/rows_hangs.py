@@ -66,6 +66,23 @@ def crawling(way: str, ranks: int, *settings: str) -> Row:
     return Row(name, LIMIT, run, check)
 
 
+def saving_slowly(ranks: int) -> Row:
+    """A save takes several times as long as nothing may; the others wait for it."""
+    limit = 2.0
+
+    def check(done: Outcome) -> None:
+        assert all(text.rstrip().endswith("ENDED WELL") for text in done.outputs), done.output
+        assert any(place.endswith(".ckpt") for place in done.saved), done.saved
+        assert done.seconds > 3 * limit, done
+
+    def run(folder: Path) -> Outcome:
+        pairs = (f"step_timeout={limit}", f"first_step_timeout={limit}", "saves=1")
+        return run_fault(folder, "trainer", ranks, "slow", 0, "save", *pairs, ranks=ranks)
+
+    name = f"a save of {ranks} ranks takes long, and none is ended (first_step_timeout={limit:g})"
+    return Row(name, LIMIT, run, check)
+
+
 HANGS = (
     stopped("trainer", 0, "backward"),
     stopped("trainer", 2, "forward"),
@@ -75,4 +92,5 @@ HANGS = (
     crawling("trainer", 3),
     crawling("fabric", 2, "data_parallel_size=2"),
     crawling("manual", 2, "data_parallel_size=2"),
+    saving_slowly(2),
 )

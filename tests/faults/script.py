@@ -2,7 +2,8 @@
 
 WAY is ``trainer``, ``manual`` (the Trainer with manual optimization) or ``fabric``, or one of them with a
 start method: ``trainer_spawn``. What FAULT and WHERE may be is told in ``fault.py``; ``other`` is a rank that
-is given another setting. Pairs are the strategy's, besides ``saves=1``: callbacks save, also on exceptions.
+is given another setting, and ``slow`` one whose files are written slowly. Pairs are the strategy's, besides
+``saves=1``: callbacks save, also on exceptions.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lightning_cp.fabric
 from lightning_cp import UlyssesRingStrategy
+from lightning_cp.checkpoint import full_file
 from lightning_cp.errors import NonFiniteError
-from tests.faults.fault import Fault, digest_of, fire
+from tests.faults.fault import Fault, SlowHash, digest_of, fire
 
 STEPS = 6
 
@@ -228,6 +230,10 @@ def main(way: str, devices: str, kind: str, rank: str, where: str, *more: str) -
     if kind == "other" and os.environ.get("RANK") == rank:
         fire(kind)
         settings["layout"] = "contiguous"
+    if kind == "slow" and os.environ.get("RANK") == rank:
+        fire(kind)
+        hashed: Any = full_file
+        hashed.hashlib = SlowHash
     fault = Fault(kind, int(rank), where)
     if program == "fabric":
         with_fabric(int(devices), fault, settings)

@@ -17,6 +17,7 @@ import torch
 
 from lightning_cp.checkpoint.pretrained.header import Entry, open_regular
 from lightning_cp.errors import CheckpointError
+from lightning_cp.faults.signs import sign_of_life
 
 STRAIGHT = 16 * 2**20
 """Bytes read at a time into their place: between two calls of ``done``."""
@@ -111,6 +112,7 @@ class SliceReader:
                 )
             at += got
             self._done(got)
+            sign_of_life()
 
 
 def pieces(

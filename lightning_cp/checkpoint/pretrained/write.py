@@ -14,6 +14,7 @@ import torch
 from lightning_cp.checkpoint.pretrained.header import DTYPES
 from lightning_cp.checkpoint.pretrained.index import SINGLE
 from lightning_cp.errors import ConfigError
+from lightning_cp.faults.signs import PIECE, sign_of_life
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -77,7 +78,8 @@ class TensorFile:
 
     def _put(self, rest: memoryview) -> None:
         while rest:
-            rest = rest[self._stream.write(rest) :]
+            rest = rest[self._stream.write(rest[:PIECE]) :]
+            sign_of_life()
 
     def sync(self) -> None:
         """Have it on the disk."""

@@ -31,6 +31,15 @@ class WatchedSteps:
     def _position(self) -> Position:
         return self._core.watch.position
 
+    def progress(self) -> None:
+        """Say that this rank goes on, from any thread, however often: for long work of your own.
+
+        The watch ends a run in which no rank does anything that it knows of for ``first_step_timeout``
+        outside of steps, or ``step_timeout`` within one. Work that is not the strategy's (data that is
+        prepared, an evaluation, a file that is sent somewhere) is unknown to it.
+        """
+        self._position.progress()
+
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """As the strategy's, noted as the backward of a step."""
         self._position.enter(Phase.BACKWARD)
