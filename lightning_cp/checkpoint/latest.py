@@ -5,12 +5,35 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_cp.checkpoint.durable import found, replace_text
+from lightning_cp.checkpoint.failures import shown
+from lightning_cp.checkpoint.in_the_way import require_replaceable
+from lightning_cp.errors import CheckpointError
 
 NAME = "latest"
+_LONGEST = 4096
+
+
+def require_name(target: Path) -> None:
+    """Refuse a checkpoint of this name, and one beside something else that has it.
+
+    Raises:
+        CheckpointError: saying which of the two.
+    """
+    if target.name == NAME:
+        raise CheckpointError(
+            f"{NAME!r} is the name of the file that says which checkpoint of a folder is the newest. Give "
+            "the checkpoint another one."
+        )
+    _require_ours(target.with_name(NAME))
 
 
 def point_to(target: Path) -> None:
-    """Say that ``target`` is the newest complete checkpoint of its folder."""
+    """Say that ``target`` is the newest complete checkpoint of its folder.
+
+    Raises:
+        CheckpointError: something else has the name of the file that says so.
+    """
+    _require_ours(target.with_name(NAME))
     replace_text(target.with_name(NAME), target.name + "\n")
 
 
@@ -19,11 +42,27 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
     What it names has not been verified; reading it does that.
     """
-    try:
-        name = (folder / NAME).read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    if not name or name != Path(name).name:
+    name = _said_by(folder / NAME)
+    if name is None:
         return None
     path = found(folder / name)
     return path if path.exists() else None
+
+
+def _require_ours(place: Path) -> None:
+    require_replaceable(place)
+    is_file = place.is_file() and not place.is_symlink()
+    if is_file and place.stat().st_size and _said_by(place) is None:
+        raise CheckpointError(
+            f"{shown(place)} does not name a checkpoint, so it is not replaced. That file is kept for the "
+            "name of the newest checkpoint of its folder: rename what is there, or save somewhere else."
+        )
+
+
+def _said_by(place: Path) -> str | None:
+    try:
+        with place.open("rb") as file:
+            name = file.read(_LONGEST).decode().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return name if name and name.isprintable() and name == Path(name).name else None

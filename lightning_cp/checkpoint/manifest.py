@@ -105,6 +105,15 @@ def parse(text: str, where: str) -> Manifest:
     return manifest
 
 
+def is_ours(text: str) -> bool:
+    """Whether a manifest was written by a save, of any version; it may be damaged all the same."""
+    try:
+        body = json.loads(text)
+    except ValueError:
+        return f'"{_FORMAT}"' in text
+    return isinstance(body, dict) and body.get("format") == _FORMAT
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a sharded checkpoint.
 

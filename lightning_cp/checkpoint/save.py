@@ -10,6 +10,8 @@ from typing import Any, Protocol
 from lightning_cp.checkpoint.durable import sweep
 from lightning_cp.checkpoint.failures import failed_save
 from lightning_cp.checkpoint.full import plan_full
+from lightning_cp.checkpoint.in_the_way import require_replaceable
+from lightning_cp.checkpoint.latest import require_name
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.plain import plain
 from lightning_cp.checkpoint.sharded import plan_sharded
@@ -81,6 +83,8 @@ def plan(
     def begin() -> Any:
         made = plain(tree, may_lack)
         if world.rank == 0:
+            require_name(target)
+            require_replaceable(target)
             sweep(target.parent)
         return made
 

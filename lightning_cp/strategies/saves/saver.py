@@ -9,9 +9,9 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
-from lightning_cp.checkpoint import manifest
 from lightning_cp.checkpoint.durable import remove, replace_link
 from lightning_cp.checkpoint.failures import failed_save, shown
+from lightning_cp.checkpoint.in_the_way import is_foreign, require_replaceable
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.save import Background, finish, plan
 from lightning_cp.comm.objects import World
@@ -136,16 +136,17 @@ class Saver:
             return True
         if any(x.is_symlink() and x.resolve() == target.resolve() for x in target.parent.iterdir()):
             return False
-        if target.is_dir() and not (target / manifest.NAME).is_file():
+        if is_foreign(target):
             self._say_once(
-                f"{shown(target)} is not removed: it has no {manifest.NAME}, so it is no complete checkpoint "
-                "of lightning_cp."
+                f"{shown(target)} is not removed: it has no manifest.json of ours, so it is no complete "
+                "checkpoint of lightning_cp."
             )
             return True
         remove(target)
         return True
 
     def _link(self, target: Path, link: Path) -> bool:
+        require_replaceable(link)
         replace_link(link, target)
         return True
 

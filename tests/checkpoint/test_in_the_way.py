@@ -1,0 +1,102 @@
+"""What has the name of a checkpoint already: it is replaced if it is one, and left alone if it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+import pytest
+
+from lightning_cp.checkpoint.latest import latest_checkpoint, point_to
+from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.checkpoint.save import save_checkpoint
+from lightning_cp.errors import CheckpointError
+from lightning_cp.fabric import UlyssesRingStrategy
+from lightning_cp.strategies.saves.saver import Saver
+from tests.checkpoint.states import same, state_of
+
+FORMS = ("full", "sharded")
+MANIFESTS = {"none": None, "another program's": '{"name": "page", "icons": []}', "no text": "\0\1"}
+
+
+def folder_with(name: str, folder: Path, manifest: str | None = None) -> Path:
+    """A folder that somebody needs."""
+    made = folder / name
+    made.mkdir()
+    (made / "thesis").write_text("years")
+    if manifest is not None:
+        (made / "manifest.json").write_text(manifest)
+    return made
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_folder_that_is_no_checkpoint_is_not_replaced(
+    form: str, manifest: str, tmp_path: Path
+) -> None:
+    folder = folder_with("results", tmp_path, MANIFESTS[manifest])
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(
+        CheckpointError, match=r"results is a folder .* no checkpoint of lightning_cp"
+    ):
+        save_checkpoint(state_of(1), folder, form=form)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_nor_by_fabric(tmp_path: Path) -> None:
+    folder = folder_with("results", tmp_path)
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy=UlyssesRingStrategy())
+    fabric.launch()
+    with pytest.raises(CheckpointError, match="results is a folder"):
+        fabric.save(folder, {"step": 1})
+    assert (folder / "thesis").read_text() == "years"
+
+
+def test_nor_by_a_link(tmp_path: Path) -> None:
+    folder = folder_with("last.ckpt", tmp_path)
+    save_checkpoint(state_of(1), tmp_path / "new")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=r"last\.ckpt is a folder"):
+        Saver("full", in_background=False).link(tmp_path / "new", folder)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nor_by_the_name_of_the_newest(form: str, tmp_path: Path) -> None:
+    folder_with("latest", tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match="latest is a folder"):
+        save_checkpoint(state_of(1), tmp_path / "a", form=form)
+    with pytest.raises(CheckpointError, match="latest is a folder"):
+        point_to(tmp_path / "a")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("there", ["years of work\nmore of it", "a/b", "\0\1"])
+def test_nor_is_a_file_of_that_name_that_says_something_else(there: str, tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text(there)
+    with pytest.raises(CheckpointError, match="latest does not name a checkpoint"):
+        save_checkpoint(state_of(1), tmp_path / "a")
+    assert (tmp_path / "latest").read_text() == there
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_checkpoint_has_the_name_of_the_file_that_names_the_newest(
+    form: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match="'latest' is the name of the file that"):
+        save_checkpoint(state_of(1), tmp_path / "latest", form=form)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_checkpoints_files_and_empty_folders_are_replaced(form: str, tmp_path: Path) -> None:
+    target = tmp_path / "a"
+    target.mkdir()
+    for step, other in enumerate((*FORMS, form)):
+        save_checkpoint(state_of(step), target, form=other)
+        assert same(open_checkpoint(target).read(), state_of(step))
+    (tmp_path / "b").write_text("a file, as torch.save would replace it")
+    save_checkpoint(state_of(4), tmp_path / "b", form=form)
+    assert latest_checkpoint(tmp_path) == tmp_path / "b"
