@@ -3,6 +3,7 @@
 They look like the whole tensor (``shape``), and ``cross_entropy`` takes them as they are. So does what treats
 each number by itself (a change of dtype, a cap, a scale) or rows as rows (``view(-1, vocabulary)``,
 ``flatten(0, 1)``). Anything else is given whole logits, gathered then: right, with the memory of one process.
+What changes these in place, or a view of them, is written back to each rank's own part.
 """
 
 from __future__ import annotations
@@ -12,10 +13,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
-from lightning_cp.comm.sharded_cross_entropy import sharded_cross_entropy
-from lightning_cp.comm.tensor_parallel import gather_last
+from lightning_cp.comm.parts_of_logits import (
+    ABOUT_THE_TENSOR,
+    CROSS_ENTROPY,
+    SHAPES,
+    cross_entropy_of_part,
+    kept,
+    of_shape,
+)
+from lightning_cp.comm.tensor_parallel import gather_last, own_last
+from lightning_cp.errors import ConfigError
 
 Function = Callable[..., Any]
 
@@ -24,12 +32,14 @@ class ShardedLogits(torch.Tensor):
     """``[..., vocabulary]``, of which this rank holds ``[..., vocabulary / ranks]``."""
 
     group: dist.ProcessGroup
+    lent: tuple[torch.Tensor, int, int] | None
+    """Whole logits of which somebody has a view, their version, and this rank's part's then."""
 
     @staticmethod
     def of(local: torch.Tensor, group: dist.ProcessGroup) -> ShardedLogits:
         """This rank's part ``[..., V / ranks]``, as logits of the whole vocabulary."""
         logits = local.as_subclass(ShardedLogits)
-        logits.group = group
+        logits.group, logits.lent = group, None
         return logits
 
     @classmethod
@@ -39,21 +49,21 @@ class ShardedLogits(torch.Tensor):
         kwargs = kwargs or {}
         own = args[0] if args else kwargs.get("input")
         if isinstance(own, ShardedLogits):
+            _settle(own)
             local, group = _plain(own), own.__dict__["group"]
-            if func in _ABOUT_THE_TENSOR:
+            if func in ABOUT_THE_TENSOR:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            if func in _SHAPES:
-                return _of_shape(func, local, group.size(), args[1:], kwargs)
-            if func in _CROSS_ENTROPY:
-                loss = _cross_entropy(local, group, args[1:], kwargs)
+            if func in SHAPES:
+                return of_shape(func, local, group.size(), args[1:], kwargs)
+            if func in CROSS_ENTROPY:
+                loss = cross_entropy_of_part(local, group, args[1:], kwargs)
                 if loss is not None:
                     return loss
-            kept = _kept(func, local, args[1:], kwargs, group.size())
-            if kept is not None:
-                return ShardedLogits.of(kept, group)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*_whole(args), **_whole(kwargs))
+            part = kept(func, local, args[1:], kwargs, group.size())
+            if part is not None:
+                return ShardedLogits.of(part, group)
+        return _of_whole(func, args, kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """This rank's part: whoever prints it may be the only rank that does."""
@@ -77,7 +87,8 @@ def whole_logits(x: Any) -> Any:
     """
     if not isinstance(x, ShardedLogits):
         return x
-    return gather_last(_plain(x), x.__dict__["group"])
+    _settle(x)
+    return _gathered(x)
 
 
 def _plain(x: ShardedLogits) -> torch.Tensor:
@@ -85,108 +96,78 @@ def _plain(x: ShardedLogits) -> torch.Tensor:
         return x.as_subclass(torch.Tensor)
 
 
-def _whole(values: Any) -> Any:
+def _of_whole(func: Function, args: Any, kwargs: Any) -> Any:
+    """What comes of whole logits; where ``func`` changes them, it changes this rank's part, too."""
+    given: dict[int, tuple[ShardedLogits, torch.Tensor]] = {}
+    args, kwargs = _whole(args, given), _whole(kwargs, given)
+    versions = [_version(whole) for _, whole in given.values()]
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+    for (logits, whole), version in zip(given.values(), versions, strict=True):
+        if _version(whole) != version:
+            _write(whole, logits)
+            result = logits if result is whole else result
+        if any(getattr(x, "_base", None) is whole for x in _flat(result)):
+            logits.lent = (whole, _version(whole), _version(logits))
+    return result
+
+
+def _whole(values: Any, given: dict[int, tuple[ShardedLogits, torch.Tensor]]) -> Any:
+    """With whole logits instead of sharded ones, which are noted in ``given``."""
     if isinstance(values, (list, tuple)) and not hasattr(values, "_fields"):
-        return type(values)(_whole(value) for value in values)
+        return type(values)(_whole(value, given) for value in values)
     if isinstance(values, dict):
-        return {key: _whole(value) for key, value in values.items()}
-    return whole_logits(values)
+        return {key: _whole(value, given) for key, value in values.items()}
+    if isinstance(values, ShardedLogits):
+        if id(values) not in given:
+            given[id(values)] = values, _versioned(whole_logits(values))
+        return given[id(values)][1]
+    return values
 
 
-_ABOUT_THE_TENSOR = {
-    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_meta.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.dim,
-    torch.Tensor.register_hook,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.Tensor.get_device,
-    torch.Tensor.element_size,
-}
-_SHAPES = {torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.__len__}  # type: ignore[attr-defined]
-_CROSS_ENTROPY = {F.cross_entropy}
-_NUMBER_BY_NUMBER = {
-    torch.Tensor.float,
-    torch.Tensor.double,
-    torch.Tensor.bfloat16,
-    torch.Tensor.half,
-    torch.Tensor.to,
-    torch.Tensor.type_as,
-    torch.Tensor.contiguous,
-    torch.Tensor.clone,
-    torch.Tensor.detach,
-    torch.Tensor.tanh,
-    torch.tanh,
-}
-_BY_A_NUMBER = {
-    getattr(torch.Tensor, name)
-    for name in ("__mul__", "__rmul__", "mul", "__truediv__", "div", "__add__", "add", "__sub__")
-} | {torch.mul, torch.div, torch.add}
-_VIEWS = {torch.Tensor.view, torch.Tensor.reshape}
-_FLATTENS = {torch.Tensor.flatten, torch.flatten}
+def _gathered(logits: ShardedLogits) -> torch.Tensor:
+    """Those that a view was lent of, if they are as they were: changes of several views add up."""
+    lent = logits.lent
+    if lent is not None and lent[2] == _version(logits):
+        return lent[0]
+    return gather_last(_plain(logits), logits.__dict__["group"])
 
 
-def _of_shape(func: Function, local: torch.Tensor, ranks: int, args: Any, kwargs: Any) -> Any:
-    """What is asked of the shape, of the whole tensor's."""
-    whole = torch.Size((*local.shape[:-1], local.shape[-1] * ranks))
-    if func is torch.Tensor.numel:
-        return whole.numel()
-    if func is torch.Tensor.__len__:
-        return whole[0]
-    at = args[0] if args else kwargs.get("dim")
-    return whole if at is None else whole[at]
+def _settle(logits: ShardedLogits) -> None:
+    """Write back what was changed since in a view of whole logits."""
+    lent = logits.lent
+    if lent is None or lent[1] == _version(lent[0]):
+        return
+    if lent[2] != _version(logits):
+        raise ConfigError(
+            "logits of a sharded vocabulary were changed in place through two views of them, one of which "
+            "holds all of the vocabulary. Change the logits themselves, or make new ones."
+        )
+    _write(lent[0], logits)
 
 
-def _kept(
-    func: Function, local: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int
-) -> torch.Tensor | None:
-    """This rank's part of the result, where it is made of its part alone; else ``None``."""
-    if func in _NUMBER_BY_NUMBER:
-        return func(local, *args, **kwargs)
-    if func in _BY_A_NUMBER:
-        numbers = all(isinstance(x, (int, float)) for x in (*args, *kwargs.values()))
-        return func(local, *args, **kwargs) if numbers else None
-    if func in _VIEWS and not kwargs:
-        several = len(args) == 1 and isinstance(args[0], (tuple, list))
-        sizes: list[Any] = list(args[0] if several else args)
-        if len(sizes) > 1 and sizes[-1] == local.shape[-1] * ranks and sizes[-1] != -1:
-            return func(local, *sizes[:-1], local.shape[-1])
-        return None
-    if func in _FLATTENS:
-        first = kwargs.get("start_dim", args[0] if args else 0)
-        last = kwargs.get("end_dim", args[1] if len(args) > 1 else -1)
-        return func(local, first, last) if last % local.dim() < local.dim() - 1 else None
-    return None
+def _write(whole: torch.Tensor, logits: ShardedLogits) -> None:
+    """Have this rank's part be that of ``whole``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        logits.copy_(own_last(whole, logits.__dict__["group"]))
+    lent = logits.lent
+    if lent is not None and lent[0] is whole:
+        logits.lent = (whole, _version(whole), _version(logits))
 
 
-def _cross_entropy(
-    local: torch.Tensor, group: dist.ProcessGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.Tensor | None:
-    """The loss, from this rank's part; ``None`` for kinds of it that need whole rows."""
-    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-    given = {**dict(zip((*names, "label_smoothing"), args, strict=False)), **kwargs}
-    target = given.pop("target", None)
-    unusual = any(
-        given.pop(name, None) is not None for name in ("weight", "size_average", "reduce")
-    )
-    plain = isinstance(target, torch.Tensor) and target.dtype == torch.int64 and target.dim() == 1
-    if unusual or not plain or local.dim() != 2 or given.get("reduction") not in _REDUCTIONS:
-        return None
-    given["reduction"] = given.get("reduction") or "mean"
-    kind = local.device.type
-    if torch.is_autocast_enabled(kind) and local.dtype != torch.float64:
-        local = local.float()  # as autocast has it
-    return sharded_cross_entropy(local, target, group, **given)
+def _versioned(whole: torch.Tensor) -> torch.Tensor:
+    """One that tells of changes, also where nothing is differentiated."""
+    if not whole.is_inference():
+        return whole
+    with torch.inference_mode(False), torch.no_grad():
+        return whole.clone()
 
 
-_REDUCTIONS = (None, "mean", "sum", "none")
+def _version(x: torch.Tensor) -> int:
+    """How often it was changed in place."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return 0 if x.is_inference() else x._version
+
+
+def _flat(result: Any) -> Any:
+    return result if isinstance(result, (list, tuple)) else (result,)

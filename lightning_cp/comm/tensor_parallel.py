@@ -9,6 +9,7 @@ that it alone flows through. One of which each has its own part of the last dime
 | ``leave`` (partial sums -> replicated) | sum over ranks | nothing |
 | ``gather_last`` (sharded -> replicated, and used alike) | all-gather | own part |
 | ``gather_last_for_parts`` (sharded -> whole, each uses another part) | all-gather | sum, own part |
+| ``own_last`` (replicated -> sharded) | own part | all-gather |
 """
 
 from __future__ import annotations
@@ -68,6 +69,16 @@ def gather_last_for_parts(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Te
     return torch.cat(all_gather(x, group), dim=-1)
 
 
+def own_last(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """``[..., n * ranks] -> [..., n]``: this rank's part of what all ranks have made alike.
+
+    Args:
+        x: [..., n * ranks], the same on all ranks.
+        group: those that share the layers, in the order of their parts.
+    """
+    return _OwnLast.apply(x, group)  # type: ignore[no-any-return]
+
+
 class _Enter(torch.autograd.Function):
     """Shapes over P ranks.
 
@@ -122,16 +133,46 @@ class _GatherLast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.rank, ctx.size = group.rank(), x.shape[-1]
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(group.size())]
-        with named("tensor-parallel all-gather"):
-            dist.all_gather(parts, x, group=group)
-        return torch.cat(parts, dim=-1)
+        ctx.group = group
+        return _gathered(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0].narrow(-1, ctx.rank * ctx.size, ctx.size), None
+        return _own(gradients[0], ctx.group), None
+
+
+class _OwnLast(torch.autograd.Function):
+    """Shapes over P ranks.
+
+    ========  ====================================  ==========  ================================
+    pass      input                                 collective  output
+    ========  ====================================  ==========  ================================
+    forward   x [..., n * P], replicated            none        [..., n], this rank's part
+    backward  d [..., n], this rank's part          all-gather  d x [..., n * P], replicated
+    ========  ====================================  ==========  ================================
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _own(x, group).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _gathered(gradients[0], ctx.group), None
+
+
+def _gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    with named("tensor-parallel all-gather"):
+        dist.all_gather(parts, x, group=group)
+    return torch.cat(parts, dim=-1)
+
+
+def _own(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    size = x.shape[-1] // group.size()
+    return x.narrow(-1, group.rank() * size, size)
 
 
 def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -22,10 +22,18 @@ TENSOR_PARALLEL_MUTANTS = (
     Mutant(
         "every rank takes the first part of a gradient",
         COMM,
-        "gradients[0].narrow(-1, ctx.rank * ctx.size, ctx.size)",
-        "gradients[0].narrow(-1, 0, ctx.size)",
+        "return _own(gradients[0], ctx.group), None",
+        "return gradients[0].chunk(ctx.group.size(), -1)[0], None",
         (LOGITS + "anything_else_is_given_whole_rows[by hand]",),
         "The loss is right, and the last tokens of the vocabulary learn from the first ones.",
+    ),
+    Mutant(
+        "what is changed in place is lost",
+        "lightning_cp/comm/sharded_logits.py",
+        "            _write(whole, logits)\n",
+        "",
+        (LOGITS + "anything_else_is_given_whole_rows[divided]",),
+        "The loss is that of logits as they were before.",
     ),
     Mutant(
         "exponentials of different scales are added",

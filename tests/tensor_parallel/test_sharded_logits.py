@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from lightning_cp.comm.sharded_cross_entropy import sharded_cross_entropy
 from lightning_cp.comm.sharded_logits import ShardedLogits, whole_logits
+from lightning_cp.errors import ConfigError
 from tests.pool import run_ranks
 
 VOCABULARY, SHAPE = 12, (2, 5, 12)
@@ -52,15 +53,56 @@ IS_GATHERED: dict[str, Loss] = {
 }
 
 
+def changed(change: Callable[[torch.Tensor], object]) -> Loss:
+    """Cross-entropy of logits that were changed in place."""
+
+    def loss(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        change(z)
+        return F.cross_entropy(z.view(-1, VOCABULARY), y.view(-1))
+
+    return loss
+
+
+def assign(z: torch.Tensor) -> None:
+    z[..., 5:] = -100
+
+
+def divide_rows(z: torch.Tensor) -> None:
+    z[0] /= 3
+
+
+def divide_a_view_of_rows(z: torch.Tensor) -> None:
+    z.view(-1, VOCABULARY)[2:7] /= 3
+
+
+def fill_two_views(z: torch.Tensor) -> None:
+    z[..., 7:].fill_(-3)
+    z[0].mul_(2)
+
+
+IS_CHANGED: dict[str, Loss] = {
+    "assigned": changed(assign),
+    "divided": changed(lambda z: z.div_(3)),
+    "masked": changed(lambda z: z.masked_fill_(torch.arange(VOCABULARY) > 4, -100)),
+    "across the vocabulary": changed(lambda z: z.cumsum_(-1)),
+    "by itself": changed(lambda z: z.mul_(z.sigmoid())),
+    "by an option": changed(lambda z: F.leaky_relu(z, 0.1, inplace=True)),
+    "some rows": changed(divide_rows),
+    "some rows of a view": changed(divide_a_view_of_rows),
+    "a view of them": changed(fill_two_views),
+}
+"""Where all of them were changed in place, or some."""
+
+
 def compare(rank: int, world_size: int, name: str) -> tuple[float, float, int]:
     """Errors of a loss and of its gradient, and how many rows were gathered for it."""
-    loss = {**STAYS_SHARDED, **IS_GATHERED}[name]
+    loss = {**STAYS_SHARDED, **IS_GATHERED, **IS_CHANGED}[name]
     torch.manual_seed(0)
     values = torch.randn(SHAPE, dtype=torch.float64)
     target = torch.randint(0, VOCABULARY, SHAPE[:2])
     target[0, :2] = -100
     whole = values.clone().requires_grad_()
-    want = loss(whole, target)
+    want = loss(whole * 1, target)
     want.backward()
     local = values.chunk(world_size, -1)[rank].clone().requires_grad_()
     logits = ShardedLogits.of(local * 1, dist.group.WORLD)  # type: ignore[arg-type]
@@ -90,7 +132,7 @@ def test_cross_entropy_of_parts(name: str, ranks: int) -> None:
         assert not gathered
 
 
-@pytest.mark.parametrize("name", IS_GATHERED)
+@pytest.mark.parametrize("name", [*IS_GATHERED, *IS_CHANGED])
 def test_anything_else_is_given_whole_rows(name: str) -> None:
     for loss, gradient, gathered in run_ranks(2, compare, name):
         assert loss <= 1e-12
@@ -116,6 +158,28 @@ def look_at(rank: int, world_size: int) -> None:
 
 def test_they_look_whole() -> None:
     run_ranks(2, look_at)
+
+
+def change(rank: int, world_size: int) -> None:
+    with torch.inference_mode():
+        whole = torch.arange(6.0).view(1, 6)
+        logits = ShardedLogits.of(whole[:, 3 * rank : 3 * rank + 3].clone(), dist.group.WORLD)  # type: ignore[arg-type]
+        assert logits.mul_(2) is logits
+        torch.add(logits, 1, out=logits)
+        assert torch.tanh(logits, out=torch.empty(1, 6)).shape == (1, 6)
+        logits[:, 4] = 0
+        logits.data[:, 2] = 7
+        assert logits.tolist() == [[1, 3, 7, 7, 0, 11]]
+    logits = ShardedLogits.of(torch.zeros(1, 3), dist.group.WORLD)  # type: ignore[arg-type]
+    column = logits[:, 1]
+    logits.view(1, 6).mul_(2)
+    column.add_(1)
+    with pytest.raises(ConfigError, match="changed in place through two views"):
+        logits.sum()
+
+
+def test_they_are_changed_in_place_outside_of_training_too() -> None:
+    run_ranks(2, change)
 
 
 def miss(rank: int, world_size: int) -> None:
