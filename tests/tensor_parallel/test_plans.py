@@ -13,8 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh
-from lightning_cp.strategies.engines.tensor_parallel import share_layers
+from lightning_cp.strategies.engines.tensor_parallel import FusedColwiseLinear, share_layers
 from lightning_cp.strategies.engines.tensor_parallel.automatic import automatic_plan
+from lightning_cp.strategies.engines.tensor_parallel.given import given_plan
 from lightning_cp.strategies.engines.tensor_parallel.names import KNOWN_TYPES
 from tests.pool import run_ranks
 from tests.strategies.plain_llama import PlainLlama
@@ -119,6 +120,13 @@ PLANS: dict[str, Any] = {
         "blocks.*.o": RowwiseParallel(),
         "embed": "vocabulary_embedding",
     },
+    "fused": {
+        "qkv_proj": "fused_colwise",
+        "o_proj": "rowwise",
+        "layers.0.mlp.gate_up_proj": "fused_colwise",
+        "layers.1.mlp.gate_up_proj": FusedColwiseLinear((96, 96)),
+        "down_proj": "rowwise",
+    },
 }
 
 
@@ -144,6 +152,13 @@ def test_a_plan_of_the_users_own(plan: str, count: int) -> None:
         assert loss <= 1e-12
         assert gradient <= 1e-12
         assert len(sharded) == count
+
+
+def test_a_plan_of_the_users_own_for_fused_layers() -> None:
+    for loss, gradient, sharded in run_ranks(2, compare, "phi3", "fused", {}, timeout=120):
+        assert loss <= 1e-6
+        assert gradient <= 1e-6
+        assert len(sharded) == 8
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
@@ -272,6 +287,60 @@ def test_parameters_that_heads_may_share_keep_attention_whole() -> None:
     assert [whole.name for whole in plan.whole] == ["0"]
     assert "scale" in plan.whole[0].why
     assert not any(name.startswith("0.") for name in plan.styles)
+
+
+REFUSED_HALVES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "queries alone": ("llama", {"q_proj": "colwise"}, "in part: k_proj, v_proj, o_proj would stay"),
+    "keys alone": ("llama", {"layers.1.self_attn.k_proj": "colwise"}, "layers.1.self_attn in part"),
+    "no way out": (
+        "llama",
+        {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise"},
+        "in part: o_proj would stay whole.*or none",
+    ),
+    "no norms": (
+        "qwen3",
+        {"[qkv]_proj": "colwise", "o_proj": "rowwise"},
+        "in part: q_norm, k_norm would stay whole",
+    ),
+    "fused heads": (
+        "phi3",
+        {"qkv_proj": "colwise", "o_proj": "rowwise"},
+        "model.layers.0.self_attn.qkv_proj makes several things in one.*Use fused_colwise",
+    ),
+    "a fused MLP": (
+        "phi3",
+        {"gate_up_proj": ColwiseParallel(), "down_proj": "rowwise"},
+        "mlp.gate_up_proj makes several things in one",
+    ),
+    "not fused": (
+        "llama",
+        {"up_proj": "fused_colwise"},
+        "what model.layers.0.mlp.up_proj makes is not known by its name",
+    ),
+    "other parts": (
+        "phi3",
+        {"gate_up_proj": FusedColwiseLinear((48, 96)), "down_proj": "rowwise"},
+        "parts of 48, 96 features do not fit .*gate_up_proj, which has 192 for 2 ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_HALVES)
+def test_plans_that_take_heads_apart_are_refused(name: str) -> None:
+    kind, plan, message = REFUSED_HALVES[name]
+    before = torch.get_default_dtype()
+    try:
+        model = make(kind)
+    finally:
+        torch.set_default_dtype(before)
+    with pytest.raises(ConfigError, match=message):
+        given_plan(model, plan, 2)
+
+
+def test_a_plan_for_other_layers_asks_for_no_heads() -> None:
+    model = nn.ModuleDict({"attention": _Bare(), "mlp": PlainLlama().blocks[0]})
+    styles = given_plan(model, {"mlp.up": "colwise", "mlp.down": "rowwise"}, 2).styles
+    assert list(styles) == ["mlp.up", "mlp.down"]
 
 
 def shares(rank: int, world_size: int) -> None:

@@ -19,6 +19,7 @@ from lightning_cp.strategies.engines.tensor_parallel.blocks import (
     Attention,
     Whole,
     attention_in,
+    joined,
     mlps_in,
 )
 from lightning_cp.strategies.engines.tensor_parallel.styles import (
@@ -57,10 +58,10 @@ def automatic_plan(model: nn.Module, size: int) -> Plan:
         else:
             require_heads(found, size)
             plan.attention.append(found)
-            plan.styles.update(_attention_styles(found))
+            plan.styles.update(attention_styles(found))
     for found in mlps_in(model, fused=fused):
         if isinstance(found, MLP) and _features(found) % size == 0:
-            plan.styles.update(_mlp_styles(found))
+            plan.styles.update(mlp_styles(found))
         else:
             why = (
                 f"its {_features(found)} features do not divide by {size}"
@@ -111,7 +112,8 @@ def _refuse_unknown_families(model: nn.Module) -> bool:
     return bool(types)
 
 
-def _attention_styles(found: Attention) -> Iterator[tuple[str, ParallelStyle]]:
+def attention_styles(found: Attention) -> Iterator[tuple[str, ParallelStyle]]:
+    """Of each of its layers, and of its norms."""
     query, kv = found.query_heads * found.head_dim, found.kv_heads * found.head_dim
     for layer in found.ways_in:
         fused = len(found.ways_in) == 1
@@ -124,7 +126,8 @@ def _attention_styles(found: Attention) -> Iterator[tuple[str, ParallelStyle]]:
     yield joined(found.name, found.way_out), RowwiseLinear()
 
 
-def _mlp_styles(found: MLP) -> Iterator[tuple[str, ParallelStyle]]:
+def mlp_styles(found: MLP) -> Iterator[tuple[str, ParallelStyle]]:
+    """Of each of its layers."""
     for layer in found.ways_in:
         half = _features(found)
         style = FusedColwiseLinear((half, half)) if found.fused else ColwiseLinear()
@@ -157,8 +160,3 @@ def _looks_up_only(module: nn.Embedding) -> bool:
 
 def _as_linear(module: Any) -> nn.Linear:
     return module
-
-
-def joined(*names: str) -> str:
-    """Dotted, without the parts that are empty."""
-    return ".".join(filter(None, names))

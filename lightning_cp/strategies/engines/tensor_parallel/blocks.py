@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,16 +47,23 @@ class Whole:
     why: str
 
 
-def attention_in(model: nn.Module, *, fused: bool) -> Iterator[Attention | Whole]:
+def attention_in(
+    model: nn.Module, *, fused: bool, among: Container[str] | None = None
+) -> Iterator[Attention | Whole]:
     """The attention modules whose layers have known names.
 
     Args:
         model: a module.
         fused: it is known in which order fused layers make queries, keys and values.
+        among: names of layers; attention that has none of them is passed over.
     """
     for name, module in model.named_modules():
         layers = _linears(module, known.ATTENTION)
         together = _linears(module, known.FUSED_ATTENTION) if layers is None else None
+        if among is not None and all(
+            joined(name, layer) not in among for layer in layers or together or ()
+        ):
+            continue
         if layers is not None:
             yield _read_attention(name, module, layers[:-1], layers[-1])
         elif together is not None and fused:
@@ -143,3 +150,8 @@ def _others(module: nn.Module, hidden: int, norms: tuple[str, ...]) -> str | Non
             continue
         return name
     return None
+
+
+def joined(*names: str) -> str:
+    """Dotted, without the parts that are empty."""
+    return ".".join(filter(None, names))
