@@ -2,8 +2,8 @@
 
 PyTorch's ``HuggingFaceStorageReader`` maps each file and copies slices of it. Mapped pages count as the
 process's memory while they last, up to a whole file, and a slice is made whole before it is copied. Here
-bytes are read (``preadv``) into the parameter's own memory if they lie side by side in both, and otherwise
-pass through a buffer of a fixed size.
+bytes are read (``preadv``) into the parameter's own memory, many rows of columns with one call,
+which puts what lies between them aside. Converted values, and those for other devices, pass through a buffer.
 """
 
 from __future__ import annotations
@@ -15,31 +15,32 @@ from typing import Any
 
 import torch
 
+from lightning_cp.checkpoint.pretrained.boxes import Rows, rows_of
 from lightning_cp.checkpoint.pretrained.header import Entry, open_regular
 from lightning_cp.errors import CheckpointError
 from lightning_cp.faults.signs import sign_of_life
 
 STRAIGHT = 16 * 2**20
-"""Bytes read at a time into their place: between two calls of ``done``."""
+"""Bytes read into their place between two calls of ``done``."""
 BUFFER = 2**20
-"""Bytes that pass through a buffer at a time; it stays in a core's cache between being filled and read."""
-SEEK = 32 * 2**10
-"""Bytes that are rather skipped than read along; about what a system call costs."""
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and lengths."""
+"""Bytes that pass through the buffer at a time; it stays in a core's cache between being filled and read."""
+ALONG = 24 * 2**10
+"""Bytes between two rows that are rather read along than skipped; about what a call costs."""
+VIEWS = 1024
+"""Places that one call may fill: ``IOV_MAX`` of Linux and macOS."""
 
 
 class SliceReader:
     """Open files of a checkpoint, one at a time, and one buffer.
 
     Args:
-        done: called with the number of bytes that were just read.
+        done: called with the number of bytes of the box that were just read.
     """
 
     def __init__(self, done: Callable[[int], None] = lambda count: None) -> None:
         self._done = done
         self._buffer: torch.Tensor | None = None
+        self._unused = bytearray(ALONG)
         self._file: Path | None = None
         self._fd = -1
 
@@ -61,22 +62,62 @@ class SliceReader:
         Raises:
             CheckpointError: the file ends before, or cannot be read.
         """
-        if not into.numel():
-            return
         self._open(entry.file)
-        box = (tuple(offsets), tuple(into.shape))
+        size = entry.dtype.itemsize
         straight = into.device.type == "cpu" and into.dtype == entry.dtype
-        for offset, lengths, place in pieces(box, entry.shape, entry.dtype.itemsize, straight):
-            part = into[place]
-            start = entry.start + _first(offset, entry.shape) * entry.dtype.itemsize
-            span = _span(lengths, entry.shape) * entry.dtype.itemsize
-            if straight and part.is_contiguous() and span == part.numel() * part.element_size():
-                self._fill(entry, start, part)
+        for corner, part in _contiguous(into):
+            place = [x + y for x, y in zip(offsets, corner, strict=True)]
+            for rows in rows_of(place, part.shape, entry.shape):
+                for some in rows.cut((STRAIGHT if straight else BUFFER) // size):
+                    target = part.view(-1)[some.at : some.at + some.numel]
+                    self._rows(entry, some, target, straight)
+                    self._done(some.numel * size)
+                    sign_of_life()
+
+    def _rows(self, entry: Entry, rows: Rows, target: torch.Tensor, straight: bool) -> None:
+        if straight:
+            self._fill(entry, rows, _memory(target))
+            return
+        if self._buffer is None:
+            self._buffer = torch.empty(BUFFER, dtype=torch.uint8)
+        packed = self._buffer[: rows.numel * entry.dtype.itemsize]
+        self._fill(entry, rows, _memory(packed))
+        target.copy_(packed.view(entry.dtype))
+
+    def _fill(self, entry: Entry, rows: Rows, memory: memoryview) -> None:
+        """Rows from the file into ``memory``, where they lie side by side."""
+        item = entry.dtype.itemsize
+        size, step, start = rows.length * item, rows.step * item, entry.start + rows.start * item
+        parts = [memory[at : at + size] for at in range(0, len(memory), size)]
+        unused = memoryview(self._unused)[: step - size]
+        at_once = VIEWS // 2 if step - size <= ALONG else 1
+        for first in range(0, len(parts), at_once):
+            some = parts[first : first + at_once]
+            begin = start + first * step
+            views = [view for part in some for view in (part, unused)][:-1]
+            if self._pread(entry, views, begin) == (len(some) - 1) * step + size:
                 continue
-            buffer = self._scratch(span)
-            self._fill(entry, start, buffer)
-            found = buffer.view(entry.dtype).as_strided(lengths, _strides(entry.shape))
-            part.copy_(found)
+            for number, part in enumerate(some):  # a short read, which may happen at any place
+                self._fill_one(entry, begin + number * step, part)
+
+    def _fill_one(self, entry: Entry, start: int, into: memoryview) -> None:
+        at = 0
+        while at < len(into):
+            got = self._pread(entry, [into[at:]], start + at)
+            if not got:
+                raise CheckpointError(
+                    f"{entry.file.name} ends within {entry.name!r}, though it was whole before: something "
+                    "changes it while it is read."
+                )
+            at += got
+
+    def _pread(self, entry: Entry, views: list[memoryview], start: int) -> int:
+        try:
+            return os.preadv(self._fd, views, start)
+        except OSError as error:
+            raise CheckpointError(
+                f"{entry.file.name} cannot be read at {entry.name!r}: {error.strerror}."
+            ) from None
 
     def _open(self, file: Path) -> None:
         if self._file == file:
@@ -88,110 +129,19 @@ class SliceReader:
             self._fd = os.dup(stream.fileno())
         self._file = file
 
-    def _scratch(self, size: int) -> torch.Tensor:
-        if self._buffer is None or self._buffer.numel() < size:
-            self._buffer = torch.empty(max(size, BUFFER), dtype=torch.uint8)
-        return self._buffer[:size]
 
-    def _fill(self, entry: Entry, start: int, into: torch.Tensor) -> None:
-        """Fill contiguous memory with the file's bytes from ``start`` on."""
-        held: Any = into.reshape(-1).view(torch.uint8).numpy()
-        memory = memoryview(held)
-        at = 0
-        while at < len(memory):
-            try:
-                got = os.preadv(self._fd, [memory[at : at + STRAIGHT]], start + at)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{entry.file.name} cannot be read at {entry.name!r}: {error.strerror}."
-                ) from None
-            if not got:
-                raise CheckpointError(
-                    f"{entry.file.name} ends within {entry.name!r}, though it was whole before: something "
-                    "changes it while it is read."
-                )
-            at += got
-            self._done(got)
-            sign_of_life()
+def _contiguous(x: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """A tensor in parts that lie side by side in memory, with the place of each one's first element."""
+    if x.is_contiguous():
+        yield (0,) * x.dim(), x
+        return
+    dim = next(dim for dim, length in enumerate(x.shape) if length > 1)
+    for i in range(x.shape[dim]):
+        for corner, part in _contiguous(x.narrow(dim, i, 1)):
+            yield (*corner[:dim], i, *corner[dim + 1 :]), part
 
 
-def pieces(
-    box: Box, shape: Sequence[int], itemsize: int, straight: bool
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]]:
-    """Cut a box into ones that are read at once: (offsets, lengths, where in the box).
-
-    Args:
-        box: of a tensor of ``shape``.
-        shape: in the file, in C order.
-        itemsize: bytes of an element.
-        straight: what lies side by side needs no buffer, however long it is.
-    """
-    stack = [(box[0], box[1], tuple(0 for _ in box[1]))]
-    while stack:
-        offsets, lengths, at = stack.pop()
-        span = _span(lengths, shape) * itemsize
-        held = torch.Size(lengths).numel() * itemsize
-        fits = span == held and straight
-        if fits or (span <= BUFFER and (span == held or _cheap(lengths, shape, itemsize))):
-            yield (
-                offsets,
-                lengths,
-                tuple(
-                    slice(start, start + length) for start, length in zip(at, lengths, strict=True)
-                ),
-            )
-            continue
-        stack += reversed(_halves(offsets, lengths, at, shape, itemsize))
-
-
-def _cheap(lengths: Sequence[int], shape: Sequence[int], itemsize: int) -> bool:
-    """Whether what lies between the rows of a box is better read along."""
-    last = max(dim for dim in range(len(shape)) if lengths[dim] != shape[dim])
-    row = torch.Size(shape[last:]).numel() * itemsize
-    return row - torch.Size(lengths[last:]).numel() * itemsize <= SEEK
-
-
-def _halves(
-    offsets: tuple[int, ...],
-    lengths: tuple[int, ...],
-    at: tuple[int, ...],
-    shape: Sequence[int],
-    itemsize: int,
-) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """The box cut along its first dimension of more than one, into steps of about a buffer."""
-    dim = next(dim for dim, length in enumerate(lengths) if length > 1)
-    row = torch.Size(shape[dim + 1 :]).numel() * itemsize
-    far = not _tight(lengths, shape) and not _cheap(lengths, shape, itemsize)
-    step = 1 if far else max(1, min(lengths[dim] - 1, BUFFER // max(1, row)))
-    found = []
-    for start in range(0, lengths[dim], step):
-        size = min(step, lengths[dim] - start)
-        found.append(
-            tuple(
-                (*values[:dim], new, *values[dim + 1 :])
-                for values, new in (
-                    (offsets, offsets[dim] + start),
-                    (lengths, size),
-                    (at, at[dim] + start),
-                )
-            )
-        )
-    return found
-
-
-def _tight(lengths: Sequence[int], shape: Sequence[int]) -> bool:
-    return _span(lengths, shape) == torch.Size(lengths).numel()
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(torch.Size(shape[dim + 1 :]).numel() for dim in range(len(shape)))
-
-
-def _first(offsets: Sequence[int], shape: Sequence[int]) -> int:
-    """The place of a box's first element in the tensor."""
-    return sum(x * y for x, y in zip(offsets, _strides(shape), strict=True))
-
-
-def _span(lengths: Sequence[int], shape: Sequence[int]) -> int:
-    """Elements from a box's first to its last one."""
-    return 1 + sum((x - 1) * y for x, y in zip(lengths, _strides(shape), strict=True))
+def _memory(x: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor."""
+    held: Any = x.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(held)
