@@ -9,61 +9,44 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.checkpoint.pretrained.names import plain
-from lightning_cp.errors import CheckpointError
-
 Initialize = Callable[[nn.Module], object]
 """Sets all values of a module's own parameters and buffers."""
 
-Ways = dict[nn.Module, list[Initialize]]
-"""What may set a module's values, in the order in which it is tried."""
+Names = dict[nn.Module, list[str]]
+"""Modules' own parameters and buffers."""
+
+_METHODS = ("reset_parameters", "_reset_parameters")
 
 
-def unsaved_on_meta(model: nn.Module) -> dict[str, nn.Module]:
-    """Names of non-persistent buffers without values, and who owns them."""
-    return {
-        plain(f"{path}.{name}" if path else name): module
-        for path, module in model.named_modules()
-        for name, x in module._buffers.items()
-        if x is not None and x.is_meta and name in module._non_persistent_buffers_set
-    }
+def own_on_meta(model: nn.Module) -> Names:
+    """What has no values, by the modules whose own it is; tied ones at each of their places."""
+    found: Names = {}
+    for module in model.modules():
+        states = (*module._parameters.items(), *module._buffers.items())
+        if names := [name for name, x in states if x is not None and x.is_meta]:
+            found[module] = names
+    return found
 
 
-def ways_to_reset(
-    model: nn.Module, owners: Collection[nn.Module], initialize: Initialize | None
-) -> Ways:
-    """How each owner's values are made again: ``initialize`` alone, if it is given.
+def ways_to_set(model: nn.Module, owner: nn.Module) -> list[Initialize]:
+    """What may set an owner's values, in the order in which it is tried; none if nothing does.
 
-    Otherwise the owner's ``reset_buffers()``, then ``_init_weights(owner)`` of the innermost model around it
-    that has one (as transformers' do), then the owner's ``reset_parameters()``.
-
-    Raises:
-        CheckpointError: nothing makes them.
+    Its ``reset_buffers()``, then ``_init_weights(owner)`` of the innermost model around it that has one (as
+    transformers' do), then its ``reset_parameters()``.
     """
-    names = {module: plain(path) for path, module in model.named_modules()}
     above = [x for x in model.modules() if callable(getattr(x, "_init_weights", None))]
-    ways: Ways = {}
-    for owner in owners:
-        family = [x for x in above if any(owner is inner for inner in x.modules())]
-        found = [initialize, _own(owner, "reset_buffers")]
-        found += [getattr(x, "_init_weights", None) for x in family[-1:]]
-        found += [_own(owner, "reset_parameters")]
-        ways[owner] = [way for way in found if way is not None][: 1 if initialize else None]
-        if not ways[owner]:
-            raise CheckpointError(
-                f"{names[owner]} ({type(owner).__name__}) has buffers or parameters on the meta device that "
-                "the checkpoint does not hold, and nothing says what their values are. Give the module a "
-                "method reset_buffers() or reset_parameters() that sets them, pass initialize=, or build "
-                "it on a real device. Nothing was loaded."
-            )
-    return ways
+    family = [x for x in above if any(owner is inner for inner in x.modules())]
+    found = [_own(owner, "reset_buffers")]
+    found += [getattr(x, "_init_weights", None) for x in family[-1:]]
+    found += [_own(owner, name) for name in _METHODS]
+    return [way for way in found if way is not None]
 
 
 def _own(owner: nn.Module, name: str) -> Initialize | None:
@@ -71,47 +54,70 @@ def _own(owner: nn.Module, name: str) -> Initialize | None:
     return (lambda _: method()) if callable(method) else None
 
 
-def make_again(ways: Ways, names: dict[nn.Module, list[str]]) -> None:
-    """Set values, and see that all of the named ones were set.
+def left_unset(module: nn.Module, names: Collection[str], ways: Iterable[Initialize]) -> list[str]:
+    """Set a module's own values by the first ways that do; the names of those that are left without.
 
-    Raises:
-        CheckpointError: a value that was left as it was.
+    What is left shows by what was written there before: NaN, or where numbers have none, by two values. A way
+    is called once for each, from the same state of PyTorch's random numbers, and what then differs it left.
     """
-    for module, tried in ways.items():
-        for name in names[module]:
-            _poison(_local(getattr(module, name)))
-        unset = names[module]
-        for way in tried:
-            with torch.no_grad():
-                way(module)
-            unset = [name for name in names[module] if _poisoned(_local(getattr(module, name)))]
-            if not unset:
-                break
-        if unset:
-            raise CheckpointError(
-                f"{type(module).__name__} left its {unset[0]} without a value when it was made again. Have "
-                "its reset_buffers() or reset_parameters() set it, or pass initialize=."
-            )
+    left = list(names)
+    for way in ways:
+        left = _left_by(way, module, left)
+        if not left:
+            break
+    return left
 
 
-def _local(x: torch.Tensor) -> torch.Tensor:
+def _left_by(way: Initialize, module: nn.Module, names: Sequence[str]) -> list[str]:
+    marked = [name for name in names if not _has_nan(_own_part(module, name))]
+    devices = {_own_part(module, name).device for name in names}
+    with torch.no_grad(), _random_state_kept(devices, keep=bool(marked)):
+        _call(way, module, names, mark=0)
+        first = {name: _own_part(module, name).clone() for name in marked}
+    with torch.no_grad():
+        if marked:
+            _call(way, module, names, mark=1)
+        left = [name for name in marked if not torch.equal(first[name], _own_part(module, name))]
+        return left + [
+            name for name in names if name not in first and _any_nan(_own_part(module, name))
+        ]
+
+
+def _call(way: Initialize, module: nn.Module, names: Sequence[str], mark: int) -> None:
+    for name in names:
+        x = _own_part(module, name)
+        x.fill_(math.nan if _has_nan(x) else mark)
+    way(module)
+
+
+@contextmanager
+def _random_state_kept(devices: Collection[torch.device], *, keep: bool) -> Iterator[None]:
+    cuda = [device for device in devices if device.type == "cuda"]
+    with torch.random.fork_rng(devices=cuda) if keep else nullcontext():
+        yield
+
+
+def _own_part(module: nn.Module, name: str) -> torch.Tensor:
+    return local_part(getattr(module, name))
+
+
+def _has_nan(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _any_nan(x: torch.Tensor) -> bool:
+    return bool(computable(x).isnan().any())
+
+
+def computable(x: torch.Tensor) -> torch.Tensor:
+    """The same values in a dtype that PyTorch computes with: few functions know numbers of 8 bits."""
+    return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
+
+
+def local_part(x: torch.Tensor) -> torch.Tensor:
+    """The memory of this rank's part."""
     held = x.to_local() if isinstance(x, DTensor) else x
     return held.detach()
-
-
-def _poison(x: torch.Tensor) -> None:
-    if x.is_floating_point() or x.is_complex():
-        x.fill_(math.nan)
-    elif x.dtype != torch.bool:
-        x.fill_(torch.iinfo(x.dtype).min)
-
-
-def _poisoned(x: torch.Tensor) -> bool:
-    if not x.numel() or x.dtype == torch.bool:
-        return False
-    if x.is_floating_point() or x.is_complex():
-        return bool(x.isnan().any())
-    return bool((x == torch.iinfo(x.dtype).min).all())
 
 
 def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -158,8 +164,3 @@ def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
             if x is not None:
                 places[id(x)].append((module, name))
     return [found for found in places.values() if len(found) > 1]
-
-
-def local_view(x: torch.Tensor) -> Any:
-    """The memory of this rank's part."""
-    return _local(x)

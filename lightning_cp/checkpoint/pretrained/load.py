@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.checkpoint.pretrained.fresh import (
-    Ways,
-    local_view,
-    make_again,
+    Names,
+    computable,
+    left_unset,
+    local_part,
     materialize,
-    unsaved_on_meta,
-    ways_to_reset,
+    own_on_meta,
+    ways_to_set,
 )
 from lightning_cp.checkpoint.pretrained.incomplete import incomplete_until_done
 from lightning_cp.checkpoint.pretrained.index import open_checkpoint
@@ -95,14 +96,14 @@ def load_pretrained(
         error = raised
     share_outcome(error, reach, what="loading pretrained weights")
     assert planned is not None
-    plan, ways, unset, wanted = planned
+    plan, unset, wanted = planned
     require_memory_together(wanted, own_device)
     (total,) = summed_over_world([plan.nbytes], reach)
     progress = Progress(plan, total, shown=chosen.progress)
     with incomplete_until_done(model):
         try:
             with progress:
-                _load(model, plan, ways, unset, chosen, own_device, progress)
+                _load(model, plan, unset, chosen, own_device, progress)
         except Exception as raised:
             error = raised
         share_outcome(error, reach, what="loading pretrained weights")
@@ -110,8 +111,8 @@ def load_pretrained(
     return Loaded(plan.nbytes, seconds, peak_bytes(), plan.missing, plan.unexpected)
 
 
-Planned = tuple[LoadPlan, Ways, dict[nn.Module, list[str]], int]
-"""The last is the bytes that are going to be allocated."""
+Planned = tuple[LoadPlan, Names, int]
+"""What is to be read, what no file holds, and the bytes that are going to be allocated."""
 
 
 def _prepare(
@@ -127,48 +128,67 @@ def _prepare(
         allow_missing=options.allow_missing,
         allow_unexpected=options.allow_unexpected,
     )
-    unset: dict[nn.Module, list[str]] = defaultdict(list)
-    for name, owner in unsaved_on_meta(model).items():
-        unset[owner].append(name.rpartition(".")[2])
-    for name in plan.missing:
-        if plan.tensors.by_name[name].is_meta:
-            owner, _, own = (plan.prefix + name).rpartition(".")
-            unset[_submodule(model, owner)].append(own)
-    ways = ways_to_reset(model, unset, options.initialize)
-    wanted = _require_room(plan, dtype_of(options.dtype), device)
-    return plan, ways, unset, wanted
+    unset = _not_in_files(model, plan)
+    for path_of, module in model.named_modules():
+        if module in unset and not _ways(model, module, options):
+            raise CheckpointError(
+                f"{plain(path_of) or 'the model'} ({type(module).__name__}) has buffers or parameters on the "
+                f"meta device that the checkpoint does not hold ({', '.join(unset[module])}), and nothing "
+                "says what their values are. Give the module a method reset_buffers() or "
+                "reset_parameters() that sets them, pass initialize=, or build it on a real device. "
+                "Nothing was loaded."
+            )
+    return plan, unset, _require_room(model, dtype_of(options.dtype), device)
 
 
-def _submodule(model: nn.Module, path: str) -> nn.Module:
-    """By its plain name."""
-    return next(module for name, module in model.named_modules() if plain(name) == path)
+def _not_in_files(model: nn.Module, plan: LoadPlan) -> Names:
+    """What is on the meta device and stays without values from files, tied ones once."""
+    seen = {id(x) for name, x in plan.tensors.by_name.items() if name not in plan.missing}
+    found: Names = {}
+    for module, names in own_on_meta(model).items():
+        for name in names:
+            if id(getattr(module, name)) not in seen:
+                seen.add(id(getattr(module, name)))
+                found.setdefault(module, []).append(name)
+    return found
 
 
-def _require_room(plan: LoadPlan, dtype: torch.dtype | None, device: torch.device) -> int:
+def _ways(model: nn.Module, owner: nn.Module, options: Options) -> list[Callable[[nn.Module], Any]]:
+    """How what no file holds gets its values."""
+    return [options.initialize] if options.initialize is not None else ways_to_set(model, owner)
+
+
+def _require_room(model: nn.Module, dtype: torch.dtype | None, device: torch.device) -> int:
     """The bytes that are going to be allocated, which have to be there."""
     parts = []
-    for name, x in plan.tensors.by_name.items():
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
         if x.is_meta:
-            local = _local(x)
-            parts.append((name, local.shape, local.numel() * _dtype_for(x, dtype).itemsize))
+            local = local_part(x)
+            parts.append((plain(name), local.shape, local.numel() * _dtype_for(x, dtype).itemsize))
     if parts:
         require_memory(sum(size for _, _, size in parts), device, parts)
     return sum(size for _, _, size in parts)
-
-
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _dtype_for(x: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and x.is_floating_point() else x.dtype
 
 
+def _set_rest(model: nn.Module, unset: Names, options: Options) -> None:
+    """Values that no file holds."""
+    for module, names in unset.items():
+        left = left_unset(module, names, _ways(model, module, options))
+        if left:
+            raise CheckpointError(
+                f"{type(module).__name__} left its {left[0]} without a value when it was made again. Have "
+                "its reset_buffers() or reset_parameters() set it, or pass initialize=."
+            )
+
+
 def _load(
     model: nn.Module,
     plan: LoadPlan,
-    ways: Ways,
-    unset: dict[nn.Module, list[str]],
+    unset: Names,
     options: Options,
     device: torch.device,
     progress: Progress,
@@ -180,12 +200,12 @@ def _load(
     except (RuntimeError, MemoryError) as error:  # torch's out of memory is a RuntimeError
         name, x = _first_without_memory(model, dtype)
         raise no_room(name, x, _dtype_for(x, dtype), device, error) from error
-    make_again(ways, unset)
+    _set_rest(model, unset, options)
     tensors = tensors_of(model, plan.prefix).by_name
     with torch.no_grad(), SliceReader(progress.add) as reader:
         for one in plan.slices:
             progress.now(one.parameter)
-            local = local_view(tensors[one.parameter])
+            local = local_part(tensors[one.parameter])
             place = tuple(slice(at, at + n) for at, n in zip(one.at, one.lengths, strict=True))
             reader.read(one.entry, one.offsets, local[place])
             if options.check_finite:
@@ -196,13 +216,12 @@ def _first_without_memory(model: nn.Module, dtype: torch.dtype | None) -> tuple[
     """What was to be allocated, or to get another dtype, and was not."""
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if x.is_meta or x.dtype != _dtype_for(x, dtype):
-            return plain(name), _local(x)
+            return plain(name), local_part(x)
     return "a parameter", torch.empty(0)
 
 
 def _require_finite(name: str, file: str, x: torch.Tensor) -> None:
-    if x.is_floating_point() and not bool(x.isfinite().all()):
-        count = int((~x.isfinite()).sum())
+    if x.is_floating_point() and (count := int((~computable(x).isfinite()).sum())):
         raise CheckpointError(
             f"{name} in {file} has {count:,} values that are NaN or infinite. They were trained that way, or "
             "the file was changed since; check_finite=False loads them."

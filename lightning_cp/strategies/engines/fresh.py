@@ -7,21 +7,23 @@ modules that draw random numbers in ``reset_parameters`` draw those of one proce
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_cp.checkpoint.pretrained.fresh import materialize
+from lightning_cp.checkpoint.pretrained.fresh import (
+    Initialize,
+    left_unset,
+    materialize,
+    own_on_meta,
+    ways_to_set,
+)
 from lightning_cp.comm.reduce import from_first
 from lightning_cp.errors import ConfigError
-
-_RESETS = ("reset_parameters", "_reset_parameters", "reset_buffers")
 
 
 def is_on_meta(module: nn.Module) -> bool:
@@ -57,8 +59,9 @@ def initialise(
     Raises:
         ConfigError: a module that nothing initialises, or that leaves values out.
     """
-    owners = [(name, m) for name, m in model.named_modules() if _own_on_meta(m)]
-    ways = {m: _way(name, m, model) for name, m in owners}
+    unset = own_on_meta(model)
+    owners = [(name, m) for name, m in model.named_modules() if m in unset]
+    ways = {m: _ways(name, m, model) for name, m in owners}
     materialize(model, torch.device("cpu") if offload else device, None)
     for _, module in owners:
         module._buffers.update(
@@ -67,43 +70,25 @@ def initialise(
     done: set[int] = set()
     for name, module in owners:
         with torch.no_grad(), _whole(module, device) as parts:
-            states = {**module._parameters, **module._buffers}
-            held = {key: x for key, x in states.items() if x is not None and x.is_floating_point()}
-            for x in held.values():
-                x.fill_(math.nan)
-            ways[module](module)
-            _require_set(name or type(module).__name__, held)
-            from_first((x for x in states.values() if x is not None), group)
+            left = left_unset(module, unset[module], ways[module])
+            _require_set(name or type(module).__name__, left)
+            states = (*module._parameters.values(), *module._buffers.values())
+            from_first((x for x in states if x is not None), group)
         for part, whole in parts:
             if id(part) not in done:  # tied: the first one's values are kept
                 done.add(id(part))
                 _keep_part(part, whole)
 
 
-def _own_on_meta(module: nn.Module) -> bool:
-    states = [*module._parameters.values(), *module._buffers.values()]
-    return any(x is not None and x.is_meta for x in states)
-
-
-def _way(name: str, module: nn.Module, model: nn.Module) -> Callable[[nn.Module], Any]:
-    """What sets a module's own values: the model it is part of, if that is transformers', or itself."""
-    family: list[Any] = [
-        m for m in model.modules() if callable(getattr(m, "_init_weights", None)) and _in(module, m)
-    ]
-    if family:
-        return family[-1]._init_weights
-    own = next((x for x in _RESETS if callable(getattr(module, x, None))), None)
-    if own is None:
+def _ways(name: str, module: nn.Module, model: nn.Module) -> list[Initialize]:
+    found = ways_to_set(model, module)
+    if not found:
         raise ConfigError(
             f"{name or type(module).__name__} ({type(module).__name__}) was built on the meta device, and "
             "nothing says what its values are. Give it a method reset_parameters() that sets its own "
             "parameters and buffers, build it on a real device, or pass pretrained=."
         )
-    return lambda m: getattr(m, own)()
-
-
-def _in(module: nn.Module, model: nn.Module) -> bool:
-    return any(module is each for each in model.modules())
+    return found
 
 
 @contextmanager
@@ -128,8 +113,7 @@ def _keep_part(part: DTensor, whole: torch.Tensor) -> None:
         part.to_local().copy_(own.to_local())
 
 
-def _require_set(name: str, states: dict[str, torch.Tensor]) -> None:
-    left = [key for key, x in states.items() if x.numel() and bool(x.isnan().any())]
+def _require_set(name: str, left: Sequence[str]) -> None:
     if left:
         raise ConfigError(
             f"{name} left {', '.join(left)} without values when it was initialised. Have its "

@@ -30,6 +30,19 @@ def test_a_network_inside_a_module_is_found(tmp_path: Path) -> None:
     assert torch.equal(model.metric.weight, before)
 
 
+def test_what_is_beside_the_network_on_the_meta_device_gets_values_too(tmp_path: Path) -> None:
+    save(tmp_path)
+    with torch.device("meta"):
+        model = Wrapped(make(device="meta"))
+    load(model, tmp_path)
+    torch.manual_seed(0)
+    for name, x in model.metric.named_parameters():  # within what nn.Linear draws, and not garbage
+        assert 0 < x.abs().max() < 1, name
+    with torch.device("meta"):
+        model.metric = Unsaved()  # type: ignore[assignment]
+    refuse(model, tmp_path, r"metric \(Unsaved\) has .* does not hold \(weight, rates\)")
+
+
 def test_a_bare_encoder_takes_its_part_of_a_larger_model(tmp_path: Path) -> None:
     wanted = save(tmp_path, seed=6)
     model = make().model
@@ -142,6 +155,32 @@ class Sets(Unsaved):
         self.rates = torch.arange(3.0, device=self.rates.device)
 
 
+class Kinds(nn.Module):
+    """Buffers of types that have no NaN, with the values that memory has by chance."""
+
+    def __init__(self, forgets: str = "") -> None:
+        super().__init__()
+        self.forgets = forgets
+        self.weight = nn.Parameter(torch.ones(2))
+        for name, value in self.values().items():
+            self.register_buffer(name, value, persistent=False)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        shuffled = torch.randperm(4, device=self.weight.device)
+        return {
+            "mask": torch.tensor([True, False, True]),
+            "bytes": torch.tensor([0, 1, 0], dtype=torch.uint8),
+            "order": shuffled,
+            "eight": torch.ones(2).to(torch.float8_e4m3fn),
+        }
+
+    def reset_buffers(self) -> None:
+        with torch.device(self.weight.device):
+            for name, value in self.values().items():
+                if name != self.forgets:
+                    setattr(self, name, value)
+
+
 class Forgets(Unsaved):
     """Says so, and does not."""
 
@@ -160,6 +199,35 @@ def test_buffers_that_are_not_saved_are_made_again(tmp_path: Path) -> None:
         load(models[2], tmp_path)
     load(models[0], tmp_path, initialize=lambda module: module.rates.copy_(torch.arange(3.0)))
     assert models[0].rates.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("forgets", ["", "mask", "bytes", "order", "eight"])
+def test_buffers_of_any_type_are_made_again(forgets: str, tmp_path: Path) -> None:
+    save_file({"weight": torch.full((2,), 5.0)}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model: Any = Kinds(forgets)
+    if forgets:
+        with pytest.raises(CheckpointError, match=f"Kinds left its {forgets} without a value"):
+            load(model, tmp_path)
+        return
+    torch.manual_seed(3)
+    load(model, tmp_path)
+    assert model.mask.tolist() == [True, False, True]
+    assert model.bytes.tolist() == [0, 1, 0]
+    assert model.eight.float().tolist() == [1, 1]
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(model.order, torch.randperm(4))  # drawn as if once
+    assert torch.equal(torch.rand(1), after)
+
+
+def test_eight_bits_are_looked_at_too(tmp_path: Path) -> None:
+    values = torch.tensor([1.0, float("nan")])
+    save_file({"weight": values.to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    model: Any = nn.Module()
+    model.weight = nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(CheckpointError, match=r"weight in .* has 1 values that are NaN"):
+        load(model, tmp_path, check_finite=True)
 
 
 @pytest.mark.parametrize(
