@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,16 +21,14 @@ before_end: list[Callable[[], None]] = []
 
 def end(verdict: Verdict) -> NoReturn:
     """Say who failed, and end this process with status 1, also where it waits in a collective for ever."""
-    tell_parent(verdict)
-    for act in list(before_end):
-        with suppress(Exception):
-            act()
-    with suppress(Exception):
-        sys.stdout.flush()
     details = verdict.details.rstrip() + "\n" if verdict.kind == "stuck" else ""
-    with suppress(OSError):
-        os.write(2, f"\n{details}{verdict.line}\n".encode())
-    os._exit(1)
+    acts = [partial(tell_parent, verdict), *before_end, sys.stdout.flush]
+    try:
+        for act in [*acts, partial(os.write, 2, _encoded(f"\n{details}{verdict.line}\n"))]:
+            with suppress(BaseException):  # whatever it is: this process ends
+                act()
+    finally:
+        os._exit(1)
 
 
 def tell_parent(verdict: Verdict) -> None:
@@ -38,5 +37,10 @@ def tell_parent(verdict: Verdict) -> None:
         place = Path(folder) / f"{os.getpid()}"
         with suppress(OSError):
             part = place.with_suffix(".part")
-            part.write_text(f"{verdict.line}\n{verdict.details}")
+            part.write_bytes(_encoded(f"{verdict.line}\n{verdict.details}"))
             part.rename(place)
+
+
+def _encoded(text: str) -> bytes:
+    """Whatever the locale, and whatever a name of a file has brought into an error."""
+    return text.encode(errors="backslashreplace")

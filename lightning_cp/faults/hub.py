@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import selectors
 import socket
-import time
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ class Hub(Watcher):
 
     def __init__(self, *args: Any, listener: socket.socket, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._judges = Judge([card.name for card in self._cards], time.monotonic(), self._look)
+        self._judges = Judge([card.name for card in self._cards], self._now(), self._look)
         self._links: dict[int, Link] = {}
         self._strangers: list[Link] = []
         self._asked: dict[int, float] = {}
@@ -78,7 +77,7 @@ class Hub(Watcher):
             self._lose(rank)
 
     def _take(self, rank: int, message: Message) -> None:
-        now = time.monotonic()
+        now = self._now()
         if "beat" in message:
             self._judges.beats(rank, Beat.of_message(message["beat"]), now)
         elif "note" in message:
@@ -97,7 +96,7 @@ class Hub(Watcher):
         if place is not None or not others:
             self._judges.goes(rank, place)
             return
-        self._asked[rank] = time.monotonic()
+        self._asked[rank] = self._now()
         for other in others:
             self._links[other].send({"where": rank})
 
@@ -128,9 +127,8 @@ class Hub(Watcher):
             self._done = True
         elif self._said is None:
             self._pronounce(self._judges.verdict(now), now)
-        elif self._said.kind == "raised" and self._judges.raisers_are_gone and not self._said_now:
-            self._said_now = True
-            self._broadcast(self._said, 0.0, now)
+        elif self._said.kind == "raised" and not self._said_now:
+            self._hurry(self._said, now)
 
     def _pronounce(self, verdict: Verdict | None, now: float) -> None:
         """Tell everybody who failed, once."""
@@ -141,6 +139,12 @@ class Hub(Watcher):
         if verdict.kind == "frozen":
             for rank in verdict.ranks:
                 self._kill(rank)
+
+    def _hurry(self, said: Verdict, now: float) -> None:
+        """Once who has raised has shown it, nobody has to wait any more."""
+        if self._judges.raisers_are_gone(said.ranks):
+            self._said_now = True
+            self._broadcast(said, 0.0, now)
 
     def _broadcast(self, verdict: Verdict, grace: float, now: float) -> None:
         self._all({"verdict": verdict.as_message(), "in": grace})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import selectors
 import socket
-import time
 from typing import Any
 
 from lightning_cp.faults.notes import Beat, Note, Verdict
@@ -23,7 +22,7 @@ class Member(Watcher):
         super().__init__(*args, **kwargs)
         self._hub = Link(hub)
         self._selector.register(self._hub, selectors.EVENT_READ, self._hears)
-        self._hub_beat, self._hub_heard = Beat(), time.monotonic()
+        self._hub_beat, self._hub_heard = Beat(), self._now()
         self._hub_left = self._hub_is_gone = False
         self._hub.send({"hello": self._token, "rank": self.rank})
 
@@ -48,7 +47,7 @@ class Member(Watcher):
             self._lose_hub()
 
     def _take(self, message: Message) -> None:
-        now = time.monotonic()
+        now = self._now()
         if "beat" in message:
             self._hub_beat, self._hub_heard = Beat.of_message(message["beat"]), now
         elif "ready" in message:
@@ -65,7 +64,7 @@ class Member(Watcher):
             self._done = True
 
     def _lose_hub(self) -> None:
-        now = time.monotonic()
+        now = self._now()
         self._hub_is_gone = True
         if self._verdict is not None:
             self._end_by(self._verdict, now + AFTER_HUB)

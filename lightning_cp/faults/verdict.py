@@ -66,11 +66,14 @@ class Judge:
         """Nobody is left waiting."""
         return all(member.knows for member in self._members)
 
-    @property
-    def raisers_are_gone(self) -> bool:
-        """Who has raised has shown a traceback, and its process has ended."""
+    def raisers_are_gone(self, named: Sequence[int]) -> bool:
+        """Who has raised has shown a traceback, and its process has ended.
+
+        Args:
+            named: who is said to have raised, though its error might be another one's consequence.
+        """
         own = [m for m in self._members if m.note is not None and m.note.kind == OWN]
-        return not any(member.here for member in own)
+        return not any(member.here for member in (*own, *(self._members[at] for at in named)))
 
     def beats(self, rank: int, beat: Beat, now: float) -> None:
         """A sign of life."""

@@ -44,7 +44,7 @@ class Watch:
         self.position = position
         self._step_timeout, self._first = step_timeout, first_step_timeout
         self._watcher: Watcher | None = None
-        self._noted: BaseException | None = None
+        self._noted = False  # the error itself would keep alive whoever has raised it
         self._slots: list[Slot] = []
 
     @property
@@ -55,7 +55,7 @@ class Watch:
     @property
     def failed(self) -> bool:
         """This rank has raised an error since it began."""
-        return self._noted is not None
+        return self._noted
 
     def start(self, name: str, address: str) -> None:
         """Begin, on all ranks together, unless it is on or not wanted.
@@ -70,7 +70,7 @@ class Watch:
         wanted = self._step_timeout is not None and os.environ.get(SWITCH) != "0"
         if self.is_on or not wanted or dist.get_world_size() == 1:
             return
-        self._noted = None
+        self._noted = False
         self.position.restart()
         world, rank = dist.group.WORLD, dist.get_rank()
         assert world is not None
@@ -98,17 +98,18 @@ class Watch:
         """This rank's main thread has an error, and will show it.
 
         If it looks as if another rank had failed before, this waits for that one's word, which ends the
-        process; it returns if there is none.
+        process; it returns if there is none, or if it is this one that failed.
         """
-        if not self.is_on or self._noted is error or isinstance(error, SystemExit):
+        if not self.is_on or self._noted or isinstance(error, SystemExit):
             return  # who exits, maybe with all others, says so when it ends
         assert self._watcher is not None
-        self._noted = error
+        self._noted = True
         note = Note.of_error(error, self.position.place)
         self._watcher.note(note)
         if note.kind not in (OWN, TOLD):
             self._watcher.wait(PATIENCE + 2.0)
-            self._watcher.join(GRACE + 2.0)
+            if not self._watcher.is_named:
+                self._watcher.join(GRACE + 2.0)
 
     def stop(self) -> None:
         """End in good order; after an error only once all ranks have one."""
@@ -116,9 +117,9 @@ class Watch:
         if watcher is None:
             return
         signs.ignore(self.position)
-        if self._noted is None:
+        if not self._noted:
             watcher.leave()
-        watcher.join(1.0 if self._noted is None else 0.2)
+        watcher.join(0.2 if self._noted else 1.0)
         self.position.connect(None)
         if not watcher.is_alive():
             while self._slots:

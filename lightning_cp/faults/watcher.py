@@ -7,7 +7,7 @@ their own: in the data's groups, ranks may be waiting for one that is gone.
 - A killed process's connection closes in that moment: everybody is told, says who it was, and ends.
 - A rank that raises sends a note first, then shows its traceback and ends. The others let it, for a while.
 - A stopped process sends no beats, and ranks that wait for each other make no progress: after the time that
-  they allow themselves at that place, they end.
+  they allow themselves at that place, they end. Where all were stopped no time has passed for anybody.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,6 +26,7 @@ from typing import Any
 
 from lightning_cp.errors import without_home
 from lightning_cp.faults import ending
+from lightning_cp.faults.clock import Clock
 from lightning_cp.faults.notes import BROKEN, Beat, Card, Note, Verdict
 from lightning_cp.faults.position import Place, Position, Slot
 from lightning_cp.faults.wire import kept
@@ -71,7 +71,8 @@ class Watcher(threading.Thread):
         self._selector.register(self._woken, selectors.EVENT_READ, self._wakes)
         self._note: Note | None = None
         self._note_is_sent = self._leaving = self._done = False
-        self._counted, self._progressed, self._beaten = -1, time.monotonic(), 0.0
+        self._now = Clock().now
+        self._counted, self._progressed, self._beaten = -1, self._now(), 0.0
         self._verdict: Verdict | None = None
         self._ends_at = 0.0
         self._judged = threading.Event()
@@ -87,6 +88,12 @@ class Watcher(threading.Thread):
         """Until it is known who failed."""
         self._judged.wait(seconds)
 
+    @property
+    def is_named(self) -> bool:
+        """It is known who failed, and it is this rank that has raised."""
+        found = self._verdict
+        return found is not None and found.kind == "raised" and self.rank in found.ranks
+
     def leave(self) -> None:
         """This rank ends in good order, and so does the thread."""
         self._leaving = True
@@ -100,7 +107,7 @@ class Watcher(threading.Thread):
             while not self._done:
                 for key, _ in self._selector.select(PERIOD):
                     key.data(key.fileobj)
-                self._go_on(time.monotonic())
+                self._go_on(self._now())
         finally:
             self._close()
 
@@ -145,7 +152,7 @@ class Watcher(threading.Thread):
         """This rank raised as well, and ends by itself, or has somebody who handles that."""
         assert self._verdict is not None
         own = self._note is not None and self._note.kind != BROKEN
-        return own and self._verdict.kind == "raised"
+        return self.is_named or (own and self._verdict.kind == "raised")
 
     def _beat(self, now: float) -> Beat:
         """How this rank goes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import subprocess
 import time
 from typing import Any
 
@@ -16,6 +17,8 @@ from lightning_cp.containers import tensors_of
 AT = 3
 """The step, counted from 1, and so the batch."""
 FIRED = "FAULT FIRED"
+SUSPENDED = 12.0
+"""Seconds."""
 NAP = 1.5
 """Seconds that a crawling rank takes for everything that it does."""
 
@@ -31,17 +34,30 @@ def fire(kind: str) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     elif kind == "raise":
         raise ValueError("the user's own mistake")
+    elif kind == "timeout":
+        raise RuntimeError("DataLoader timed out after 5 seconds")
+    elif kind == "suspend":
+        _suspend(SUSPENDED)
     elif kind == "sleep":
         time.sleep(600)
     elif kind == "exit":
         os._exit(3)
 
 
-class SlowHash:
-    """A module and a hash in one: everything that is hashed while it is written takes a while."""
+def _suspend(seconds: float) -> None:
+    """All processes of this job, as Ctrl-Z does; another one lets them go on, as ``fg`` does."""
+    group = os.getpgrp()
+    script = f"kill -STOP -{group}; sleep {seconds}; kill -CONT -{group}"
+    subprocess.Popen(["sh", "-c", script], start_new_session=True)
 
-    WAIT = 0.15
+
+class SlowHash:
+    """A module and a hash in one: what is hashed while it is written takes a while, for some seconds."""
+
+    WAIT = 0.5
     """Seconds."""
+    left = 16
+    """Times that it still takes as long."""
 
     def __init__(self) -> None:
         self._own = hashlib.sha256()
@@ -53,7 +69,9 @@ class SlowHash:
 
     def update(self, data: Any) -> None:
         """Some more bytes."""
-        time.sleep(self.WAIT)
+        if SlowHash.left:
+            SlowHash.left -= 1
+            time.sleep(self.WAIT)
         self._own.update(data)
 
     def hexdigest(self) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from tests.faults.fault import SUSPENDED
 from tests.faults.rows_kills import who
-from tests.faults.run import LIMIT, Outcome, run_fault
+from tests.faults.run import LAUNCHED, LIMIT, Outcome, run_fault
 from tests.faults.table import Row
 
 TIMEOUT = 10.0
@@ -83,6 +84,23 @@ def saving_slowly(ranks: int) -> Row:
     return Row(name, LIMIT, run, check)
 
 
+def suspended(way: str) -> Row:
+    """Ctrl-Z, and ``fg`` after several times as long as a rank may be silent: nothing has happened."""
+    limit = SUSPENDED / 4
+
+    def check(done: Outcome) -> None:
+        assert done.output.count("ENDED WELL") == 2, done.output
+        assert done.statuses == (0,)
+        assert done.seconds > SUSPENDED
+
+    def run(folder: Path) -> Outcome:
+        pair = f"step_timeout={limit}"
+        return run_fault(folder, way, 2, "suspend", 1, "forward", pair, ranks=LAUNCHED)
+
+    name = f"all of 2 ranks are suspended for {SUSPENDED:g} s, and go on ({way}, step_timeout={limit:g})"
+    return Row(name, LIMIT, run, check)
+
+
 HANGS = (
     stopped("trainer", 0, "backward"),
     stopped("trainer", 2, "forward"),
@@ -93,4 +111,6 @@ HANGS = (
     crawling("fabric", 2, "data_parallel_size=2"),
     crawling("manual", 2, "data_parallel_size=2"),
     saving_slowly(2),
+    suspended("trainer"),
+    suspended("fabric"),
 )

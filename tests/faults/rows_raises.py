@@ -11,6 +11,7 @@ from tests.faults.table import Row
 
 BOUND = 10.0
 ERROR = "ValueError: the user's own mistake"
+TIMED_OUT = "RuntimeError: DataLoader timed out after 5 seconds"
 
 
 def alone(way: str, rank: int, where: str) -> Row:
@@ -26,6 +27,23 @@ def alone(way: str, rank: int, where: str) -> Row:
 
     run = partial(_run, way, 3, rank, where, 3)
     name = f"rank {rank} of 3 raises in {where} ({way})"
+    return Row(name, BOUND, run, check)
+
+
+def like_a_connections(way: str, rank: int) -> Row:
+    """Its error reads like one that another rank's end has caused; it is the only one all the same."""
+
+    def check(done: Outcome) -> None:
+        line = f"{who(rank, 2)} raised at step 3, in forward: {TIMED_OUT}"
+        assert done.last == line, done.output
+        assert "Traceback" in done.outputs[rank], done.output
+        assert done.outputs[rank].rstrip().endswith(TIMED_OUT), done.output
+        assert done.statuses == (1, 1)
+
+    def run(folder: Path) -> Outcome:
+        return run_fault(folder, way, 2, "timeout", rank, "forward", ranks=2)
+
+    name = f"rank {rank} of 2 raises what reads like a broken connection ({way})"
     return Row(name, BOUND, run, check)
 
 
@@ -97,6 +115,8 @@ RAISES = (
     alone("fabric", 2, "optimizer"),
     alone("fabric", 0, "forward"),
     alone("manual", 1, "backward"),
+    like_a_connections("trainer", 0),
+    like_a_connections("fabric", 1),
     in_groups("trainer", 1, "backward"),
     in_groups("fabric", 2, "forward"),
     in_groups("manual", 3, "backward"),

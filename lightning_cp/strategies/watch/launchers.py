@@ -119,7 +119,7 @@ def _said(folder: Path) -> str | None:
     """What the first of those wrote that ended because of another one."""
     found = [path for path in folder.iterdir() if not path.suffix]
     first = min(found, key=lambda path: path.stat().st_mtime_ns, default=None)
-    return None if first is None else first.read_text().rstrip()
+    return None if first is None else first.read_text(encoding="utf-8", errors="replace").rstrip()
 
 
 def _same_end(verdict: str, text: str) -> bool:

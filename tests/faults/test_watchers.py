@@ -1,0 +1,83 @@
+"""Two watchers of one process, connected as those of two ranks: what they hear, and whom they end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_cp.faults import hub as hubs
+from lightning_cp.faults import verdict as verdicts
+from lightning_cp.faults import watcher as watchers
+from lightning_cp.faults.hub import Hub
+from lightning_cp.faults.member import Member
+from lightning_cp.faults.notes import BROKEN, Card, Note, Verdict
+from lightning_cp.faults.position import Phase, Place, Position
+from lightning_cp.faults.watch import LOOPBACK, _listen
+from lightning_cp.faults.watcher import Watcher
+
+TOKEN = "a5" * 16
+PATIENCE, GRACE, PERIOD = 0.2, 1.0, 0.05
+
+
+class Ended:
+    """What a rank's watcher would have ended its process with."""
+
+    def __init__(self) -> None:
+        self.by: Verdict | None = None
+        self.at = 0.0
+        self._is_over = threading.Event()
+
+    def __call__(self, verdict: Verdict) -> None:
+        self.by, self.at = verdict, time.monotonic()
+        self._is_over.set()
+
+    def wait(self, seconds: float) -> bool:
+        return self._is_over.wait(seconds)
+
+
+Pair = tuple[list[Watcher], list[Ended]]
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """The watchers of ranks 0 and 1, in a hurry, and their ends."""
+    monkeypatch.setattr(verdicts, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(hubs, "GRACE", GRACE)
+    for module in (hubs, watchers):
+        monkeypatch.setattr(module, "PERIOD", PERIOD)
+    cards = [Card(rank, f"rank {rank}", "here", os.getpid(), "") for rank in range(2)]
+    ends = [Ended(), Ended()]
+    listener = _listen(LOOPBACK)
+    link = socket.create_connection((LOOPBACK, listener.getsockname()[1]))
+    first = Hub(0, cards, Position(), {}, lambda *_: None, TOKEN, ends[0], listener=listener)
+    second = Member(1, cards, Position(), {}, lambda *_: None, TOKEN, ends[1], hub=link)
+    found: list[Watcher] = [first, second]
+    for each in found:
+        each.start()
+    yield found, ends
+    for each in (second, first):
+        each.leave()
+        each.join(10)
+        assert not each.is_alive()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_alone_has_a_connections_error_shows_it(rank: int, pair: Pair) -> None:
+    """The others end once it had time to; it is not ended by its own watcher."""
+    found, ends = pair
+    note = Note("RuntimeError: timed out", "its traceback", BROKEN, Place(3, 1, Phase.FORWARD))
+    found[rank].note(note)
+    began = time.monotonic()
+    found[rank].wait(10)
+    assert found[rank].is_named
+    assert ends[1 - rank].wait(10)
+    by = ends[1 - rank].by
+    assert by is not None
+    assert by.line == f"rank {rank} raised at step 3, in forward: RuntimeError: timed out"
+    assert ends[1 - rank].at - began > GRACE
+    assert not ends[rank].wait(2 * GRACE)
