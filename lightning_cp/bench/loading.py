@@ -77,8 +77,10 @@ class Found:
         return self.shard + 1.25 * self.largest + RESERVE
 
 
-def load(folder: Path, layers: int, kind: str, way: str) -> Found:
-    """Load on this rank, and say what it took."""
+def load(
+    folder: Path, layers: int, kind: str, way: str = "ours", dtype: str | None = None
+) -> Found:
+    """Load on this rank, parameters in another dtype if asked for, and say what it took."""
     model = network(layers)
     shard(model, kind, dist.get_world_size())
     plan = plan_load(model, open_checkpoint(folder))
@@ -90,7 +92,7 @@ def load(folder: Path, layers: int, kind: str, way: str) -> Found:
     _reset_peak()
     before, started = _status("VmRSS"), Spent.now()
     if way == "ours":
-        load_pretrained(model, folder, progress=False)
+        load_pretrained(model, folder, dtype=dtype, progress=False)
     else:
         _load_by_dcp(model, folder)
     spent = Spent.now().since(started)

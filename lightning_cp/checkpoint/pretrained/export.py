@@ -19,6 +19,7 @@ from lightning_cp.checkpoint.durable import (
     beside,
     discard,
     put_in_place,
+    sweep,
     sync,
     write_durably,
 )
@@ -176,6 +177,7 @@ def _write(made: Export, staged: Path | None, target: Path, config: Any) -> Chec
     """Every rank takes part; the one with a folder says what went wrong."""
     writer = _Writer(staged)
     writer.try_to(lambda folder: folder.mkdir(parents=True))
+    writer.try_to(lambda folder: sweep(folder.parent))  # what killed exports have left
     writer.write(made)
     writer.try_to(partial(_finish, made, target, config))
     return writer.error

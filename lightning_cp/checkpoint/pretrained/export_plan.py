@@ -73,7 +73,13 @@ def _parts(
         missing = [other for other in parameters if other not in held]
         if missing:
             raise ConfigError(f"{key} is made of {missing[0]} too, which the model does not have.")
-        parts[key] = [held[other] for other in parameters]
+        made_of = [held[other] for other in parameters]
+        if key in parts and [id(x) for x in parts[key]] != [id(x) for x in made_of]:
+            raise ConfigError(
+                f"{name} cannot be written as {key}, which is the name of other parameters already: one of "
+                "them would be lost. Give it a name of its own in keys."
+            )
+        parts[key] = made_of
     return parts
 
 

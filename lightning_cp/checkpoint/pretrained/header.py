@@ -22,6 +22,11 @@ from lightning_cp.errors import CheckpointError
 HEADER_LIMIT = 100_000_000
 """Bytes; the limit of the format's own implementation."""
 
+NAME_LIMIT = 1_000
+"""Characters of a tensor's name; names are told to other ranks, and shown."""
+SIZE_LIMIT = 2**63
+"""Of a dimension or an offset: what 64 bits hold."""
+
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -52,6 +57,8 @@ class Entry:
     shape: tuple[int, ...]
     start: int
     """The byte of the file where it begins."""
+    state: tuple[int, ...]
+    """Of the file when this was read, see ``state_of``."""
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +75,7 @@ def read_header(file: Path) -> dict[str, Entry]:
     """
     try:
         with open_regular(file) as stream:
-            size = os.fstat(stream.fileno()).st_size
+            size, state = os.fstat(stream.fileno()).st_size, state_of(stream.fileno())
             length = _header_length(file, stream.read(8), size)
             text = stream.read(length)
     except OSError as error:
@@ -79,9 +86,31 @@ def read_header(file: Path) -> dict[str, Entry]:
     metadata = found.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(x, str) for x in metadata.values()):
         _refuse(file, "its __metadata__ is not a mapping of text to text")
-    entries = {name: _entry(file, name, said, 8 + length) for name, said in found.items()}
+    for name in found:
+        require_name(file, name)
+    entries = {name: _entry(file, name, said, 8 + length, state) for name, said in found.items()}
     _require_cover(file, entries, 8 + length, size)
     return entries
+
+
+def state_of(fd: int) -> tuple[int, ...]:
+    """What is another once a file is replaced or written to: where it is, how long, and since when."""
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def require_name(file: Path, name: str) -> None:
+    """A tensor's name is text that can be shown.
+
+    Raises:
+        CheckpointError: it is too long, or has characters that a terminal might obey.
+    """
+    if len(name) > NAME_LIMIT:
+        _refuse(
+            file, f"a tensor's name has {len(name):,} characters, and {NAME_LIMIT:,} is the limit"
+        )
+    if not name.isprintable():
+        _refuse(file, f"{name!r} has characters that cannot be shown")
 
 
 def open_regular(file: Path) -> BinaryIO:
@@ -139,16 +168,19 @@ def _header_length(file: Path, start: bytes, size: int) -> int:
     return length
 
 
-def _entry(file: Path, name: str, said: Any, data: int) -> Entry:
+def _entry(file: Path, name: str, said: Any, data: int, state: tuple[int, ...]) -> Entry:
     if not isinstance(said, dict) or set(said) != {"dtype", "shape", "data_offsets"}:
         _refuse(file, f"of {name!r} it does not say exactly dtype, shape and data_offsets")
     if not isinstance(said["dtype"], str) or said["dtype"] not in DTYPES:
-        _refuse(file, f"{name!r} has dtype {said['dtype']!r}; those known are {', '.join(DTYPES)}")
+        _refuse(
+            file,
+            f"{name!r} has dtype {str(said['dtype'])[:80]!r}; those known are {', '.join(DTYPES)}",
+        )
     shape = _integers(file, name, "shape", said["shape"])
     offsets = _integers(file, name, "data_offsets", said["data_offsets"])
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         _refuse(file, f"{name!r} has data_offsets {list(offsets)}, not a start and an end")
-    entry = Entry(name, file, DTYPES[said["dtype"]], shape, data + offsets[0])
+    entry = Entry(name, file, DTYPES[said["dtype"]], shape, data + offsets[0], state)
     if entry.nbytes != offsets[1] - offsets[0]:
         _refuse(
             file,
@@ -163,6 +195,8 @@ def _integers(file: Path, name: str, what: str, said: Any) -> tuple[int, ...]:
         _refuse(file, f"{name!r} has {what} {str(said)[:80]}, not a list of integers from 0 on")
     if len(said) > 64:
         _refuse(file, f"{name!r} has {len(said)} dimensions, and 64 is the limit")
+    if max(said, default=0) >= SIZE_LIMIT:
+        _refuse(file, f"{name!r} has {what} of numbers that take more than 63 bits")
     return tuple(said)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from lightning_cp.checkpoint.durable import found
 from lightning_cp.checkpoint.failures import shown
 from lightning_cp.checkpoint.pretrained.header import (
     HEADER_LIMIT,
@@ -14,6 +15,7 @@ from lightning_cp.checkpoint.pretrained.header import (
     open_regular,
     parse,
     read_header,
+    require_name,
 )
 from lightning_cp.errors import CheckpointError
 
@@ -30,11 +32,6 @@ class Checkpoint:
     entries: dict[str, Entry]
 
     @property
-    def files(self) -> list[Path]:
-        """In order."""
-        return sorted({entry.file for entry in self.entries.values()})
-
-    @property
     def nbytes(self) -> int:
         """Of all tensors."""
         return sum(entry.nbytes for entry in self.entries.values())
@@ -49,7 +46,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         CheckpointError: there is none, it is damaged, not safetensors, or leads out of its directory.
     """
-    path = Path(path)
+    path = found(Path(path))
     if not path.exists():
         raise CheckpointError(
             f"there is no checkpoint at {shown(path)!r}. Give a directory with {SINGLE} or {INDEX}. Names of "
@@ -112,12 +109,13 @@ def _indexed(index: Path) -> dict[str, list[str] | None]:
         _refuse(index, "it has no weight_map")
     files: dict[str, list[str] | None] = {}
     for key, name in said.items():
+        require_name(index, key)
         if not isinstance(name, str):
             _refuse(index, f"the file of {key!r} is {str(name)[:80]}, not a name")
         if name in ("", ".", "..") or any(mark in name for mark in "/\\\0:"):
-            _refuse(index, f"the file of {key!r} is {name!r}: only plain names are followed")
+            _refuse(index, f"the file of {key!r} is {name[:80]!r}: only plain names are followed")
         if not name.endswith(".safetensors"):
-            _refuse(index, f"the file of {key!r} is {name!r}, which is not a safetensors file")
+            _refuse(index, f"the file of {key!r} is {name[:80]!r}, which is not a safetensors file")
         keys = files.setdefault(name, [])
         assert keys is not None
         keys.append(key)

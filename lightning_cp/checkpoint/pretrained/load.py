@@ -99,11 +99,10 @@ def load_pretrained(
     plan, unset, wanted = planned
     require_memory_together(wanted, own_device)
     (total,) = summed_over_world([plan.nbytes], reach)
-    progress = Progress(plan, total, shown=chosen.progress)
-    with incomplete_until_done(model):
+    with incomplete_until_done(model), Progress(plan, total, shown=chosen.progress) as progress:
         try:
-            with progress:
-                _load(model, plan, unset, chosen, own_device, progress)
+            _load(model, plan, unset, chosen, own_device, progress)
+            progress.finish()
         except Exception as raised:
             error = raised
         share_outcome(error, reach, what="loading pretrained weights")

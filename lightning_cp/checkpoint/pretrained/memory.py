@@ -16,7 +16,8 @@ from lightning_cp.errors import CheckpointError
 def free_bytes(device: torch.device) -> int | None:
     """What can still be allocated on a device; ``None`` where nothing tells."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept  # PyTorch has it, and uses it again
     if device.type != "cpu":
         return None
     return _least(_shared(), _below_address_limit())
@@ -118,12 +119,21 @@ def _below_address_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY or used is None else max(0, limit - used)
 
 
-def _below_cgroup_limit() -> int | None:
+def _below_cgroup_limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Of a container; what it has read from files counts as used there, and is given up when needed."""
     with suppress(OSError, ValueError):
-        root = Path("/sys/fs/cgroup")
         limit = int((root / "memory.max").read_text())
-        return max(0, limit - int((root / "memory.current").read_text()))
+        used = int((root / "memory.current").read_text())
+        return max(0, limit - used + _reclaimable(root))
     return None
+
+
+def _reclaimable(root: Path) -> int:
+    with suppress(OSError, ValueError):
+        for line in (root / "memory.stat").read_text().splitlines():
+            if line.startswith("inactive_file "):
+                return int(line.split()[1])
+    return 0
 
 
 def _status(name: str) -> int | None:

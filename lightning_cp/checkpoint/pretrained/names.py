@@ -21,10 +21,6 @@ class Tensors:
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """All names of each: tied weights have several."""
 
-    def owner(self, name: str) -> str:
-        """The name under which a tied weight is listed."""
-        return next(first for first, names in self.aliases.items() if name in names)
-
 
 def tensors_of(model: nn.Module, prefix: str = "") -> Tensors:
     """What a state dict would hold, by plain names without ``prefix``; nothing is gathered."""

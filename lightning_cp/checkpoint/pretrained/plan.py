@@ -81,8 +81,6 @@ def plan_load(
         ConfigError: a prefix that no parameter has, or placements that nothing can be loaded into.
     """
     taken, put = find_prefix(model, checkpoint.entries) if prefix is None else (prefix, "")
-    if put:
-        rules = (*rules, Rule(("*",), (put + "*",)))
     tensors = tensors_of(model, taken)
     if not tensors.by_name:
         raise ConfigError(f"no parameter of the model begins with prefix={taken!r}.")

@@ -1,7 +1,8 @@
 """One line about the whole model, over all ranks: what matters is when it is there, not which file is.
 
 Ranks add the bytes that they have read to a number in the store through which the process group met, a few
-times a second; rank 0 reads it. Nobody waits for anybody.
+times a second. A thread of rank 0 reads it and writes the line, also while rank 0 itself has nothing left to
+read. Nobody waits for anybody.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _count = 0
 
 
 class Progress:
-    """Of one load; a context manager, so that the last line is written however it ends.
+    """Of one load; a context manager, to be left once all ranks have ended, however they do.
 
     Args:
         plan: this rank's.
@@ -47,16 +48,21 @@ class Progress:
         self._name, self._pending = "", 0
         self._started = self._last = time.monotonic()
         self._written = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._keep_showing, name="loading", daemon=True)
 
     def __enter__(self) -> Progress:
+        if self._shown:
+            self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._flush()
+        self._over.set()
         if not self._shown:
             return
+        self._thread.join()
         if kind is None:
-            self._write(self.line(1.0, "this rank is done"))
+            self._write(self.line(1.0))
         self._stream.write("\n" if self._written else "")
         self._stream.flush()
 
@@ -68,26 +74,39 @@ class Progress:
         """Bytes that were just read."""
         self._pending += count
         if time.monotonic() - self._last >= EVERY:
-            self._flush()
-            if self._shown:
-                self._write(self.line(self._board.read() / self._total))
+            self.flush()
 
-    def _flush(self) -> None:
+    def finish(self) -> None:
+        """This rank has read everything; others may not have."""
+        self.flush()
+        self._name = ""
+
+    def flush(self) -> None:
+        """Let the others know."""
         self._last = time.monotonic()
         self._board.add(self._pending)
         self._pending = 0
 
-    def line(self, share: float, name: str | None = None) -> str:
+    def show(self) -> None:
+        """Write the line as it is now."""
+        self._write(self.line(self._board.read() / self._total))
+
+    def _keep_showing(self) -> None:
+        while not self._over.wait(EVERY):
+            self.show()
+
+    def line(self, share: float) -> str:
         """What is shown: of the whole model, by the ``share`` of all ranks' bytes that were read."""
         share = min(1.0, share)
         seconds = max(1e-9, time.monotonic() - self._started)
         rate = share * self._model / seconds
         left = (1 - share) * self._model / rate if rate else float("inf")
         at, of = self._layers
-        layer = f", layer {at.get(self._name, '-')} of {of}" if of else ""
+        name = self._name or ("done" if share == 1 else "rank 0 is done")
+        layer = f", layer {at[name]} of {of}" if name in at else ""
         return (
             f"loading {math.floor(100 * share):3d}% {_size(share * self._model)} of {_size(self._model)}, "
-            f"{_size(rate)}/s, {_time(left)} left, {name or self._name}{'' if name else layer}, "
+            f"{_size(rate)}/s, {_time(left)} left, {name}{layer}, "
             f"peak {self._board.peaks()}"
         )
 
@@ -130,14 +149,13 @@ class _Board:
 
     def peaks(self) -> str:
         """The most memory of a rank, and which."""
-        known = {self.rank: peak_bytes()}
-        keys = {rank: f"{self._key}/{rank}" for rank in range(self._world)}
+        known = [(peak_bytes(), self.rank)]
+        keys = [f"{self._key}/{rank}" for rank in range(self._world)]
         with suppress(RuntimeError):
-            if self._store is not None:
-                told = {rank: key for rank, key in keys.items() if self._store.check([key])}
-                known |= {rank: int(self._store.get(key)) for rank, key in told.items()}
-        worst = max(known, key=lambda rank: known[rank])
-        return f"{_size(known[worst])} (rank {worst})"
+            if self._store is not None and self._store.check(keys):  # all have told
+                known += [(int(x), rank) for rank, x in enumerate(self._store.multi_get(keys))]
+        most, worst = max(known)
+        return f"{_size(most)} (rank {worst})"
 
 
 def _store() -> Any:

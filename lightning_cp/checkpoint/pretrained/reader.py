@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lightning_cp.checkpoint.pretrained.boxes import Rows, rows_of
-from lightning_cp.checkpoint.pretrained.header import Entry, open_regular
+from lightning_cp.checkpoint.pretrained.header import Entry, open_regular, state_of
 from lightning_cp.errors import CheckpointError
 from lightning_cp.faults.signs import sign_of_life
 
@@ -62,7 +62,7 @@ class SliceReader:
         Raises:
             CheckpointError: the file ends before, or cannot be read.
         """
-        self._open(entry.file)
+        self._open(entry)
         size = entry.dtype.itemsize
         straight = into.device.type == "cpu" and into.dtype == entry.dtype
         for corner, part in _contiguous(into):
@@ -119,15 +119,20 @@ class SliceReader:
                 f"{entry.file.name} cannot be read at {entry.name!r}: {error.strerror}."
             ) from None
 
-    def _open(self, file: Path) -> None:
-        if self._file == file:
+    def _open(self, entry: Entry) -> None:
+        if self._file == entry.file:
             return
         if self._fd >= 0:
             os.close(self._fd)
             self._fd, self._file = -1, None
-        with open_regular(file) as stream:
+        with open_regular(entry.file) as stream:
             self._fd = os.dup(stream.fileno())
-        self._file = file
+        if state_of(self._fd) != entry.state:
+            raise CheckpointError(
+                f"{entry.file.name} is not the file any more whose header was checked: something replaced "
+                "or changed it since."
+            )
+        self._file = entry.file
 
 
 def _contiguous(x: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:

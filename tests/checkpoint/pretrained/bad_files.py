@@ -72,6 +72,16 @@ FILES: dict[str, tuple[bytes, str]] = {
     ),
     "a gap at the beginning": (made_of({"a": entry("F32", [4], 8, 24)}), "gap of 8 bytes"),
     "offsets of an exabyte": (made_of({"a": entry("F32", [2**58], 0, 2**60)}), "truncated"),
+    "numbers of a thousand digits": (
+        made_of({"a": {**GOOD["a"], "shape": [10**4000, 10**4000]}}),
+        "'a' has shape of numbers that take more than 63 bits",
+    ),
+    "a name without end": (
+        made_of({"a" * 10_000: GOOD["a"]}),
+        "a tensor's name has 10,000 characters",
+    ),
+    "a name that a terminal obeys": (made_of({"a\x1b[2J": GOOD["a"]}), "'a.x1b.2J' has characters"),
+    "a dtype without end": (made_of({"a": {**GOOD["a"], "dtype": "F" * 10_000}}), "'F{80}'"),
     "a pickle by another name": (b"PK\x03\x04" + bytes(200), "truncated: its header claims"),
 }
 

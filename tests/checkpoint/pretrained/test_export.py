@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lightning_cp.checkpoint import export_pretrained, load_pretrained
+from lightning_cp.checkpoint.durable import this_machine
 from lightning_cp.checkpoint.pretrained import export as export_module
 from lightning_cp.checkpoint.pretrained.write import TensorFile
 from lightning_cp.errors import CheckpointError, ConfigError, RankFailure
@@ -155,6 +158,20 @@ def test_a_full_disk_leaves_what_was_there_before(tmp_path: Path) -> None:
     assert all(torch.equal(x, before[name]) for name, x in stored(target).items())
 
 
+def test_what_a_killed_export_left_is_put_back_or_goes(tmp_path: Path) -> None:
+    model, target = nn.Linear(2, 2), tmp_path / "made"
+    export_pretrained(model, target)
+    gone = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True
+    )
+    owner = f"{this_machine()}-{int(gone.stdout)}-0"
+    target.rename(tmp_path / f".made.before-{owner}")  # killed between the two renames
+    (tmp_path / f".made.saving-{owner}").mkdir()
+    load_pretrained(nn.Linear(2, 2), target, progress=False)
+    export_pretrained(nn.Linear(3, 3), tmp_path / "other")
+    assert names_in(tmp_path) == ["made", "other"]
+
+
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     assert interrupted(0, 1, tmp_path / "made", "Ctrl-C") == "KeyboardInterrupt: "
     assert names_in(tmp_path) == []
@@ -184,6 +201,10 @@ def test_folders_that_are_there(tmp_path: Path) -> None:
         ({"prefix": "x."}, "no parameter of the model begins with"),
         ({"keys": {"weight + nothing": "w"}}, "made of nothing too"),
         ({"keys": {"weight + bias": "w"}}, "only the first dimension may differ"),
+        (
+            {"keys": {"weight": "w", "bias": "w"}},
+            "bias cannot be written as w, which is the name of",
+        ),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], says: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from lightning_cp.checkpoint.pretrained import reader as reader_module
 from lightning_cp.checkpoint.pretrained.header import read_header
 from lightning_cp.checkpoint.pretrained.reader import SliceReader
+from lightning_cp.errors import CheckpointError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -98,14 +99,26 @@ def _folder() -> Any:
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
-    from lightning_cp.errors import CheckpointError
-
     file = tmp_path / "model.safetensors"
+    save_file({"x": torch.ones(100), "y": torch.ones(100)}, file)
+    entries = read_header(file)
+    with SliceReader() as reader:
+        reader.read(entries["x"], (0,), torch.empty(100))
+        os.truncate(file, file.stat().st_size - 10)
+        with pytest.raises(CheckpointError, match=r"model.safetensors ends within 'y'"):
+            reader.read(entries["y"], (0,), torch.empty(100))
+
+
+@pytest.mark.parametrize("how", ["replaced", "written to"])
+def test_another_file_of_that_name_is_not_read(how: str, tmp_path: Path) -> None:
+    file, other = tmp_path / "model.safetensors", tmp_path / "other"
     save_file({"x": torch.ones(100)}, file)
     entry = read_header(file)["x"]
-    file.write_bytes(file.read_bytes()[:-10])
-    with (
-        SliceReader() as reader,
-        pytest.raises(CheckpointError, match=r"model.safetensors ends within 'x'"),
-    ):
+    save_file({"x": torch.zeros(100)}, other)
+    if how == "replaced":
+        os.utime(other, ns=(0, file.stat().st_mtime_ns))
+        other.rename(file)
+    else:
+        file.write_bytes(other.read_bytes())
+    with SliceReader() as reader, pytest.raises(CheckpointError, match=r"not the file any more"):
         reader.read(entry, (0,), torch.empty(100))

@@ -5,22 +5,26 @@ from __future__ import annotations
 import io
 import re
 import resource
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
 from lightning_cp.checkpoint import load_pretrained
 from lightning_cp.checkpoint.pretrained import load as load_module
+from lightning_cp.checkpoint.pretrained import progress as progress_module
 from lightning_cp.checkpoint.pretrained.incomplete import require_complete
 from lightning_cp.checkpoint.pretrained.index import open_checkpoint
 from lightning_cp.checkpoint.pretrained.plan import plan_load
 from lightning_cp.checkpoint.pretrained.progress import Progress
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.pretrained.models import Wrapped, make, save
+from tests.pool import run_ranks
 
 
 def load(model: nn.Module, path: Path, **options: Any) -> Any:
@@ -90,19 +94,58 @@ def test_no_memory_is_an_error_that_names_the_parameter_and_what_would_help(tmp_
 def test_the_line_is_about_the_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path)
     plan = plan_load(make(device="meta"), open_checkpoint(tmp_path))
-    monkeypatch.setattr("lightning_cp.checkpoint.pretrained.progress.EVERY", 0.0)
+    monkeypatch.setattr(progress_module, "EVERY", 3600.0)  # its own thread does not write
     out = io.StringIO()
     with Progress(plan, plan.nbytes, stream=out) as progress:
         for one in plan.slices:
             progress.now(one.parameter)
             progress.add(one.nbytes)
+            progress.flush()
+            progress.show()
+        progress.finish()
     lines = out.getvalue().strip().splitlines()
-    shares = [int(re.match(r"loading +(\d+)%", line)[1]) for line in lines]  # type: ignore[index]
-    assert shares == sorted(shares)
-    assert shares.count(100) == 2  # of the last bytes, and at the end; not once for each file
+    assert shares_of(lines) == sorted(shares_of(lines))
+    assert shares_of(lines).count(100) == 2  # of the last bytes, and at the end; not for each file
     assert len(lines) == len(plan.slices) + 1
     size = f"{plan.model_bytes / 1e3:.1f} kB"
     assert all(f" of {size}, " in line for line in lines)
     some = next(line for line in lines if "layers.1.mlp.up_proj.weight" in line)
     assert "layer 2 of 2" in some
     assert re.search(r"\d [kMG]?B/s, \d+:\d\d left, .*peak \d+\.\d+ [MG]B \(rank 0\)", some)
+
+
+def shares_of(lines: list[str]) -> list[int]:
+    return [int(re.match(r"loading +(\d+)%", line)[1]) for line in lines]  # type: ignore[index]
+
+
+def slow_second(rank: int, world: int, path: Path) -> str:
+    """Rank 1 begins to read once rank 0's line has been written with nothing left for rank 0 to do."""
+    model, out = make(device="meta"), io.StringIO()
+    plan = plan_load(model, open_checkpoint(path))
+    progress_module.EVERY, before = 0.02, progress_module.EVERY
+    try:
+        with Progress(plan, world * plan.nbytes, stream=out) as progress:
+            if rank == 0:
+                progress.add(plan.nbytes)
+                progress.finish()
+                while "rank 0 is done" not in out.getvalue():
+                    time.sleep(0.01)
+            dist.barrier()
+            if rank == 1:
+                progress.add(plan.nbytes)
+                progress.finish()
+            dist.barrier()
+    finally:
+        progress_module.EVERY = before
+    return out.getvalue()
+
+
+def test_all_is_loaded_once_all_ranks_have_their_part(tmp_path: Path) -> None:
+    save(tmp_path)
+    said, other = run_ranks(2, slow_second, tmp_path)
+    assert other == ""
+    lines = said.strip().splitlines()
+    first = next(line for line in lines if "rank 0 is done" in line)
+    assert shares_of([first]) == [50]
+    assert shares_of(lines)[-1] == 100
+    assert "done" in lines[-1]
