@@ -44,3 +44,19 @@ def test_each_rank_gets_its_part_of_what_transformers_wrote(
         assert found.keys() == wanted.keys()
         for name, x in wanted.items():
             assert torch.equal(found[name], x), name
+
+
+def tied(rank: int, world: int, path: Path, kind: str) -> tuple[bool, dict[str, torch.Tensor]]:
+    model = make(device="meta", tie_word_embeddings=True)
+    mesh = shard(model, kind)
+    load_pretrained(model, path, mesh, progress=False)
+    return model.lm_head.weight is model.model.embed_tokens.weight, whole(model)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("hsdp", marks=pytest.mark.slow)])
+def test_tied_weights_stay_tied_where_they_are_sharded(kind: str, tmp_path: Path) -> None:
+    wanted = save(tmp_path, tie_word_embeddings=True)
+    for is_tied, found in run_ranks(world_of(kind), tied, tmp_path, kind):
+        assert is_tied
+        for name, x in wanted.items():
+            assert torch.equal(found[name], x), name
