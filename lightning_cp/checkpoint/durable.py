@@ -35,11 +35,6 @@ def write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
-    sync(folder)
-
-
 def sync(path: Path) -> None:
     """Have a file, or the names in a folder, on the disk."""
     opened = os.open(path, os.O_RDONLY)
@@ -55,12 +50,12 @@ def put_in_place(staged: Path, target: Path) -> None:
     What was there is put back if anything comes in between, Ctrl-C included.
     """
     if staged.is_dir():
-        sync_folder(staged)
+        sync(staged)
     aside = None
     if staged.is_dir() or (target.is_dir() and not target.is_symlink()):
         aside = beside(target, BEFORE)
     _exchange(staged, target, aside)
-    sync_folder(target.parent)
+    sync(target.parent)
     if aside is not None:
         discard(aside)
 
@@ -86,6 +81,17 @@ def replace_text(target: Path, text: str) -> None:
         staged.unlink(missing_ok=True)
 
 
+def leave_note(path: Path, text: str) -> None:
+    """Write a small file for a process that waits for it: all of it or nothing is there.
+
+    Its name need not survive a power cut, so nothing is done with the folder, which may have another name by
+    the time that this returns.
+    """
+    staged = beside(path, SAVING)
+    staged.write_text(text)
+    staged.replace(path)
+
+
 def replace_link(link: Path, to: Path) -> None:
     """Have ``link`` point to ``to``, in one step; relative, so that the folder may be moved."""
     staged = beside(link, SAVING)
@@ -95,7 +101,7 @@ def replace_link(link: Path, to: Path) -> None:
         _exchange(staged, link, aside)
     finally:
         staged.unlink(missing_ok=True)
-    sync_folder(link.parent)
+    sync(link.parent)
     if aside is not None:
         discard(aside)
 
@@ -104,7 +110,7 @@ def remove(target: Path) -> None:
     """Take a checkpoint away in one step; what is left of it has another name while it is deleted."""
     aside = _set_aside(target, REMOVED)
     if aside is not None:
-        sync_folder(target.parent)
+        sync(target.parent)
         discard(aside)
 
 

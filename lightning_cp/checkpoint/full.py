@@ -16,7 +16,7 @@ from lightning_cp.checkpoint.full_file import write_file
 from lightning_cp.checkpoint.latest import point_to
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.plain import map_leaves
-from lightning_cp.checkpoint.tensors import whole
+from lightning_cp.checkpoint.tensors import assembled
 from lightning_cp.comm.objects import World
 
 OURS = "lightning_cp"
@@ -94,7 +94,8 @@ def plan_full(tree: dict[str, Any], ours: dict[str, Any], target: Path, about: A
         about: for the manifest.
 
     Raises:
-        CheckpointError: ranks have different tensors to bring together.
+        CheckpointError: on the other ranks: the first one cannot keep a tensor; or ranks have different ones.
+        Exception: on the first rank: why it cannot.
     """
     world = World()
     spread: dict[str, DTensor] = {}
@@ -102,12 +103,49 @@ def plan_full(tree: dict[str, Any], ours: dict[str, Any], target: Path, about: A
     facts = [(key, tuple(x.shape), str(x.dtype)) for key, x in sorted(spread.items())]
     if spread or world.size > 1:
         _require_same(world.gather(hash_of_facts(facts)), target)
-    keep = world.rank == 0
-    gathered = {key: whole(spread[key], keep=keep) for key in sorted(spread)}
-    if not keep:
-        return FullSave(target, about, world, None)
-    made = map_leaves(tree, lambda key, x: gathered[key] if key in gathered else _own(x))
-    return FullSave(target, about, world, {**made, OURS: ours})
+    gathered = _Gathered(keeps=world.rank == 0)
+    for key in sorted(spread):
+        gathered.add(key, assembled(spread[key]))
+    save = FullSave(target, about, world, None)
+
+    def complete() -> None:
+        if world.rank == 0:
+            save.tree = {**map_leaves(tree, gathered.found_or_own), OURS: ours}
+
+    world.together(complete, lambda said: failed_save(target, said))
+    return save
+
+
+class _Gathered:
+    """What the first rank keeps of tensors that all ranks assemble.
+
+    All of them go on to the last one, also where one does not fit into the memory of the first rank's
+    machine: its error is kept until then.
+    """
+
+    def __init__(self, *, keeps: bool) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._keeps, self._error = keeps, None
+
+    def add(self, key: str, tensor: torch.Tensor) -> None:
+        """Keep it, on the CPU."""
+        if not self._keeps or self._error is not None:
+            return
+        try:
+            self._tensors[key] = tensor.cpu()
+        except Exception as error:
+            self._tensors.clear()
+            self._error = error
+
+    def found_or_own(self, key: str, x: torch.Tensor) -> torch.Tensor:
+        """The whole of a tensor of the tree.
+
+        Raises:
+            Exception: what kept one of those that were spread from being kept.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._tensors[key] if key in self._tensors else _own(x)
 
 
 def hash_of_facts(facts: Any) -> str:

@@ -80,7 +80,7 @@ class _Maker:
 
     def make(self, value: Any, place: Path_) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.detach()
+            return _dense(value, place).detach()
         if type(value) in (*_ATOMS, torch.Size):
             return value
         special = self._special(value, place)
@@ -125,6 +125,20 @@ class _Maker:
                     raise
                 self._made.left_out.append(_dotted((*place, key)))
         return made
+
+
+def _dense(value: torch.Tensor, place: Path_) -> torch.Tensor:
+    if value.layout != torch.strided:
+        raise CheckpointError(
+            f"{_dotted(place)} is a tensor with layout {value.layout}, and checkpoints hold dense ones. Keep "
+            "it out of the state, or save x.to_dense()."
+        )
+    if value.is_meta:
+        raise CheckpointError(
+            f"{_dotted(place)} is on the meta device, so it has no values to be saved. Keep it out of the "
+            "state, or load it first."
+        )
+    return value
 
 
 def _kind_of(value: Any) -> tuple[str | None, Any]:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.checkpoint.durable import found
+from lightning_cp.checkpoint.durable import found, this_machine
 from lightning_cp.checkpoint.encode import decode, dtype_named
 from lightning_cp.checkpoint.failures import shown
 from lightning_cp.checkpoint.full import OURS
@@ -25,6 +25,8 @@ from lightning_cp.checkpoint.tensors import Chunk, Stored, fill, like, stored_wh
 from lightning_cp.comm.objects import World, told
 from lightning_cp.errors import CheckpointError
 
+T = TypeVar("T")
+
 
 @dataclass
 class Checkpoint:
@@ -35,12 +37,14 @@ class Checkpoint:
         manifest: ``None`` if another program wrote the file, so that nothing could be verified.
         tree: what was saved, with ``Stored`` for tensors.
         ours: what the saver noted beside it.
+        world: the ranks that have opened it together, and read it together.
     """
 
     path: Path
     manifest: Manifest | None
     tree: Any
     ours: dict[str, Any]
+    world: World
 
     def read(self, template: Callable[[str], torch.Tensor | None] = lambda key: None) -> Any:
         """The tree with tensors.
@@ -50,7 +54,13 @@ class Checkpoint:
 
         Returns:
             New tensors: ``DTensor`` where the template is one of that shape, whole ones on the CPU elsewhere.
+
+        Raises:
+            CheckpointError: on every rank: it cannot be read on some.
         """
+        return _together(self.path, self.world, lambda: self._read(template))
+
+    def _read(self, template: Callable[[str], torch.Tensor | None]) -> Any:
         targets: dict[str, torch.Tensor] = {}
         stored: dict[str, Stored] = {}
 
@@ -77,25 +87,35 @@ def open_checkpoint(path: Path, world: World | None = None) -> Checkpoint:
     Raises:
         CheckpointError: on every rank: it is missing, incomplete, damaged or no checkpoint; names the file.
     """
-    path = found(Path(path))
-    try:
-        return _opened(path, world or _alone())
-    except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def _opened(path: Path, world: World) -> Checkpoint:
-    opened = world.together(
-        lambda: _verified(path, world),
-        lambda said: CheckpointError(f"{shown(path)} was refused by another rank ({said})."),
-    )
-    manifests = {manifest.render() if manifest else "" for manifest in opened}
-    if len(manifests) > 1:
+    named, world = Path(path), world or _alone()
+    machines = world.gather(this_machine())
+    first = machines.index(machines[world.rank]) == world.rank
+    place, manifest = _together(named, world, lambda: _verified(found(named), world, first))
+    manifests = world.gather(manifest.render() if manifest else "")
+    if len(set(manifests)) > 1:
         raise CheckpointError(
-            f"ranks see different checkpoints at {shown(path)}: it must be on a file system that all share, "
+            f"ranks see different checkpoints at {shown(named)}: it must be on a file system that all share, "
             "and nobody may write it meanwhile."
         )
-    return (_open_folder if path.is_dir() else _open_file)(path, opened[world.rank])
+    return _together(place, world, lambda: _opened(place, manifest, world))
+
+
+def _together(path: Path, world: World, action: Callable[[], T]) -> T:
+    """What this rank's ``action`` gives, once that of every rank went well."""
+    mine: list[T] = []
+    try:
+        world.together(
+            lambda: mine.append(action()),
+            lambda said: CheckpointError(f"{shown(path)} was refused by another rank ({said})."),
+        )
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    return mine[0]
+
+
+def _opened(path: Path, manifest: Manifest | None, world: World) -> Checkpoint:
+    tree, ours = _in_folder(path, manifest) if path.is_dir() else _in_file(path)
+    return Checkpoint(path, manifest, tree, ours, world)
 
 
 def _alone() -> World:
@@ -104,7 +124,18 @@ def _alone() -> World:
     return world
 
 
-def _verified(path: Path, world: World) -> Manifest | None:
+def _verified(path: Path, world: World, first: bool) -> tuple[Path, Manifest | None]:
+    """``first``: of this machine's ranks; it hashes a file, of which other machines may have a copy."""
+    _require_there(path)
+    if path.is_dir():
+        return path, _verified_folder(path, world)
+    manifest = manifest_of_file(path)
+    if manifest is not None and first:
+        verify_file(path, manifest)
+    return path, manifest
+
+
+def _require_there(path: Path) -> None:
     if not path.exists():
         near = sorted(x.name for x in path.parent.iterdir()) if path.parent.is_dir() else []
         near = [name for name in near if not name.startswith(".")]
@@ -112,12 +143,6 @@ def _verified(path: Path, world: World) -> Manifest | None:
         if path.is_symlink():
             there = f" It is a link to {path.readlink().name}, which is not there.{there}"
         raise CheckpointError(f"there is no checkpoint {shown(path)}.{there}")
-    if path.is_dir():
-        return _verified_folder(path, world)
-    manifest = manifest_of_file(path)
-    if manifest is not None and world.rank == 0:
-        verify_file(path, manifest)
-    return manifest
 
 
 def _verified_folder(path: Path, world: World) -> Manifest:
@@ -144,13 +169,13 @@ def _say_which_save(
             ) from error
 
 
-def _open_file(path: Path, manifest: Manifest | None) -> Checkpoint:
+def _in_file(path: Path) -> tuple[Any, dict[str, Any]]:
     tree = load_file(path)
     ours = tree.pop(OURS, {}) if isinstance(tree, dict) else {}
-    return Checkpoint(path, manifest, _stored(tree), ours if isinstance(ours, dict) else {})
+    return _stored(tree), ours if isinstance(ours, dict) else {}
 
 
-def _open_folder(path: Path, manifest: Manifest | None) -> Checkpoint:
+def _in_folder(path: Path, manifest: Manifest | None) -> tuple[Any, dict[str, Any]]:
     assert manifest is not None
     try:
         index = json.loads((path / INDEX).read_text())["tensors"]
@@ -160,7 +185,7 @@ def _open_folder(path: Path, manifest: Manifest | None) -> Checkpoint:
         ours = decode(state["ours"], lambda key: stored[key])
     except (KeyError, ValueError, TypeError) as error:
         raise _unreadable(path, error) from None
-    return Checkpoint(path, manifest, tree, ours)
+    return tree, ours
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_cp.checkpoint.durable import sweep
 from lightning_cp.checkpoint.failures import failed_save
-from lightning_cp.checkpoint.full import plan_full
+from lightning_cp.checkpoint.full import OURS, plan_full
 from lightning_cp.checkpoint.in_the_way import require_replaceable
 from lightning_cp.checkpoint.latest import require_name
 from lightning_cp.checkpoint.manifest import About
@@ -81,6 +82,7 @@ def plan(
     target = Path(target)
 
     def begin() -> Any:
+        _require_no_notes(tree)
         made = plain(tree, may_lack)
         if world.rank == 0:
             require_name(target)
@@ -97,9 +99,19 @@ def plan(
     notes = {**(ours or {}), "notes": made.notes}
     try:
         planned = FORMS[form](made.tree, notes, target, about or About())
-    except OSError as error:
+    except CheckpointError:
+        raise
+    except Exception as error:
         raise failed_save(target, told(error)) from error
     return planned, made.left_out
+
+
+def _require_no_notes(tree: dict[str, Any]) -> None:
+    if OURS in tree:
+        raise CheckpointError(
+            f"the state has a key {OURS!r}, under which checkpoints keep their own notes. Give it another "
+            "name."
+        )
 
 
 def finish(save: Save) -> None:
@@ -108,10 +120,16 @@ def finish(save: Save) -> None:
     Raises:
         CheckpointError: on every rank: it could not be written; what was there before still is.
     """
-    try:
+    with _or_given_up(save):
         failure = _other(save)
         parts = save.world.together(save.write, failure)
         save.world.together(lambda: save.commit(parts) if save.world.rank == 0 else None, failure)
+
+
+@contextmanager
+def _or_given_up(save: Save) -> Iterator[None]:
+    try:
+        yield
     except (CheckpointError, KeyboardInterrupt):
         save.give_up()
         raise
@@ -134,15 +152,21 @@ def save_checkpoint(tree: dict[str, Any], target: str | Path, **options: Any) ->
 class Background:
     """A save that goes on while training does: in a thread that neither sends nor waits for tensors.
 
+    Beginning one is collective: training goes on once all ranks have copied their values.
+
     Args:
         planned: the save; its values are copied before anything goes on.
         limit: seconds that the first rank waits for the others' parts.
+
+    Raises:
+        CheckpointError: on every rank: some cannot copy its values.
     """
 
     def __init__(self, planned: Save, limit: float = LIMIT) -> None:
         self.target = planned.target
         self.error: Exception | None = None
-        planned.copy()
+        with _or_given_up(planned):
+            planned.world.together(planned.copy, _other(planned))
         self._thread = threading.Thread(target=self._run, args=(planned, limit), name="checkpoint")
         self._thread.start()
 

@@ -27,9 +27,9 @@ from lightning_cp.checkpoint.durable import (
     SAVING,
     beside,
     discard,
+    leave_note,
     put_in_place,
-    replace_text,
-    sync_folder,
+    sync,
     write_durably,
 )
 from lightning_cp.checkpoint.encode import encode
@@ -107,7 +107,7 @@ class ShardedSave:
             path = self.staging / name
             write_durably(path, json.dumps(content).encode())
             entries[name] = FileEntry(hash_of(path), path.stat().st_size)
-        sync_folder(self.staging)
+        sync(self.staging)
         manifest = Manifest("sharded", self.save, self.about, entries)
         write_durably(self.staging / NAME, manifest.render().encode())
         put_in_place(self.staging, self.target)
@@ -132,7 +132,7 @@ class ShardedSave:
         try:
             part = self.write()
             if self.world.rank:
-                replace_text(note, json.dumps(asdict(part)))
+                leave_note(note, json.dumps(asdict(part)))
                 return
             self.commit([part, *(self._part_of(rank, limit) for rank in range(1, self.world.size))])
         except Exception as error:
@@ -140,7 +140,7 @@ class ShardedSave:
                 self.give_up()
             elif self.staging.is_dir():
                 (self.staging / self._file).unlink(missing_ok=True)  # makes room for the note
-                replace_text(note, json.dumps({"failed": told(error)}))
+                leave_note(note, json.dumps({"failed": told(error)}))
             raise
 
     def _part_of(self, rank: int, limit: float) -> Part:
@@ -175,20 +175,20 @@ def plan_sharded(
         about: for the manifest.
 
     Raises:
-        CheckpointError: on every rank, that the folder cannot be made on the first.
+        CheckpointError: on the other ranks: one of them cannot begin.
+        Exception: on that one: why it cannot.
     """
     world = World()
-    tensors: dict[str, torch.Tensor] = {}
-    state = {
-        "tree": encode(tree, lambda key, x: _named(tensors, key, x)),
-        "ours": encode(ours, lambda key, x: _named(tensors, key, x)),
-    }
-    if world.rank > 0:
-        tensors = {key: x for key, x in tensors.items() if isinstance(x, DTensor)}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(tensors, is_coordinator=world.rank == 0)
+    state: dict[str, Any] = {}
 
     def begin() -> tuple[SavePlan, str, str]:
+        tensors: dict[str, torch.Tensor] = {}
+        for name, part in (("tree", tree), ("ours", ours)):
+            state[name] = encode(part, lambda key, x: _named(tensors, key, x))
+        if world.rank > 0:
+            tensors = {key: x for key, x in tensors.items() if isinstance(x, DTensor)}
+        planner.set_up_planner(tensors, is_coordinator=world.rank == 0)
         staging = beside(target, SAVING)
         if world.rank == 0:
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -71,6 +71,12 @@ def whole(tensor: torch.Tensor, *, keep: bool = True) -> torch.Tensor | None:
         tensor: any; shape and dtype stay.
         keep: this rank wants it; the others take part and get ``None``.
     """
+    made = assembled(tensor)
+    return made.cpu() if keep else None
+
+
+def assembled(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor where it is, assembled if it is spread over ranks: the part of ``whole`` that communicates."""
     made = tensor.detach()
     if isinstance(made, DTensor):
         local, mesh = made.to_local(), made.device_mesh
@@ -85,7 +91,7 @@ def whole(tensor: torch.Tensor, *, keep: bool = True) -> torch.Tensor | None:
             )
         made = made.full_tensor()
     sign_of_life()
-    return made.cpu() if keep else None
+    return made
 
 
 def fill(targets: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> None:

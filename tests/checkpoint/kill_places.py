@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning_cp.checkpoint import durable, full, full_file, sharded
+from lightning_cp.checkpoint import full, full_file, sharded
 
 NAME = "last.ckpt"
 """The checkpoint that is saved."""
@@ -56,7 +56,6 @@ def before_rename() -> None:
 
 def while_replacing() -> None:
     """The old folder is set aside; a file is replaced in one step."""
-    _dying(durable, "sync_folder", lambda folder: not (folder / NAME).exists())
     _dying(Path, "replace", lambda staged, target: target.name == NAME and staged.is_dir())
 
 

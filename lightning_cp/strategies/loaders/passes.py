@@ -69,6 +69,7 @@ class Pass(Iterator[Any]):
         self._name = fingerprint(("loader", number))
         self._shares = mesh.control_group(Flat.CP) if broadcasts else None
         self._reads = self._shares is None or mesh.sample_rank == 0
+        place.received = not self._reads
         self._read, self._ended = 0, False
         self._error: Exception | None = None
         self._batches: Iterator[Any] | None = None
@@ -102,7 +103,8 @@ class Pass(Iterator[Any]):
     def _next(self) -> Any:
         """This rank's next batch."""
         batches = self._open() if self._batches is None else self._batches
-        self._place.reads(self._loader, trains=self._trains())
+        self._place.asked(trains=self._trains())
+        self._place.reads(self._loader)
         if self._waiting:  # it was read before the moment that was saved
             moment = self._waiting.popleft()
             return read_as_before(moment, self._loader, lambda: next(batches))
@@ -113,6 +115,9 @@ class Pass(Iterator[Any]):
             raise StopIteration
         training = self._trains()
         if training:
+            self._place.asked(
+                trains=True
+            )  # what is saved there is in this pass, at its beginning too
             self._before_training()
         fetched = self._fetch()
         try:
@@ -140,6 +145,7 @@ class Pass(Iterator[Any]):
         if not self._reads:
             if self._batches is None:
                 self._open()
+            self._place.asked(trains=self._trains())
             return _Fetched(_RECEIVES)
         if self._error is not None:
             return _Fetched(_ENDED, error=self._error)

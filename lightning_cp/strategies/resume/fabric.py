@@ -55,8 +55,7 @@ class RunState:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps; all ranks call this."""
-        point = self._begun or self._now()
-        record = record_of(point, self._run.mesh)
+        record = record_of(lambda: self._begun or self._now(), self._run.mesh)
         return {**record, "buckets": orders_of(self._models)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -65,14 +64,8 @@ class RunState:
         Raises:
             CheckpointError: written by a later version, or with fewer loaders than there are.
         """
-        point = point_of(state_dict, self._run.mesh, torch.distributed.get_rank())
+        point = self.fitting(state_dict)
         self._to_place = list(point.loaders)
-        if len(self._loaders) > len(self._to_place):
-            raise CheckpointError(
-                f"the checkpoint has the places of {len(self._to_place)} loaders, but "
-                f"fabric.setup_dataloaders was given {len(self._loaders)}. Set up the same loaders, in the "
-                "same order."
-            )
         for known in self._loaders:
             self._place(known())
         self._begun = None
@@ -80,6 +73,21 @@ class RunState:
         point.restore_random(self.device)
 
     # -- for the strategy ------------------------------------------------------------------------
+
+    def fitting(self, state_dict: dict[str, Any]) -> Point:
+        """What this rank would go on from; nothing is changed yet.
+
+        Raises:
+            CheckpointError: written by a later version, or with fewer loaders than there are.
+        """
+        point = point_of(state_dict, self._run.mesh, torch.distributed.get_rank())
+        if len(self._loaders) > len(point.loaders):
+            raise CheckpointError(
+                f"the checkpoint has the places of {len(point.loaders)} loaders, but "
+                f"fabric.setup_dataloaders was given {len(self._loaders)}. Set up the same loaders, in the "
+                "same order."
+            )
+        return point
 
     def follow(self, shared: SharedLoader) -> None:
         """One more loader, in the order of the script."""

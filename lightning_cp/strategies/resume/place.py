@@ -44,8 +44,10 @@ class Place:
     first: Moment | None = None
     """Before the first batch was read."""
     recent: deque[Reading] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    received: bool = False
+    """Batches come from another rank: this one's loader is not read."""
     trained: bool = False
-    """On a batch of the current pass; passes of an evaluation begin anew."""
+    """On a batch of the current pass, or about to; passes of an evaluation begin anew."""
     resumed: dict[str, Any] | None = None
     """Where the next pass begins, if not at its beginning."""
     counts_epochs: bool = False
@@ -86,9 +88,12 @@ class Place:
         self.trained, self.resumed = True, None
         self.recent.clear()
 
-    def reads(self, loader: Any, *, trains: bool) -> None:
-        """The next batch is about to be read."""
+    def asked(self, *, trains: bool) -> None:
+        """There is to be a next batch, read here or by another rank."""
         self.trained |= trains
+
+    def reads(self, loader: Any) -> None:
+        """It is about to be read here."""
         moment = Moment.now(loader)
         self.first = self.first or moment
         self.recent.append(Reading(moment, state_of(loader)))
@@ -115,7 +120,7 @@ class Place:
             return at_pass(self.passes, Moment.now(loader))
         waiting = min(waiting, self.read)
         pending = list(self.recent)[max(0, len(self.recent) - waiting) :]
-        state = pending[0].state if pending else state_of(loader)
+        state = pending[0].state if pending else None if self.received else state_of(loader)
         return {
             "passes": self.passes,
             "batches": self.read - waiting,

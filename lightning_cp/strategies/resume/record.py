@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -44,23 +46,31 @@ class Point:
             torch.cuda.set_rng_state(self.device, device)
 
 
-def record_of(point: Point, mesh: ContextParallelMesh) -> Record:
+def record_of(point: Callable[[], Point], mesh: ContextParallelMesh) -> Record:
     """Every rank's point; all ranks call this.
+
+    Args:
+        point: gives this rank's; what a loader or a dataset of the user raises there is an error on all.
+        mesh: of the run.
 
     Raises:
         ConfigError: a loader's own state holds more than numbers, strings, containers and tensors.
+        CheckpointError: another rank has raised.
     """
-    part = {
-        "random": point.random.packed(),
-        "device": point.device,
-        "loaders": [packed(saved) for saved in point.loaders],
-    }
-    parts, part_of = _without_repetitions(_as_bytes(part))
+    parts, part_of = _without_repetitions(lambda: _as_bytes(_part_of(point())))
     return {
         "format": FORMAT,
         "mesh": _sizes(mesh),
         "parts": [_read(data) for data in parts],
         "part_of": part_of,
+    }
+
+
+def _part_of(point: Point) -> dict[str, Any]:
+    return {
+        "random": point.random.packed(),
+        "device": point.device,
+        "loaders": [packed(saved) for saved in point.loaders],
     }
 
 
@@ -81,24 +91,32 @@ def point_of(record: Mapping[str, Any], mesh: ContextParallelMesh, rank: int) ->
         )
     saved: Mapping[str, int] = record["mesh"]
     parts, part_of = record["parts"], record["part_of"]
+    ranks = (saved["data"], mesh.data_size)
     if saved == _sizes(mesh):
-        return _unpacked(parts[part_of[rank]])
+        point = _unpacked(parts[part_of[rank]])
+        point.loaders = [{**each, "ranks": ranks} for each in point.loaders]
+        return point
     data, cp = mesh.data_rank % saved["data"], mesh.cp_rank % saved["cp"]
     reader = data * saved["cp"] * saved["tp"]
     place = reader + cp * saved["tp"]
     point = _unpacked(parts[part_of[place]])
     loaders = _unpacked(parts[part_of[reader]]).loaders
-    ranks = (saved["data"], mesh.data_size)
     point.loaders = [{**each, "ranks": ranks} for each in loaders]
     if mesh.data_rank >= saved["data"] and len(parts) > 1:
         _seed_anew(point, mesh.data_rank)
     return point
 
 
-def _without_repetitions(data: bytes) -> tuple[list[bytes], list[int]]:
+def _without_repetitions(make: Callable[[], bytes]) -> tuple[list[bytes], list[int]]:
     """What different things ranks have, and for each rank which of them; as a rule all have the same."""
-    world = World()
-    digests = world.gather(hashlib.sha256(data).digest())
+    world, made = World(), list[bytes]()
+
+    def digest() -> bytes:
+        made.append(make())
+        return hashlib.sha256(made[0]).digest()
+
+    digests = world.together(digest, lambda said: CheckpointError(f"nothing is saved: {said}"))
+    data = made[0]
     owners = sorted({digests.index(digest) for digest in digests})
     held = world.gather(data if world.rank in owners else b"") if len(owners) > 1 else [data]
     places = {digests[owner]: place for place, owner in enumerate(owners)}
@@ -112,12 +130,14 @@ def _unpacked(part: Mapping[str, Any]) -> Point:
 
 def _seed_anew(point: Point, data_rank: int) -> None:
     """Numbers that no other data rank draws, the same each time that this checkpoint is resumed."""
-    digest = hashlib.sha256(
-        point.random.torch.numpy().tobytes() + bytes([data_rank % 256])
-    ).digest()
+    old = point.random.torch.numpy().tobytes()
+    digest = hashlib.sha256(old + data_rank.to_bytes(4, "little")).digest()
+    torch_seed, python_seed, numpy_seed = (digest[at : at + 8] for at in (0, 8, 16))
     entry = Moment.now()
-    torch.manual_seed(int.from_bytes(digest[:7], "little"))
-    point.random.torch = torch.get_rng_state()
+    torch.manual_seed(int.from_bytes(torch_seed[:7], "little"))
+    random.seed(int.from_bytes(python_seed, "little"))
+    np.random.seed(int.from_bytes(numpy_seed[:4], "little"))
+    point.random = Moment.now()
     point.device = None
     entry.restore()
 

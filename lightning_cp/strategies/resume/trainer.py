@@ -94,21 +94,24 @@ class TrainerResume:
         if trainer.state.fn != TrainerFn.FITTING or "optimizer_states" not in checkpoint:
             return
         place = loops.place_now(trainer)
-        if self._in_window(trainer, place):
-            assert self._window is not None
-            point = self._window.point
-            place = {"kind": loops.BETWEEN, "over": False}
-            self._go_back(checkpoint, trainer.lightning_module, self._window)
+        window = self._window if self._in_window(trainer, place) else None
+        if window is None:
+            record = record_of(lambda: self._point_at(trainer, device, place["kind"]), run.mesh)
         else:
-            fresh = place["kind"] == loops.EPOCH
-            point = Point.now(device, _places(trainer, loops.ahead(trainer), fresh=fresh))
-            if loops.validation_interrupted(trainer) and self._before_validation is not None:
-                point.random = self._before_validation
-        record = record_of(point, run.mesh)
+            record = record_of(lambda: window.point, run.mesh)
+            place = {"kind": loops.BETWEEN, "over": False}
+            self._go_back(checkpoint, trainer.lightning_module, window)
         record["buckets"] = orders_of([trainer.model])
         record["place"] = {"kind": place["kind"], "over": place["over"]}
         checkpoint[KEY] = record
         loops.drop_empty_loader_states(checkpoint["loops"])
+
+    def _point_at(self, trainer: Trainer, device: torch.device, kind: str) -> Point:
+        places = _places(trainer, loops.ahead(trainer), fresh=kind == loops.EPOCH)
+        point = Point.now(device, places)
+        if loops.validation_interrupted(trainer) and self._before_validation is not None:
+            point.random = self._before_validation
+        return point
 
     def _in_window(self, trainer: Trainer, place: Mapping[str, Any]) -> bool:
         if self._window is None or place["kind"] == loops.EPOCH:

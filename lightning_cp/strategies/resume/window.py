@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,28 +14,44 @@ from torch import nn
 _PLAIN = (int, float, str, bool, type(None))
 
 
+@dataclass(frozen=True)
+class _Copy:
+    """A buffer's value when it was this tensor, in this version of it."""
+
+    buffer: torch.Tensor
+    version: int
+    value: torch.Tensor
+
+    @classmethod
+    def of(cls, buffer: torch.Tensor) -> _Copy:
+        return cls(buffer, buffer._version, buffer.detach().clone())
+
+    def is_of(self, buffer: torch.Tensor | None) -> bool:
+        return buffer is not None and buffer is self.buffer and buffer._version == self.version
+
+
 class Buffers:
     """Copies of a module's persistent buffers; taken anew only of those that have changed."""
 
     def __init__(self) -> None:
-        self._copies: dict[str, tuple[int, int, torch.Tensor]] = {}
+        self._copies: dict[str, _Copy] = {}
 
     def keep(self, module: nn.Module) -> None:
         """Copy what has changed since it was copied last."""
-        copies: dict[str, tuple[int, int, torch.Tensor]] = {}
+        copies: dict[str, _Copy] = {}
         for name, buffer in _persistent(module).items():
             known = self._copies.get(name)
-            mark = id(buffer), buffer._version
-            same = known is not None and known[:2] == mark
-            copies[name] = known if same and known else (*mark, buffer.detach().clone())
+            fits = known is not None and known.is_of(buffer)
+            copies[name] = known if fits and known else _Copy.of(buffer)
         self._copies = copies
 
     def put_back(self, state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
         """A module's state with the copies in place of what changed since."""
+        now = _persistent(module)
         changed = {
-            name: copy
-            for name, (_, version, copy) in self._copies.items()
-            if name in state and _persistent(module)[name]._version != version
+            name: copy.value
+            for name, copy in self._copies.items()
+            if name in state and not copy.is_of(now.get(name))
         }
         return {**state, **changed}
 

@@ -15,6 +15,7 @@ from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.comm.objects import World
 from lightning_cp.errors import CheckpointError
+from lightning_cp.strategies.resume.fabric import RunState
 from lightning_cp.strategies.saves.front import SavesOfBoth
 from lightning_cp.strategies.saves.optimizers import (
     fitting_state,
@@ -42,10 +43,11 @@ class FabricSaves(SavesOfBoth):
         """Save modules, optimizers and whatever else is in ``state``; called on every rank.
 
         Raises:
-            CheckpointError: on every rank: it cannot be written.
+            CheckpointError: on every rank: it cannot be written, or a model's weights are not all there.
         """
         self._require_local(storage_options)
         modules, optimizers = _modules(state), _optimizers(state)
+        self._require_complete(modules.values() or self._models)
         named = named_parameters(modules or {"": _unwrapped(self._models)})
         names = {key: names_of(optimizer, named) for key, optimizer in optimizers.items()}
         tree = self._convert_stateful_objects_in_state(state, filter=dict(filter or {}))
@@ -106,6 +108,9 @@ def _restore(
         key: fitting_state(checkpoint[key], obj, names.get(key, []), names_of(obj, named))
         for key, obj in _optimizers(present).items()
     }
+    for key, obj in present.items():
+        if isinstance(obj, RunState):
+            obj.fitting(checkpoint[key])
     load_modules(_modules(present), checkpoint, strict=strict)
     for key, obj in present.items():
         value = checkpoint.pop(key)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
+
+from lightning_cp.checkpoint.pretrained.incomplete import require_complete
+from lightning_cp.comm.objects import World
 from lightning_cp.errors import CheckpointError
 from lightning_cp.strategies.replaced import Replaced
 from lightning_cp.strategies.saves.reading import PlainCheckpointIO, require_ours
@@ -37,6 +42,16 @@ class SavesOfBoth:
     def checkpoint_io(self, io: Any) -> None:
         require_ours(io)
         self._checkpoint_io = io
+
+    @staticmethod
+    def _require_complete(modules: Iterable[nn.Module]) -> None:
+        """Refuse models whose pretrained weights are not all there; on every rank, if one has such."""
+
+        def complete() -> None:
+            for module in modules:
+                require_complete(module)
+
+        World().together(complete, lambda said: CheckpointError(f"nothing is saved: {said}"))
 
     @staticmethod
     def _require_local(storage_options: object) -> None:

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_cp.checkpoint.compare import require_same
 from lightning_cp.checkpoint.tensors import Stored, fill, like, stored_whole
 from lightning_cp.errors import CheckpointError, ConfigError
-from lightning_cp.strategies.saves.optimizers import parameters_of
+from lightning_cp.strategies.saves.optimizers import named_parameters, parameters_of
 
 _STATE = re.compile(r"^(?P<place>.+)\.state\.(?P<number>\d+)\.[^.]+$")
 
@@ -74,7 +74,7 @@ def spread_of(
         for key, module in modules.items()
         for name, x in module.state_dict().items()
     }
-    by_name = {n: p for module in modules.values() for n, p in module.named_parameters()}
+    by_name = named_parameters(modules)
 
     def template(key: str) -> torch.Tensor | None:
         match = _STATE.match(key)

@@ -14,7 +14,7 @@ from lightning_cp.checkpoint.failures import failed_save, shown
 from lightning_cp.checkpoint.in_the_way import is_foreign, require_replaceable
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.save import Background, finish, plan
-from lightning_cp.comm.objects import World
+from lightning_cp.comm.objects import World, told
 from lightning_cp.errors import CheckpointError
 
 _log = logging.getLogger("lightning_cp")
@@ -79,9 +79,15 @@ class Saver:
             if running is not None:
                 self._require_done(running)
                 # The others wait for what the first one does: they may look for a link, too.
-                World().together(self._do_later, lambda said: failed_save(running.target, said))
+                self._together(running.target, self._do_later)
                 return
         self._do_later()
+
+    def _together(self, target: Path, action: Callable[[], None]) -> None:
+        try:
+            World().together(action, lambda said: failed_save(target, said))
+        except OSError as error:
+            raise failed_save(target, told(error)) from error
 
     def _require_done(self, running: Background) -> None:
         def done() -> None:
@@ -90,7 +96,7 @@ class Saver:
                 raise running.error
 
         try:
-            World().together(done, lambda said: failed_save(running.target, said))
+            self._together(running.target, done)
         except CheckpointError:
             self._later.clear()  # what was to be replaced is still needed
             raise
@@ -107,15 +113,22 @@ class Saver:
             _log.error("%s", running.error)
 
     def remove(self, path: str | Path) -> None:
-        """Remove a checkpoint once nothing needs it any more; called on every rank, done by the first."""
+        """Remove a checkpoint once nothing needs it any more; called on every rank, done by the first.
+
+        One that cannot be removed is no reason to end a run: that is said, once.
+        """
         target = local_path(path)
         self._soon(lambda: self._remove(target))
 
     def link(self, to: str | Path, link: str | Path) -> None:
-        """Have a link point to a checkpoint once that is complete; called on every rank."""
+        """Have a link point to a checkpoint once that is complete. Collective.
+
+        Raises:
+            CheckpointError: on every rank: it cannot be made.
+        """
         target, linked = local_path(to), local_path(link)
         if target != linked:
-            self._soon(lambda: self._link(target, linked))
+            self._together(linked, lambda: self._soon(lambda: self._link(target, linked)))
 
     def _soon(self, action: Callable[[], bool]) -> None:
         if World().rank:
@@ -128,9 +141,24 @@ class Saver:
         before = None
         while before != len(self._later):  # a removal may wait for a link that comes after it
             before = len(self._later)
-            self._later = [action for action in self._later if not action()]
+            todo, self._later = self._later, []
+            for at, action in enumerate(todo):
+                try:
+                    done = action()
+                except BaseException:  # that one is not tried again
+                    self._later += todo[at + 1 :]
+                    raise
+                if not done:
+                    self._later.append(action)
 
     def _remove(self, target: Path) -> bool:
+        try:
+            return self._removed(target)
+        except OSError as error:
+            self._say_once(f"{shown(target)} cannot be removed: {told(error)}. The run goes on.")
+            return True
+
+    def _removed(self, target: Path) -> bool:
         """Whether it is done with; a checkpoint that a link still names has to wait."""
         if not target.exists() and not target.is_symlink():
             return True

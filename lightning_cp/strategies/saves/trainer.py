@@ -62,6 +62,7 @@ class TrainerSaves(SavesOfBoth):
         if trainer.state.status == TrainerStatus.INTERRUPTED and World().size > 1:
             raise CheckpointError(f"{Path(filepath).name} is not saved: {_ALONE}")
         self._require_local(storage_options)
+        self._require_complete([self.lightning_module])
         named = dict(self.lightning_module.named_parameters())
         names = [names_of(optimizer, named) for optimizer in self.optimizers]
         self._saver.save(
@@ -199,7 +200,6 @@ def _adopt_callbacks(replaced: Replaced, trainer: Trainer, saver: Any) -> None:
 def _linking(saver: Any) -> Any:
     def link(trainer: Trainer, filepath: str, linkpath: str) -> None:
         saver.link(filepath, linkpath)
-        trainer.strategy.barrier()
 
     return link
 

@@ -152,13 +152,12 @@ def move(
     assert got.found.keys() == want.found.keys()
     for name, value in want.found.items():
         assert torch.equal(got.found[name], value), name
-    first, last = _samples(whole_run, STOP), _samples(rest, 0, len(rest))
+    last = _samples(rest, 0)
     assert [sorted(step) for step in last] == [
         sorted(step) for step in _samples(whole_run, 0)[STOP:]
     ]
     used = sorted(number for step in _samples(whole_run, 0)[:STOP] + last for number in step)
     assert used == list(range(2 * STEPS)), "every sample once"
-    assert first
 
 
 def _of(mesh: tuple[int, dict[str, Any]]) -> tuple[int, Any, dict[str, Any]]:
@@ -166,7 +165,7 @@ def _of(mesh: tuple[int, dict[str, Any]]) -> tuple[int, Any, dict[str, Any]]:
     return world, run, settings
 
 
-def _samples(ranks: list[Told], since: int, _: int = 0) -> list[list[int]]:
+def _samples(ranks: list[Told], since: int) -> list[list[int]]:
     """Of every step, over all data ranks; ranks that share samples count once."""
     steps = zip(*(told.seen[since:] for told in ranks), strict=True)
     return [
@@ -215,6 +214,13 @@ def test_another_mesh_goes_on(name: str, tmp_path: Path) -> None:
 def test_other_meshes_go_on(name: str, tmp_path: Path) -> None:
     before, after, options = CELLS[name]
     move(before, after, tmp_path / "saved.ckpt", **options)
+
+
+@pytest.mark.slow
+def test_another_batch_size_on_the_same_mesh_is_refused(tmp_path: Path) -> None:
+    run_ranks(*_of(RING_2), tmp_path / "saved.ckpt", resumes=False, rows=2)
+    for message in run_ranks(2, refused, RING, tmp_path / "saved.ckpt", rows=1):
+        assert "a batch_size of 2, and now it is 1" in message
 
 
 def refused(rank: int, world: int, settings: dict[str, Any], path: Path, **options: Any) -> str:

@@ -1,0 +1,116 @@
+"""Places, windows and seeds by themselves, in one process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_cp.errors import CheckpointError
+from lightning_cp.strategies.resume.order import require_same_order
+from lightning_cp.strategies.resume.place import Place, reopen
+from lightning_cp.strategies.resume.record import Point, _seed_anew
+from lightning_cp.strategies.resume.window import Buffers
+from lightning_cp.strategies.saves.reading import spread_of
+
+
+def loader_of(rows: int, seed: int = 3) -> DataLoader[Any]:
+    data: Any = torch.arange(12)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, 1, 0, seed=seed)
+    return DataLoader(data, rows, sampler=sampler)
+
+
+def read(loader: DataLoader[Any], count: int) -> tuple[dict[str, Any], Iterator[Any]]:
+    """The place after some batches, and what is left of the pass."""
+    place = Place()
+    place.begins(loader)
+    batches = iter(loader)
+    for _ in range(count):
+        place.asked(trains=True)
+        place.reads(loader)
+        next(batches)
+        place.has_read()
+    return {**place.saved(loader), "ranks": (2, 2)}, batches
+
+
+def test_the_same_loader_goes_on() -> None:
+    saved, left = read(loader_of(2), 2)
+    assert [x.tolist() for x in reopen(loader_of(2), saved)] == [x.tolist() for x in left]
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (lambda: loader_of(1), "a batch_size of 2, and now it is 1"),
+        (lambda: loader_of(2, seed=4), r"the sampler .*seed=3, and now it is .*seed=4"),
+    ],
+    ids=["batch_size", "order"],
+)
+def test_another_batch_size_or_order_on_the_same_mesh_is_refused(other: Any, says: str) -> None:
+    saved, _ = read(loader_of(2), 2)
+    with pytest.raises(CheckpointError, match=says):
+        reopen(other(), saved)
+    require_same_order(other(), {**saved, "batches": 0})  # nothing was used
+
+
+class Counts(nn.Module):
+    """A buffer that is changed where it lies, and one that is another tensor each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("added", torch.zeros(2))
+        self.register_buffer("assigned", torch.zeros(2))
+
+    def step(self) -> None:
+        self.added += 1  # type: ignore[operator]
+        self.assigned = self.assigned + 1
+
+
+def test_buffers_are_those_of_the_beginning_of_the_window() -> None:
+    module, buffers = Counts(), Buffers()
+    for before in range(4):
+        buffers.keep(module)
+        buffers.keep(module)
+        for _ in range(3):
+            module.step()
+        found = buffers.put_back(dict(module.state_dict()), module)
+        assert {name: x.tolist() for name, x in found.items()} == {
+            "added": [3.0 * before] * 2,
+            "assigned": [3.0 * before] * 2,
+        }
+
+
+def drawn_by(data_rank: int) -> tuple[float, float, float]:
+    """What a new data rank draws, from each generator."""
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    point = Point.now(torch.device("cpu"), [])
+    torch.rand(data_rank % 3)  # what was drawn meanwhile does not matter
+    _seed_anew(point, data_rank)
+    point.restore_random(torch.device("cpu"))
+    return float(torch.rand(())), random.random(), float(np.random.rand())
+
+
+def test_new_data_ranks_draw_numbers_of_their_own() -> None:
+    ranks = (2, 3, 258)  # of which the last byte of the last one is the first one
+    drawn = [drawn_by(rank) for rank in ranks]
+    assert [drawn_by(rank) for rank in ranks] == drawn
+    for numbers in zip(*drawn, strict=True):
+        assert len(set(numbers)) == len(ranks)
+
+
+def test_state_is_spread_by_the_names_that_were_saved() -> None:
+    modules = {"a": nn.Linear(2, 3), "b": nn.Linear(4, 5)}
+    optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()])
+    names = {"optimizer": ["b.weight", "b.bias", "a.weight", "a.bias"]}
+    template = spread_of(modules, {"optimizer": optimizer}, names)
+    assert template("optimizer.state.0.momentum_buffer") is modules["b"].weight
+    assert template("optimizer.state.3.momentum_buffer") is modules["a"].bias
+    assert template("a.weight") is not None
