@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from lightning_cp.checkpoint.failures import shown
@@ -13,6 +14,8 @@ from lightning_cp.errors import CheckpointError
 
 def convert(source: Path, target: Path, *, form: str = "full") -> None:
     """Write a checkpoint in another form, after verifying it; memory for all of it is needed.
+
+    The new one is as old as the source, and no run goes on from it for being the newest of its folder.
 
     Args:
         source: a checkpoint of either form.
@@ -27,7 +30,9 @@ def convert(source: Path, target: Path, *, form: str = "full") -> None:
     opened = open_checkpoint(source)
     about = opened.manifest.about if opened.manifest is not None else About()
     kept = {key: value for key, value in opened.ours.items() if key != "notes"}
-    save_checkpoint(opened.read(), target, form=form, about=about, ours=kept)
+    written = opened.path.stat()
+    save_checkpoint(opened.read(), target, form=form, about=about, ours=kept, newest=False)
+    os.utime(target, ns=(written.st_atime_ns, written.st_mtime_ns))
 
 
 def describe(source: Path) -> str:

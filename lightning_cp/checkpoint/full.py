@@ -32,6 +32,8 @@ class FullSave:
         about: for the manifest.
         world: all ranks.
         tree: plain, its tensors on the CPU; on the first rank.
+        staged: what was written so far.
+        newest: ``latest`` is to name it.
     """
 
     target: Path
@@ -39,6 +41,7 @@ class FullSave:
     world: World
     tree: dict[str, Any] | None
     staged: Path | None = None
+    newest: bool = True
 
     def copy(self) -> None:
         """Take the values as they are now."""
@@ -67,7 +70,8 @@ class FullSave:
         """Give it its name, on the first rank; one of that name is replaced in one step."""
         if self.staged is not None:
             put_in_place(self.staged, self.target)
-            point_to(self.target)
+            if self.newest:
+                point_to(self.target)
 
     def give_up(self) -> None:
         """Remove what was written so far."""

@@ -27,6 +27,9 @@ LIMIT = 1800.0
 class Save(Protocol):
     """One save, as one rank sees it."""
 
+    newest: bool
+    """It is the newest one of its folder, once it is complete."""
+
     @property
     def target(self) -> Path:
         """The checkpoint."""
@@ -61,6 +64,7 @@ def plan(
     about: About | None = None,
     ours: dict[str, Any] | None = None,
     may_lack: Sequence[str] = (),
+    newest: bool = True,
 ) -> tuple[Save, list[str]]:
     """Begin a save: what is sent between ranks is sent here. Collective.
 
@@ -71,6 +75,7 @@ def plan(
         about: for the manifest.
         ours: noted beside the state; plain.
         may_lack: keys of the top level whose entries are left out if they cannot be written.
+        newest: ``latest`` is to name it.
 
     Returns:
         The save, and names of what was left out.
@@ -103,6 +108,7 @@ def plan(
         raise
     except Exception as error:
         raise failed_save(target, told(error)) from error
+    planned.newest = newest
     return planned, made.left_out
 
 

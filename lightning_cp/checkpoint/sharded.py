@@ -66,6 +66,7 @@ class ShardedSave:
         world: all ranks.
         blocks: what this rank writes.
         state: on the first rank, the tree as JSON holds it.
+        newest: ``latest`` is to name it.
     """
 
     target: Path
@@ -75,6 +76,7 @@ class ShardedSave:
     world: World
     blocks: list[Block]
     state: Any
+    newest: bool = True
 
     def copy(self) -> None:
         """Take the values as they are now; a shard may be the very weights that training goes on with."""
@@ -111,7 +113,8 @@ class ShardedSave:
         manifest = Manifest("sharded", self.save, self.about, entries)
         write_durably(self.staging / NAME, manifest.render().encode())
         put_in_place(self.staging, self.target)
-        point_to(self.target)
+        if self.newest:
+            point_to(self.target)
 
     def give_up(self) -> None:
         """Remove what was written so far."""

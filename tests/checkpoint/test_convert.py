@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_cp.checkpoint.__main__ import main
+from lightning_cp.checkpoint.latest import latest_checkpoint
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
+from lightning_cp.train.resume import newest_whole
 from tests.checkpoint.states import same, state_of
 
 
@@ -32,6 +36,19 @@ def test_there_and_back(form: str, tmp_path: Path, capsys: pytest.CaptureFixture
         assert opened.manifest.about == about
         assert opened.ours["parameters"] == ours["parameters"]
     assert "complete; " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", [[], ["--sharded"]], ids=["full", "sharded"])
+def test_what_is_converted_is_as_old_as_it_was(flags: list[str], tmp_path: Path) -> None:
+    old, new, converted = (tmp_path / f"{name}.ckpt" for name in ("old", "new", "converted"))
+    save_checkpoint(state_of(1), old)
+    save_checkpoint(state_of(2), new)
+    for age, path in ((20, old), (10, new)):
+        when = time.time() - age
+        os.utime(path, (when, when))
+    assert main([str(old), str(converted), *flags]) == 0
+    assert latest_checkpoint(tmp_path) == new
+    assert newest_whole(tmp_path) == new
 
 
 def test_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
