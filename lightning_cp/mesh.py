@@ -20,6 +20,7 @@ from lightning_cp.axes import Factors as Factors
 from lightning_cp.axes import factorise as factorise
 from lightning_cp.comm.all_gather import all_gather
 from lightning_cp.comm.dtensor_caches import forget_meshes
+from lightning_cp.comm.groups import gloo_group, gloo_mesh, warm_up
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 
@@ -59,7 +60,7 @@ class ContextParallelMesh:
         _check_sizes(self.sizes)
         forget_meshes()
         self.device_type = device_type
-        make = _gloo_mesh if device_type == "cpu" else init_device_mesh
+        make = gloo_mesh if device_type == "cpu" else init_device_mesh
         self.device_mesh: DeviceMesh = make(
             device_type,
             tuple(self.sizes.values()),
@@ -80,7 +81,7 @@ class ContextParallelMesh:
         self._ranks = {axis: mesh.get_local_rank() for axis, mesh in self._meshes.items()}
         self._control = self._control_groups()
         if device_type == "cuda" and ring_size > 1:
-            _warm_up(self._groups[Axis.RING], torch.device("cuda", torch.cuda.current_device()))
+            warm_up(self._groups[Axis.RING], torch.device("cuda", torch.cuda.current_device()))
         self._destroyed = False
         # PyTorch's meshes refer to each other in circles, and to their groups.
         registries = [getattr(mesh, "_pg_registry", {}) for mesh in self._meshes.values()]
@@ -184,7 +185,7 @@ class ContextParallelMesh:
         shape = (self.data_size, self.sample_size)
         together = {Flat.CP: torch.arange(math.prod(shape)).view(shape)}
         together[Flat.LOSS] = together[Flat.CP].reshape(1, -1)
-        return {flat: _gloo_group(ranks) for flat, ranks in together.items()}
+        return {flat: gloo_group(ranks) for flat, ranks in together.items()}
 
     def shard(
         self,
@@ -256,37 +257,6 @@ def _check_sizes(sizes: dict[Axis, int]) -> None:
         )
 
 
-def _gloo_mesh(
-    device_type: str, sizes: tuple[int, ...], *, mesh_dim_names: tuple[str, ...]
-) -> DeviceMesh:
-    """A mesh in which all axes of one rank share a group, and axes of all ranks take the world's.
-
-    Each gloo group keeps threads that wake up a hundred times a second: with a group for each of five axes
-    they took 5 to 9 ms of CPU a second, on every rank.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    ranks = torch.arange(math.prod(sizes)).view(sizes)
-    alone = world
-    if world.size() > 1 and 1 in sizes:
-        # Not with use_local_synchronization: it names groups by ranks and how many groups there are, which
-        # is the name of a group that still exists once another one was destroyed.
-        alone = _group_of(ranks.reshape(-1, 1))
-    by_size = {1: alone, world.size(): world}
-    groups = [
-        by_size[size] if size in by_size else _group_of(ranks.movedim(dim, -1).reshape(-1, size))
-        for dim, size in enumerate(sizes)
-    ]
-    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=mesh_dim_names)
-
-
-def _group_of(partition: torch.Tensor) -> dist.ProcessGroup:
-    """This rank's group of those that all ranks make together: ``[groups, ranks]``."""
-    own, _ = dist.new_subgroups_by_enumeration(partition.tolist())
-    assert isinstance(own, dist.ProcessGroup)
-    return own
-
-
 def _let_go(*groups: dict[Any, dist.ProcessGroup]) -> None:
     """Refer to no group any more, at the latest when Python exits.
 
@@ -299,23 +269,3 @@ def _let_go(*groups: dict[Any, dist.ProcessGroup]) -> None:
 
 def _member(axis: Axis | Flat | str) -> Axis | Flat:
     return Flat(axis) if axis in set(Flat) else Axis(axis)
-
-
-def _warm_up(ring: dist.ProcessGroup, device: torch.device) -> None:
-    """Have the ring's communicator made now, with all of its ranks taking part.
-
-    NCCL makes it at a group's first call. In a ring that may be a transfer that only some of the ranks take
-    part in (the others have nothing to send at that hop), and they would wait for the rest forever.
-    """
-    dist.all_reduce(torch.zeros(1, device=device), group=ring)
-
-
-def _gloo_group(partition: torch.Tensor) -> dist.ProcessGroup:
-    """This rank's of the groups that all ranks make together, for CPU messages: ``[groups, ranks]``."""
-    world = dist.group.WORLD
-    assert world is not None
-    if len(partition) == 1 and dist.get_backend(world) == "gloo":
-        return world
-    own, _ = dist.new_subgroups_by_enumeration(partition.tolist(), backend="gloo")
-    assert isinstance(own, dist.ProcessGroup)
-    return own

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 import lightning_cp.mesh as mesh_module
+from lightning_cp.comm.groups import gloo_group
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import SequenceLayout
-from lightning_cp.mesh import Axis, ContextParallelMesh, Flat, _gloo_group, factorise
+from lightning_cp.mesh import Axis, ContextParallelMesh, Flat, factorise
 from tests.pool import expect_on_every_rank, run_ranks
 
 GRIDS = [(2, 1), (1, 2), (3, 1), (2, 2), (4, 2), (2, 4)]
@@ -259,7 +260,7 @@ def test_a_device_mesh_outlives_what_made_it() -> None:
 def twin(rank: int, world_size: int) -> list[int]:
     """What a mesh on CUDA adds: a gloo group for each of its groups of one kind."""
     mesh = ContextParallelMesh(ring_size=2, data_parallel_shard_size=2)
-    made = _gloo_group(torch.arange(4).view(2, 2))
+    made = gloo_group(torch.arange(4).view(2, 2))
     assert dist.get_process_group_ranks(made) == dist.get_process_group_ranks(mesh.group(Flat.CP))
     ranks = torch.tensor([rank])
     gathered = [torch.empty_like(ranks) for _ in range(made.size())]
@@ -316,7 +317,7 @@ def test_axes_of_the_same_ranks_share_a_group(sizes: dict[str, int], made: int) 
 def warm(rank: int, world_size: int, sizes: dict[str, int]) -> list[list[int]]:
     """The groups in which a mesh on CUDA makes a collective call when it is made, on CPU's backend."""
     called: list[list[int]] = []
-    own = mesh_module._warm_up
+    own = mesh_module.warm_up
 
     def warm_up(ring: dist.ProcessGroup, device: torch.device) -> None:
         assert device.type == "cuda"
@@ -325,7 +326,7 @@ def warm(rank: int, world_size: int, sizes: dict[str, int]) -> list[list[int]]:
 
     on_cpu = mesh_module.init_device_mesh
     with (
-        mock.patch.object(mesh_module, "_warm_up", warm_up),
+        mock.patch.object(mesh_module, "warm_up", warm_up),
         mock.patch.object(
             mesh_module, "init_device_mesh", lambda _, *a, **k: on_cpu("cpu", *a, **k)
         ),
