@@ -11,24 +11,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from lightning_cp.checkpoint.pretrained.write import NAMES, Shape, header_bytes
 from lightning_cp.faults.signs import pieces
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 _ALIGNED = 64
 _LARGEST_HEADER = 100_000_000
 
@@ -118,20 +106,19 @@ def said_by(path: Path) -> dict[str, str]:
 
 
 def _header(blocks: Sequence[Block], said: Mapping[str, str]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": dict(said)}
-    at = 0
+    """Of dtypes that the format does not have, the bytes are written."""
+    held: dict[str, Shape] = {}
     for block in blocks:
         data, name = block.data, block.key
         if tuple(data.shape) != block.shape:
             name += f"@{','.join(map(str, block.offsets))}"
-        size = data.numel() * data.element_size()
-        known = _DTYPES.get(data.dtype)
-        shape = list(data.shape) if known else [size]
-        entries[name] = {"dtype": known or "U8", "shape": shape, "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(entries).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGNED)
-    return len(text).to_bytes(8, "little") + text
+        known = data.dtype in NAMES
+        held[name] = Shape(data.dtype, tuple(data.shape)) if known else _bytes_like(data)
+    return header_bytes(held, said, _ALIGNED)
+
+
+def _bytes_like(x: torch.Tensor) -> Shape:
+    return Shape(torch.uint8, (x.nbytes,))
 
 
 def _place(block: Block, file: str, at: int) -> Written:

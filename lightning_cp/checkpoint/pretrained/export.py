@@ -33,7 +33,7 @@ from lightning_cp.checkpoint.pretrained.write import (
     aligned,
     index_text,
 )
-from lightning_cp.checkpoint.tensors import whole
+from lightning_cp.checkpoint.tensors import assembled
 from lightning_cp.comm.objects import told
 from lightning_cp.comm.outcome import share_outcome
 from lightning_cp.errors import CheckpointError, ConfigError
@@ -127,11 +127,6 @@ class _Writer:
         self._folder = folder
         self._file: TensorFile | None = None
 
-    @property
-    def wants(self) -> bool:
-        """Whether a gathered tensor is of use."""
-        return self._folder is not None and self.error is None
-
     def try_to(self, act: Callable[[Path], object]) -> None:
         """Do something with the folder, if all went well so far."""
         if self._folder is None or self.error is not None:
@@ -157,7 +152,7 @@ class _Writer:
             try:
                 for key in aligned(shapes):
                     for x in made.parts[key]:
-                        self._add(whole(x, keep=self.wants), shapes[key].dtype)
+                        self._add(assembled(x), shapes[key].dtype)
                 self.try_to(lambda _: self._file and self._file.sync())
             finally:
                 if self._file is not None:
@@ -167,10 +162,10 @@ class _Writer:
     def _begin(self, name: str, shapes: Mapping[str, Shape], folder: Path) -> None:
         self._file = TensorFile(folder / name, shapes)
 
-    def _add(self, x: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def _add(self, x: torch.Tensor, dtype: torch.dtype) -> None:
         file = self._file
-        if x is not None and file is not None:
-            self.try_to(lambda _: file.write(x.to(dtype)))
+        if file is not None:
+            self.try_to(lambda _: file.write(x.cpu().to(dtype)))
 
 
 def _write(made: Export, staged: Path | None, target: Path, config: Any) -> CheckpointError | None:

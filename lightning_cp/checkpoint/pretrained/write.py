@@ -16,6 +16,7 @@ from lightning_cp.checkpoint.pretrained.index import SINGLE
 from lightning_cp.errors import ConfigError
 from lightning_cp.faults.signs import PIECE, sign_of_life
 
+FOR_PYTORCH = {"format": "pt"}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -96,23 +97,30 @@ def aligned(tensors: Mapping[str, Shape]) -> list[str]:
     return sorted(tensors, key=lambda key: -tensors[key].dtype.itemsize)
 
 
-def header_bytes(tensors: Mapping[str, Shape]) -> bytes:
-    """The length and the header, to a multiple of 8 bytes.
+def header_bytes(
+    tensors: Mapping[str, Shape], said: Mapping[str, str] = FOR_PYTORCH, multiple: int = 8
+) -> bytes:
+    """The length and the header.
+
+    Args:
+        tensors: in the order in which they will come.
+        said: strings that are kept beside them.
+        multiple: the tensors begin at one of so many bytes.
 
     Raises:
         ConfigError: a dtype that the format does not have.
     """
-    said: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": dict(said)}
     at = 0
     for key, tensor in tensors.items():
         if tensor.dtype not in NAMES:
             raise ConfigError(f"{key} has dtype {tensor.dtype}, which safetensors does not hold.")
-        said[key] = {
+        entries[key] = {
             "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [at, at + tensor.nbytes],
         }
         at += tensor.nbytes
-    text = json.dumps(said, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % multiple)
     return len(text).to_bytes(8, "little") + text

@@ -71,6 +71,32 @@ def test_a_configuration_that_cannot_be_written_ends_the_export_on_all(tmp_path:
     assert names_in(tmp_path) == []
 
 
+def has_no_memory_for_one(rank: int, world: int, target: Path) -> str:
+    """The first rank has no room for the copy of a parameter on the CPU."""
+    own = torch.Tensor.cpu
+
+    def cpu(x: torch.Tensor) -> torch.Tensor:
+        if rank == 0 and x.is_floating_point():  # the messages of the ranks still fit
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return own(x)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(torch.Tensor, "cpu", cpu)
+    try:
+        return raised_by(lambda: export_pretrained(make(), target))
+    finally:
+        patch.undo()
+
+
+def test_memory_that_runs_out_ends_the_export_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(2, has_no_memory_for_one, tmp_path / "made")
+    assert first.startswith("CheckpointError: the export could not be written")
+    assert "RankFailure: exporting weights ended on all ranks, because rank 0 raised" in second
+    for said in (first, second):
+        assert "can't allocate memory" in said
+    assert names_in(tmp_path) == []
+
+
 def too_large_together(rank: int, world: int, path: Path) -> tuple[str, bool]:
     """Each of the two has room for its part; both together do not."""
     wanted = sum(x.nbytes for x in make(device="meta").parameters())
