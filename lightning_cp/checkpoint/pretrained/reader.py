@@ -88,11 +88,11 @@ class SliceReader:
         """Rows from the file into ``memory``, where they lie side by side."""
         item = entry.dtype.itemsize
         size, step, start = rows.length * item, rows.step * item, entry.start + rows.start * item
-        parts = [memory[at : at + size] for at in range(0, len(memory), size)]
         unused = memoryview(self._unused)[: step - size]
         at_once = VIEWS // 2 if step - size <= ALONG else 1
-        for first in range(0, len(parts), at_once):
-            some = parts[first : first + at_once]
+        for first in range(0, rows.count, at_once):
+            last = min(first + at_once, rows.count)
+            some = [memory[row * size : (row + 1) * size] for row in range(first, last)]
             begin = start + first * step
             views = [view for part in some for view in (part, unused)][:-1]
             if self._pread(entry, views, begin) == (len(some) - 1) * step + size:
