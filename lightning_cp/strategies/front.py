@@ -155,7 +155,8 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
         require_ddp(data_parallel, self._ddp_kwargs, hook)
         check_start_method(self._start_method)
         self._core = ContextParallelCore(settings)
-        self._engine = engine(settings, CommHook.of(hook))
+        self._comm_hook = CommHook.of(hook)
+        self._engine = engine(settings, self._comm_hook)
         self._engine.before_data = self._core.before_data
         self._core.follow_unreduced(self._engine.unreduced)
         self._pretrained = Pretrained(settings.pretrained, offload=settings.cpu_offload)

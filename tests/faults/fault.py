@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from lightning_cp.containers import tensors_of
 
@@ -19,7 +20,7 @@ AT = 3
 FIRED = "FAULT FIRED"
 SUSPENDED = 12.0
 """Seconds."""
-NAP = 1.5
+NAP = 1.3
 """Seconds that a crawling rank takes for everything that it does."""
 
 
@@ -134,9 +135,10 @@ class Fault:
 
 
 def digest_of(*states: Any) -> str:
-    """Of all numbers in them, bit by bit."""
+    """Of all numbers in them that this rank has, bit by bit."""
     made = hashlib.sha256()
     for state in states:
         for name, x in tensors_of(state):
-            made.update(name.encode() + x.detach().contiguous().numpy().tobytes())
+            own = x.to_local() if isinstance(x, DTensor) else x
+            made.update(name.encode() + own.detach().contiguous().numpy().tobytes())
     return made.hexdigest()[:16]

@@ -110,6 +110,7 @@ HANGS = (
     crawling("trainer", 3),
     crawling("fabric", 2, "data_parallel_size=2"),
     crawling("manual", 2, "data_parallel_size=2"),
+    crawling("trainer", 2, "data_parallel_size=2", "data_parallel=fsdp", "accumulate=2"),
     saving_slowly(2),
     suspended("trainer"),
     suspended("fabric"),

@@ -3,7 +3,7 @@
 WAY is ``trainer``, ``manual`` (the Trainer with manual optimization) or ``fabric``, or one of them with a
 start method: ``trainer_spawn``. What FAULT and WHERE may be is told in ``fault.py``; ``other`` is a rank that
 is given another setting, and ``slow`` one whose files are written slowly. Pairs are the strategy's, besides
-``saves=1``: callbacks save, also on exceptions.
+``saves=1``: callbacks save, also on exceptions; and ``accumulate=2`` micro-batches a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_cp.checkpoint import full_file
 from lightning_cp.errors import NonFiniteError
 from tests.faults.fault import Fault, SlowHash, digest_of, fire
 
-STEPS = 6
+STEPS = 8
 
 
 class Hooked(torch.autograd.Function):
@@ -62,7 +62,7 @@ class Network(nn.Module):
     def __init__(self, fault: Fault) -> None:
         super().__init__()
         self.embedding = nn.Embedding(32, 16)
-        self.layers = nn.ModuleList([Attention() for _ in range(3)])
+        self.layers = nn.ModuleList([Attention() for _ in range(4)])
         self.out = nn.Linear(16, 32)
         self.fault = fault
 
@@ -131,9 +131,11 @@ class Module(pl.LightningModule):
         """Of weights and optimizer state."""
         return digest_of(dict(self.network.state_dict()), self.trainer.optimizers[0].state_dict())
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.before = self.digest()  # within a step parameters may be gathered
+
     def training_step(self, batch: Any, index: int) -> Any:
         self.fault.step += 1
-        self.before = self.digest()
         loss = self.network(**batch)
         if self.automatic_optimization:
             return loss
@@ -167,12 +169,13 @@ def savers() -> list[Any]:
 
 def with_trainer(devices: int, fault: Fault, settings: dict[str, Any], *, manual: bool) -> None:
     """Lightning's loop."""
-    saves = settings.pop("saves", 0)
+    saves, accumulated = settings.pop("saves", 0), settings.pop("accumulate", 1)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=devices,
         strategy=Telling(labels="aligned", num_heads=4, **settings),
         max_epochs=1,
+        accumulate_grad_batches=accumulated,
         logger=False,
         enable_checkpointing=bool(saves),
         callbacks=savers() if saves else [],
@@ -219,11 +222,21 @@ def with_fabric(devices: int, fault: Fault, settings: dict[str, Any]) -> None:
         launch(loop, fault)
 
 
+def number(text: str) -> Any:
+    """What a pair says, if it is one; its words otherwise."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
 def main(way: str, devices: str, kind: str, rank: str, where: str, *more: str) -> None:
     settings: dict[str, Any] = {"step_timeout": 10.0, "first_step_timeout": 60.0}
     for pair in more:
         key, value = pair.split("=")
-        settings[key] = float(value) if "timeout" in key else int(value)
+        settings[key] = number(value)
     program, _, start = way.partition("_")
     if start:
         settings["start_method"] = start

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+from lightning.fabric import Fabric
 
+import lightning_cp
+from lightning_cp import fabric
 from lightning_cp.errors import ConfigError
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.watch import same
@@ -39,3 +43,47 @@ def test_equal_starts_pass() -> None:
 
 def test_values_are_compared_without_addresses() -> None:
     assert same._shown([object()]) == same._shown([object()])
+    assert same._shown({"a": _start}) == "{'a': tests.faults.test_same_start._start}"
+    assert same._shown(partial(_start, 1)) == same._shown(partial(_start, 1))
+    assert same._shown(partial(_start, 1)) != same._shown(partial(_start, 2))
+
+
+def test_sets_have_no_order() -> None:
+    """Strings are hashed with another seed in each process; these numbers collide."""
+    one, other = {8, 0}, {0, 8}
+    assert list(one) != list(other)
+    assert same._shown({"a": one}) == same._shown({"a": other})
+
+
+@pytest.mark.parametrize("end", ["y", "z"])
+def test_long_values_are_compared_to_their_end(end: str) -> None:
+    long = same._shown({"a": ["x" * 2 * same.LONGEST + "y"]})
+    assert len(long) < same.LONGEST + 40
+    again = same._shown({"a": ["x" * 2 * same.LONGEST + end]})
+    assert (again == long) == (end == "y")
+
+
+def _hook(state: object, bucket: Any) -> Any:
+    raise NotImplementedError
+
+
+CHOICES: dict[str, Any] = {
+    "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
+    "hook": {"ddp_comm_hook": _hook},
+}
+
+
+@pytest.mark.parametrize("what", CHOICES)
+@pytest.mark.parametrize("kind", [lightning_cp.UlyssesRingStrategy, fabric.UlyssesRingStrategy])
+def test_what_is_ddp_s_own_is_compared(what: str, kind: Any) -> None:
+    chosen = kind(**CHOICES[what])._chosen_besides()
+    assert chosen[what] != kind()._chosen_besides().get(what)
+
+
+def test_fabric_s_precision_is_compared() -> None:
+    found: set[str] = set()
+    for name in ("32-true", "64-true", "bf16-mixed"):
+        own: Any = fabric.UlyssesRingStrategy()
+        Fabric(accelerator="cpu", devices=1, precision=name, strategy=own)
+        found.add(str(own._chosen_besides()["precision"]))
+    assert len(found) == 3

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_cp.faults.signs import sign_of_life
+
 
 def two_dimensional(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     """The mesh of two of one root's axes, of which either may be flattened."""
@@ -79,6 +81,7 @@ class Group:
         group, own = self._group, self._group.post_backward
 
         def post_backward(*unused: Any) -> None:
+            sign_of_life()
             self.settle()
             self._touched |= {id(p) for p in self.parameters() if p.requires_grad}
             for each in group.fsdp_params if group.reduce_grads else ():

@@ -31,12 +31,18 @@ class Processes:
         self._launcher = reporting(self._launcher)
 
     def _begin_watch(self: Any, trainer: Any = None) -> None:
-        require_same_start(self._core.settings, trainer)
+        require_same_start(self._core.settings, trainer, self._chosen_besides())
         address = self.cluster_environment.main_address
         self._core.watch.begin(self._core.settings, address, self.launcher)
         # Not the core's method: the core knows the model, and that knows the Trainer, and that this strategy.
         weakref.finalize(self, self._core.watch.stop)
         weakref.finalize(self, self._core.progress.forget)
+
+    def _chosen_besides(self: Any) -> dict[str, object]:
+        """What ranks have to agree on, and is no setting of ours."""
+        plugin = self.precision_plugin if hasattr(self, "precision_plugin") else self.precision
+        precision = (type(plugin).__qualname__, getattr(plugin, "precision", None))
+        return {**self._ddp_kwargs, **vars(self._comm_hook), "precision": precision}
 
     def _check_launcher(self: Any) -> None:
         processes = self.num_nodes * self.num_processes

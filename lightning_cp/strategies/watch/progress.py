@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_cp.faults.position import Phase, Position
 
@@ -30,7 +31,10 @@ class Progress:
         """
         count = self._position.progress
         for parameter in module.parameters():
-            if parameter.requires_grad and parameter.is_leaf:
+            own = parameter.requires_grad and parameter.is_leaf
+            # FSDP2's groups are counted by the engine, reduced or not: a hook here would be called only where
+            # gradients are reduced, and have each wait for its copy to the CPU.
+            if own and not isinstance(parameter, DTensor):
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(count))
         for part in module.modules() if attention else ():
             if _ATTENTION.search(type(part).__name__) and not isinstance(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
 
 import lightning
 import torch
@@ -22,7 +23,7 @@ from lightning_cp.strategies.arguments.settings import Settings
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 LONGEST = 200
-"""Characters of a value that are compared and shown."""
+"""Characters of a value that are shown."""
 _OWN = ("profile_folder",)
 """Settings that each rank may have to itself."""
 _TRAINER = (
@@ -32,19 +33,23 @@ _TRAINER = (
 )
 
 
-def require_same_start(settings: Settings, trainer: Any = None) -> None:
+def require_same_start(
+    settings: Settings, trainer: Any = None, more: Mapping[str, object] | None = None
+) -> None:
     """Compare what the ranks were started with; all of them must come here.
 
     Args:
         settings: the strategy's.
         trainer: whose own settings are compared as well.
+        more: what else has to be equal, by the name that a user knows it by.
 
     Raises:
         ConfigError: on every rank, naming the first thing that differs, and the ranks.
     """
     world = dist.group.WORLD
     assert world is not None
-    every = [dict(pairs) for pairs in gathered_lists(list(facts(settings, trainer).items()), world)]
+    own = list(facts(settings, trainer, more or {}).items())
+    every = [dict(pairs) for pairs in gathered_lists(own, world)]
     for name in dict.fromkeys(name for found in every for name in found):
         by_value: dict[str, list[int]] = {}
         for rank, found in enumerate(every):
@@ -53,7 +58,9 @@ def require_same_start(settings: Settings, trainer: Any = None) -> None:
             raise ConfigError(_differs(name, by_value))
 
 
-def facts(settings: Settings, trainer: Any = None) -> dict[str, str]:
+def facts(
+    settings: Settings, trainer: Any = None, more: Mapping[str, object] = MappingProxyType({})
+) -> dict[str, str]:
     """What has to be equal, the most telling things first."""
     versions = {
         "lightning_cp version": lightning_cp.__version__,
@@ -67,14 +74,32 @@ def facts(settings: Settings, trainer: Any = None) -> dict[str, str]:
     of_trainer = _TRAINER if trainer is not None else ()
     told = {f"Trainer({name}=)": _shown(getattr(trainer, name, None)) for name in of_trainer}
     stage = {"Trainer.fit, validate, ...": str(trainer.state.fn)} if trainer is not None else {}
-    return {**stage, **versions, **chosen, **told}
+    return {**stage, **versions, **chosen, **{k: _shown(v) for k, v in more.items()}, **told}
 
 
 def _shown(value: object) -> str:
-    """The same on ranks that mean the same: without addresses of objects."""
+    """The same on ranks that mean the same, and another one on ranks that do not, however long it is."""
+    text = _told(value)
+    if len(text) <= LONGEST:
+        return text
+    hashed = hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).hexdigest()
+    return f"{text[:LONGEST]}... (hash {hashed})"
+
+
+def _told(value: object) -> str:
+    """As ``repr``, without addresses of objects and the order of sets, which every process has its own of."""
     if isinstance(value, Mapping):
-        value = dict(value)
-    return _ADDRESS.sub("", repr(value))[:LONGEST]
+        return "{" + ", ".join(f"{_told(k)}: {_told(x)}" for k, x in value.items()) + "}"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(map(_told, value))) + "}"
+    if type(value) in (list, tuple):
+        return "(" + ", ".join(map(_told, cast(Sequence[object], value))) + ")"
+    if isinstance(value, partial):
+        return f"partial({_told((value.func, value.args, value.keywords))})"
+    name = getattr(value, "__qualname__", None)
+    if callable(value) and name is not None:
+        return f"{getattr(value, '__module__', '')}.{name}"
+    return _ADDRESS.sub("", repr(value))
 
 
 @cache
