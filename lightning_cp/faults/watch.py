@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -119,7 +120,8 @@ class Watch:
         signs.ignore(self.position)
         if not self._noted:
             watcher.leave()
-        watcher.join(0.2 if self._noted else 1.0)
+        if watcher is not threading.current_thread():  # garbage may be collected by that one
+            watcher.join(0.2 if self._noted else 1.0)
         self.position.connect(None)
         if not watcher.is_alive():
             while self._slots:

@@ -20,6 +20,9 @@ from lightning_cp.strategies.watch.same import require_same_start
 class Processes:
     """Comes before a ``DDPStrategy``, which has the launcher and the environment."""
 
+    _ends_watch = False
+    """Its end is the watch's, too."""
+
     def _check_ranks(self: Any) -> None:
         check_ranks(
             self.cluster_environment, self._start_method, self.num_processes, self.num_nodes
@@ -34,9 +37,11 @@ class Processes:
         require_same_start(self._core.settings, trainer, self._chosen_besides())
         address = self.cluster_environment.main_address
         self._core.watch.begin(self._core.settings, address, self.launcher)
-        # Not the core's method: the core knows the model, and that knows the Trainer, and that this strategy.
-        weakref.finalize(self, self._core.watch.stop)
-        weakref.finalize(self, self._core.progress.forget)
+        if not self._ends_watch:  # there may be many stages
+            self._ends_watch = True
+            # Not the core's method: the core knows the model, that the Trainer, and that this strategy.
+            weakref.finalize(self, self._core.watch.stop)
+            weakref.finalize(self, self._core.progress.forget)
 
     def _chosen_besides(self: Any) -> dict[str, object]:
         """What ranks have to agree on, and is no setting of ours."""

@@ -22,8 +22,8 @@ class RunWatch(Watch):
     """Knows, besides, of processes that Lightning has started, and of errors that nobody catches."""
 
     _launcher: Any = None
-    _uncaught: Callable[..., Any] | None = None
-    """What was told of uncaught errors before."""
+    _hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    """What is told of uncaught errors, and what was before."""
 
     def begin(self, settings: Settings, address: str, launcher: Any) -> None:
         """On all ranks together.
@@ -35,9 +35,10 @@ class RunWatch(Watch):
                 before anybody can say which.
         """
         self.start(name_of(dist.get_rank(), dist.get_world_size(), settings), address)
-        if not self.is_on or self._uncaught is not None:
+        if not self.is_on or self._hooks is not None:
             return
-        self._uncaught, sys.excepthook = sys.excepthook, self._note_uncaught
+        self._hooks = self._noting(sys.excepthook), sys.excepthook
+        sys.excepthook = self._hooks[0]
         if procs := _processes(launcher):
             self._launcher, launcher.procs = launcher, list(procs)
             procs.clear()  # the observer has this list, and ends
@@ -56,17 +57,24 @@ class RunWatch(Watch):
     def stop(self) -> None:
         """The strategy ends; Lightning watches its processes again, unless Python ends as well."""
         super().stop()
-        if self._uncaught is not None and sys.excepthook == self._note_uncaught:
-            sys.excepthook = self._uncaught
-        launcher, self._launcher, self._uncaught = self._launcher, None, None
+        if self._hooks is not None and sys.excepthook is self._hooks[0]:
+            sys.excepthook = self._hooks[1]
+        launcher, self._launcher, self._hooks = self._launcher, None, None
         goes_on = threading.main_thread().is_alive()  # not in what atexit calls
         if launcher is not None and not self.failed and launcher.procs and goes_on:
             _launch_process_observer(launcher.procs)
 
-    def _note_uncaught(self, kind: Any, error: BaseException, trace: Any) -> None:
-        """With Fabric nobody else is told of an error that ends the program."""
-        self.note(error)
-        (self._uncaught or sys.__excepthook__)(kind, error, trace)
+    def _noting(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook, as with Fabric nobody else is told of an error that ends the program; ``own`` comes after.
+
+        It may be called once this watch has ended: a later one has it as its own.
+        """
+
+        def note(kind: Any, error: BaseException, trace: Any) -> None:
+            self.note(error)
+            own(kind, error, trace)
+
+        return note
 
 
 def name_of(rank: int, world_size: int, settings: Settings) -> str:

@@ -18,6 +18,7 @@ import os
 import signal
 import subprocess
 import threading
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,8 @@ class Sent:
         return self._wish
 
 
-def noting_sigterm() -> Sent:
-    """From now on SIGTERM makes a note; what the program itself has it do, if anything, follows."""
+def noting_sigterm(owner: object) -> Sent:
+    """While ``owner`` lives SIGTERM makes a note; what the program itself has it do, if anything, follows."""
     sent, own = Sent(), signal.getsignal(signal.SIGTERM)
 
     def note(number: int, frame: Any) -> None:
@@ -69,7 +70,15 @@ def noting_sigterm() -> Sent:
 
     if threading.current_thread() is threading.main_thread():  # no other one may
         signal.signal(signal.SIGTERM, note)
+        weakref.finalize(owner, _give_back, note, own).atexit = False
     return sent
+
+
+def _give_back(note: Any, own: Any) -> None:
+    """The handler that was there before, unless somebody has set another one since."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGTERM) is note:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if own is None else own)
 
 
 def listen(replaced: Replaced, trainer: Trainer, guard: FiniteGuard) -> None:

@@ -142,10 +142,10 @@ class WatchedFabricSteps(WatchedSteps):
         """Whether some rank was sent SIGTERM: the same on all ranks, as they tell each other at every step.
 
         To be looked at by every rank, after each step. From the first look on SIGTERM ends no process any
-        more; before it, as ever. Once true, it remains so.
+        more, as long as this strategy is there; before it, as ever. Once true, it remains so.
         """
         if self._guard.wish is None:
-            self._guard.wish = noting_sigterm().wish
+            self._guard.wish = noting_sigterm(self).wish
         return self._guard.wishes > 0
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
