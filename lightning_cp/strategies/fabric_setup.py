@@ -67,8 +67,7 @@ class FabricSetup(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStra
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         self._build_mesh(module)
-        self._models.append(module)
-        swapped = self._core.attach(self._models, {}, needs_labels=False)
+        swapped = self._attach(module)
         if swapped:
             rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
         if self._watch.is_on:
@@ -77,6 +76,18 @@ class FabricSetup(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStra
         wrapped = self._wrap(module, STEPS if isinstance(module, LightningModule) else ())
         self._run_state.follow_model(wrapped)
         return wrapped
+
+    def _attach(self, module: nn.Module) -> list[str]:
+        """One model more; if it is refused, those that there are go on as they were."""
+        models = nn.ModuleList([*self._models, module])
+        try:
+            swapped = self._core.attach(models, {}, needs_labels=False)
+        except BaseException:
+            if len(self._models):
+                self._core.attach(self._models, {}, needs_labels=False)
+            raise
+        self._models = models
+        return swapped
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:

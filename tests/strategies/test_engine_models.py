@@ -1,17 +1,14 @@
-"""Models that are built without memory, computed in other dtypes, or dropped with their Fabric."""
+"""Models that are built without memory, or computed in other dtypes."""
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.models.handle import SwapHandle
 from lightning_cp.strategies.engines.units import units_of
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.plain_llama import PlainLlama, RMSNorm
@@ -158,37 +155,3 @@ def test_blocks_are_found_and_lists_within_them_are_not() -> None:
     model: Any = PlainLlama(layers=3)
     wrapped = units_of(model, ["blocks.1", "Linear"])
     assert wrapped.index(model.blocks[1]) > wrapped.index(model.blocks[1].q)  # innermost first
-
-
-# -- a Fabric that is dropped ---------------------------------------------------------------------
-
-
-def one_step(fabric: Fabric, module: Any) -> None:
-    """Within a step, which nobody ends."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    model, optimizer = fabric.setup(module, optimizer)  # type: ignore[misc]
-    strategy: Any = fabric.strategy
-    batch = strategy.shard_batch({key: x[None] for key, x in samples(1)[0].items()})
-    fabric.backward(model.training_step(batch, 0))
-    optimizer.step()
-
-
-def dropped(rank: int, world_size: int, engine: str) -> tuple[int, bool]:
-    """Handles that are left of it, and whether attention is PyTorch's again."""
-    before = torch.nn.functional.scaled_dot_product_attention
-    others = _handles()  # what other tests in these processes still hold
-    fabric = fabric_of(world_size, {**RING, "data_parallel": engine})
-    fabric.launch()
-    one_step(fabric, Small())
-    del fabric
-    return len(_handles() - others), torch.nn.functional.scaled_dot_product_attention is before
-
-
-def _handles() -> set[int]:
-    gc.collect()
-    return {id(x) for x in gc.get_objects() if type(x) is SwapHandle}
-
-
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_a_dropped_fabric_gives_attention_back(engine: str) -> None:
-    assert run_ranks(2, dropped, engine) == [(0, True)] * 2

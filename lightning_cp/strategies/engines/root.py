@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.mesh import ContextParallelMesh, Flat
-from lightning_cp.strategies.engines.torch_fsdp2 import forget_step, groups_of
+from lightning_cp.strategies.engines.torch_fsdp2 import Group, forget_step, groups_of
 
 
 class Root:
@@ -24,10 +24,11 @@ class Root:
         self._group = mesh.group(Flat.LOSS)
         self._control = mesh.control_group(Flat.LOSS)
         self._had: dict[int, bool] = {}
-        self._filled: dict[int, nn.Parameter] = {}
-        self._groups = groups_of(module)
-        for group in self._groups:
+        self._filled: set[int] = set()
+        groups = groups_of(module)
+        for group in groups:
             group.complete(self._had, self._filled)
+        self._held = [weakref.ref(group) for group in groups]  # by the model, which they hold
         self._trained = self._trains()
         self.entered = False
         self._manual = False
@@ -36,6 +37,12 @@ class Root:
     def module(self) -> nn.Module | None:
         """The model, as long as somebody else holds it."""
         return self._module()
+
+    @property
+    def _groups(self) -> list[Group]:
+        """What its parameters are gathered and reduced in."""
+        alive = (held() for held in self._held)
+        return [group for group in alive if group is not None]
 
     def _trains(self) -> list[bool]:
         for group in self._groups:

@@ -69,14 +69,14 @@ class Group:
 
         group._to_sharded, group._to_unsharded = shard, unshard
 
-    def complete(self, had: dict[int, bool], filled: dict[int, nn.Parameter]) -> None:
+    def complete(self, had: dict[int, bool], filled: set[int]) -> None:
         """Before every reduction: zeros where no gradient came, so that all ranks reduce the same.
 
         FSDP2 reduces what there is of gradients, and waits forever where ranks have other ones.
 
         Args:
             had: by id of each reduced parameter, whether this rank had a gradient.
-            filled: parameters whose gradient is nothing but zeros of all ranks, as far as this one knows.
+            filled: ids of parameters whose gradient is nothing but zeros, as far as this rank knows.
         """
         group, own = self._group, self._group.post_backward
 
@@ -92,7 +92,7 @@ class Group:
                 had[id(sharded)] = had.get(id(sharded), False) or has
                 if not has:
                     if sharded.grad is None:
-                        filled[id(sharded)] = sharded
+                        filled.add(id(sharded))
                     parameter.grad = torch.zeros_like(parameter)
             if group.reduce_grads:
                 self._touched.clear()
