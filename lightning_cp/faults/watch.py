@@ -6,12 +6,16 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 import torch.distributed as dist
 
 from lightning_cp.comm.agreement import gathered_lists
+from lightning_cp.comm.objects import told
+from lightning_cp.errors import ConfigError
 from lightning_cp.faults import signs
 from lightning_cp.faults.hub import Hub
 from lightning_cp.faults.member import Member
@@ -66,7 +70,7 @@ class Watch:
             address: where rank 0's machine is to be found by other machines.
 
         Raises:
-            OSError: rank 0's watcher cannot be reached.
+            ConfigError: on every rank: rank 0's watcher cannot be reached by some.
         """
         wanted = self._step_timeout is not None and os.environ.get(SWITCH) != "0"
         if self.is_on or not wanted or dist.get_world_size() == 1:
@@ -81,17 +85,13 @@ class Watch:
         found = gathered_lists([(card, token)], world)
         cards, tokens = map(list, zip(*(pair for (pair,) in found), strict=True))
         slots = self._open_slots(cards, tokens, own)
-        local = len({card.machine for card in cards}) == 1
-        listener = _listen(LOOPBACK if local else "") if rank == 0 else None
-        port = listener.getsockname()[1] if listener is not None else 0
-        port = gathered_lists([port], world)[0][0]
+        try:
+            link = _connected(cards, address, world)
+        except ConfigError:
+            self._let_go(slots)
+            raise
         what = (rank, cards, self.position, slots, self._limit, tokens[0].hex())
-        if listener is not None:
-            self._watcher = Hub(*what, listener=listener)
-        else:
-            near = cards[rank].machine == cards[0].machine
-            hub = socket.create_connection((LOOPBACK if near else address, port), CONNECTING)
-            self._watcher = Member(*what, hub=hub)
+        self._watcher = Hub(*what, listener=link) if rank == 0 else Member(*what, hub=link)
         self._watcher.start()
         signs.count(self.position)
 
@@ -124,8 +124,15 @@ class Watch:
             watcher.join(0.2 if self._noted else 1.0)
         self.position.connect(None)
         if not watcher.is_alive():
-            while self._slots:
-                self._slots.pop().close()
+            self._let_go()
+
+    def _let_go(self, named: Mapping[int, Slot] = MappingProxyType({})) -> None:
+        """Close all positions, and remove the files that still have a name."""
+        self.position.connect(None)
+        for slot in named.values():
+            slot.unlink()
+        while self._slots:
+            self._slots.pop().close()
 
     def _limit(self, place: Place, is_first: bool) -> float | None:
         """Seconds without progress that are allowed there."""
@@ -153,6 +160,35 @@ class Watch:
                     slots[card.rank] = Slot(card.path, token)
                     self._slots.append(slots[card.rank])
         return slots
+
+
+def _connected(cards: list[Card], address: str, world: dist.ProcessGroup) -> socket.socket:
+    """Rank 0's listener, or another rank's connection to it; collective.
+
+    Raises:
+        ConfigError: on every rank: some rank could not connect.
+    """
+    rank, first = dist.get_rank(), cards[0].machine
+    local = all(card.machine == first for card in cards)
+    found = _listen(LOOPBACK if local else "") if rank == 0 else None
+    port = gathered_lists([found.getsockname()[1] if found is not None else 0], world)[0][0]
+    host, refused = LOOPBACK if cards[rank].machine == first else address, ""
+    if rank:
+        try:
+            found = socket.create_connection((host, port), CONNECTING)
+        except OSError as error:
+            refused = f"{cards[rank].name} cannot reach {host} port {port} ({told(error)})"
+    failed = [said for (said,) in gathered_lists([refused], world) if said]
+    if failed:
+        if found is not None:
+            found.close()
+        raise ConfigError(
+            f"{failed[0]}{f', nor can {len(failed) - 1} more ranks' * (len(failed) > 1)}, where rank 0 hears "
+            "how the others are. The port is a new one each time, as those of PyTorch's own groups: let the "
+            "nodes connect to each other on all of them, or do without the watch: step_timeout=None."
+        )
+    assert found is not None
+    return found
 
 
 def _machine() -> str:
