@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.faults.fault import SUSPENDED
-from tests.faults.rows_kills import who
+from tests.faults.rows_kills import FSDP, who
 from tests.faults.run import LAUNCHED, LIMIT, Outcome, run_fault
 from tests.faults.table import Row
 
@@ -31,7 +31,7 @@ def stopped(way: str, rank: int, where: str) -> Row:
     return Row(name, BOUND, run, check)
 
 
-def asleep(way: str, rank: int, where: str) -> Row:
+def asleep(way: str, rank: int, where: str, *settings: str) -> Row:
     """It waits for something that never comes, while its other threads run."""
 
     def check(done: Outcome) -> None:
@@ -41,8 +41,11 @@ def asleep(way: str, rank: int, where: str) -> Row:
         assert "time.sleep(600)" in done.output  # where it is
         assert done.statuses == (1, 1, 1)
 
-    run = partial(_run, way, "sleep", rank, where)
-    name = f"rank {rank} of 3 hangs in {where} ({way}, step_timeout={TIMEOUT:g})"
+    def run(folder: Path) -> Outcome:
+        return run_fault(folder, way, 3, "sleep", rank, where, *settings, ranks=3)
+
+    told = ", ".join((way, f"step_timeout={TIMEOUT:g}", *settings))
+    name = f"rank {rank} of 3 hangs in {where} ({told})"
     return Row(name, BOUND, run, check)
 
 
@@ -107,6 +110,7 @@ HANGS = (
     stopped("fabric", 1, "optimizer"),
     asleep("trainer", 1, "forward"),
     asleep("fabric", 0, "backward"),
+    asleep("trainer", 2, "backward", FSDP),
     crawling("trainer", 3),
     crawling("fabric", 2, "data_parallel_size=2"),
     crawling("manual", 2, "data_parallel_size=2"),

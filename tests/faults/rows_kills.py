@@ -10,6 +10,7 @@ from tests.faults.table import Row
 
 BOUND = 10.0
 PLACES = ("forward", "backward", "optimizer")
+FSDP = "data_parallel=fsdp"
 QUICK = {("trainer", 1, "backward"), ("fabric", 0, "optimizer")}
 
 
@@ -18,7 +19,7 @@ def who(rank: int, ranks: int) -> str:
     return f"rank {rank} (cp_rank {rank} of {ranks}, data_rank 0)"
 
 
-def alone(way: str, rank: int, where: str, ranks: int = 3) -> Row:
+def alone(way: str, rank: int, where: str, *settings: str, ranks: int = 3) -> Row:
     """Each process was started by somebody else, and has an output of its own."""
 
     def check(done: Outcome) -> None:
@@ -26,8 +27,10 @@ def alone(way: str, rank: int, where: str, ranks: int = 3) -> Row:
         assert done.statuses == tuple(-9 if at == rank else 1 for at in range(ranks))
         assert "Traceback" not in done.output
 
-    run = partial(_run, way, ranks, rank, where, ranks)
-    name = f"SIGKILL of rank {rank} of {ranks} in {where} ({way})"
+    def run(folder: Path) -> Outcome:
+        return run_fault(folder, way, ranks, "kill", rank, where, *settings, ranks=ranks)
+
+    name = f"SIGKILL of rank {rank} of {ranks} in {where} ({', '.join((way, *settings))})"
     return Row(name, BOUND, run, check, quick=(way, rank, where) in QUICK)
 
 
@@ -102,6 +105,9 @@ KILLS = (
     in_groups("fabric", 3, "backward"),
     in_groups("manual", 1, "optimizer"),
     alone("manual", 2, "backward"),
+    *(alone("trainer", rank, at, FSDP) for rank, at in enumerate(PLACES)),
+    alone("fabric", 0, "backward", FSDP),
+    alone("fabric", 2, "forward", "data_parallel=zero1"),
     exits(),
     *(launched(way, rank) for way in ("trainer", "fabric", "trainer_spawn") for rank in (0, 1)),
     *(launched(way, rank, quick=False) for way in ("trainer_fork",) for rank in (0, 1)),

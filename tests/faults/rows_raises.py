@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from tests.faults.rows_kills import group_of, who
+from tests.faults.rows_kills import FSDP, group_of, who
 from tests.faults.run import LAUNCHED, Outcome, run_fault, run_torchrun
 from tests.faults.table import Row
 
@@ -14,7 +14,7 @@ ERROR = "ValueError: the user's own mistake"
 TIMED_OUT = "RuntimeError: DataLoader timed out after 5 seconds"
 
 
-def alone(way: str, rank: int, where: str) -> Row:
+def alone(way: str, rank: int, where: str, *settings: str) -> Row:
     """Each process has an output of its own: the traceback in one, one line in the others."""
 
     def check(done: Outcome) -> None:
@@ -25,8 +25,10 @@ def alone(way: str, rank: int, where: str) -> Row:
         assert done.outputs[rank].rstrip().endswith(ERROR)
         assert done.statuses == (1, 1, 1)
 
-    run = partial(_run, way, 3, rank, where, 3)
-    name = f"rank {rank} of 3 raises in {where} ({way})"
+    def run(folder: Path) -> Outcome:
+        return run_fault(folder, way, 3, "raise", rank, where, *settings, ranks=3)
+
+    name = f"rank {rank} of 3 raises in {where} ({', '.join((way, *settings))})"
     return Row(name, BOUND, run, check)
 
 
@@ -115,6 +117,9 @@ RAISES = (
     alone("fabric", 2, "optimizer"),
     alone("fabric", 0, "forward"),
     alone("manual", 1, "backward"),
+    alone("trainer", 2, "backward", FSDP),
+    alone("trainer", 1, "optimizer", FSDP),
+    alone("fabric", 0, "forward", FSDP),
     like_a_connections("trainer", 0),
     like_a_connections("fabric", 1),
     in_groups("trainer", 1, "backward"),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from tests.faults.rows_kills import FSDP
 from tests.faults.run import Outcome, run_fault
 from tests.faults.table import Row
 
@@ -71,6 +72,10 @@ OTHER = ("disagree on", "rank 0", "rank 1")
 TOLD = (
     told("trainer nan 1 loss saves=1", "NonFiniteError", NAN, as_before, quick=True),
     told("trainer nan 0 forward saves=1", "NonFiniteError", NAN, as_before),
+    told(f"trainer nan 1 backward {FSDP} saves=1", "NonFiniteError", NAN, as_before),
+    told(f"trainer nan 1 loss {FSDP} data_parallel_size=2", "NonFiniteError", NAN, as_before),
+    told(f"fabric inf 0 backward {FSDP}", "NonFiniteError", NAN, as_before),
+    told("trainer nan 0 forward data_parallel=zero1", "NonFiniteError", NAN, as_before),
     told("manual inf 1 backward", "NonFiniteError", NAN, as_before),
     told("fabric nan 1 backward", "NonFiniteError", NAN, as_before),
     told("fabric nan 2 loss data_parallel_size=2", "NonFiniteError", NAN, as_before),
