@@ -13,13 +13,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from lightning_cp.comm.outcome import raise_reported
 from lightning_cp.comm.vote import vote
-from lightning_cp.errors import BatchMismatchError, RankFailure
+from lightning_cp.errors import BatchMismatchError
 from lightning_cp.named_ranges import named
 
 T = TypeVar("T")
@@ -253,24 +254,3 @@ def require_equal(
         f"{what}: ranks that share one sample disagree on {shown[ranks[0]][0]} ({listed}). "
         f"{remedy or _SAME_BATCH}"
     )
-
-
-def raise_reported(error: Exception | None, group: dist.ProcessGroup) -> NoReturn:
-    """Raise on every rank of the group, once all of them know that some rank has an error.
-
-    Raises:
-        RankFailure: another rank has one; carries its text. The rank itself raises its own.
-    """
-    texts: list[str | None] = [None] * group.size()
-    dist.all_gather_object(
-        texts, f"{type(error).__name__}: {error}" if error else None, group=group
-    )
-    if error is not None:
-        raise error
-    failed = {
-        dist.get_global_rank(group, rank): text
-        for rank, text in enumerate(texts)
-        if text is not None
-    }
-    shown = "; ".join(f"rank {rank} raised {text}" for rank, text in failed.items())
-    raise RankFailure(f"stopped before any data moved, because {shown}")

@@ -12,7 +12,7 @@ from lightning_cp.errors import without_home
 
 T = TypeVar("T")
 
-_LONGEST = 500
+_LONGEST = 2000
 """Characters of another rank's message: enough to name what failed, and no more."""
 
 
@@ -61,7 +61,18 @@ class World:
 
 def told(error: BaseException) -> str:
     """An error as other ranks and reports are told it: not long, and without the paths of one machine."""
-    if isinstance(error, OSError) and error.errno is not None:
-        name = f" ({Path(str(error.filename)).name})" if error.filename else ""
-        return f"{error.strerror}{name}"
-    return without_home(f"{type(error).__name__}: {error}")[:_LONGEST]
+    return _of_the_system(error) or told_by_name(error)
+
+
+def told_by_name(error: BaseException) -> str:
+    """The same with the error's class, also where the system's own words would do."""
+    said = _of_the_system(error) or str(error)
+    return without_home(f"{type(error).__name__}: {said}")[:_LONGEST]
+
+
+def _of_the_system(error: BaseException) -> str:
+    """What the system says of a file; empty for other errors."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return ""
+    name = f" ({Path(str(error.filename)).name})" if error.filename else ""
+    return f"{error.strerror}{name}"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NoReturn
+
 import torch
 import torch.distributed as dist
 
-from lightning_cp.comm.objects import told
-from lightning_cp.errors import RankFailure, without_home
+from lightning_cp.comm.objects import told_by_name
+from lightning_cp.errors import RankFailure
 
 
 def share_outcome(error: Exception | None, device_type: str, *, what: str) -> None:
@@ -22,16 +25,33 @@ def share_outcome(error: Exception | None, device_type: str, *, what: str) -> No
         RankFailure: another rank has one; carries its text.
     """
     texts = outcome_texts(error, device_type)
+    if any(texts):
+        _refuse(error, dict(enumerate(texts)), f"{what} ended on all ranks")
+
+
+def raise_reported(error: Exception | None, group: dist.ProcessGroup) -> NoReturn:
+    """Raise on every rank of the group, once all of them know that some rank has an error.
+
+    Raises:
+        RankFailure: another rank has one; carries its text. The rank itself raises its own.
+    """
+    texts = [""] * group.size()
+    dist.all_gather_object(texts, "" if error is None else told_by_name(error), group=group)
+    by_rank = {dist.get_global_rank(group, at): text for at, text in enumerate(texts)}
+    _refuse(error, by_rank, "stopped before any data moved")
+
+
+def _refuse(error: Exception | None, texts: Mapping[int, str], what: str) -> NoReturn:
+    """This rank's own error, or what the others said of theirs."""
     if error is not None:
         raise error
-    if any(texts):
-        shown = "; ".join(f"rank {rank} raised {text}" for rank, text in enumerate(texts) if text)
-        raise RankFailure(f"{what} ended on all ranks, because {shown}")
+    shown = "; ".join(f"rank {rank} raised {text}" for rank, text in texts.items() if text)
+    raise RankFailure(f"{what}, because {shown}")
 
 
 def outcome_texts(error: Exception | None, device_type: str) -> list[str]:
     """Every rank's error as text, empty if it has none; one small sum if none has."""
-    own = "" if error is None else _text(error)
+    own = "" if error is None else told_by_name(error)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [own]
     failed = torch.tensor([int(error is not None)], device=device_type)
@@ -41,12 +61,6 @@ def outcome_texts(error: Exception | None, device_type: str) -> list[str]:
     texts = [""] * dist.get_world_size()
     dist.all_gather_object(texts, own)
     return texts
-
-
-def _text(error: Exception) -> str:
-    """Without the paths of this machine, which an error of the system has."""
-    said = told(error) if isinstance(error, OSError) and error.errno is not None else str(error)
-    return without_home(f"{type(error).__name__}: {said}")
 
 
 def summed_over_world(values: list[int], device_type: str) -> list[int]:

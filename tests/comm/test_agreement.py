@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -125,3 +126,16 @@ def agree_elsewhere(rank: int, world_size: int) -> None:
 def test_lists_at_different_calls_are_refused() -> None:
     match = "not at the same call"
     expect_on_every_rank(4, agree_elsewhere, error=BatchMismatchError, match=match)
+
+
+def test_other_ranks_are_not_told_where_files_are() -> None:
+    home = str(Path.home() / "secret" / "x.bin")
+    errors = {
+        0: FileNotFoundError(2, "No such file or directory", home),
+        1: ValueError(f"cannot read {home}"),
+    }
+    with pytest.raises(RankError) as caught:
+        run_ranks(3, agree_after, errors)
+    told = str(caught.value.errors[2])
+    assert "rank 0 raised FileNotFoundError: No such file or directory (x.bin)" in told
+    assert "rank 1 raised ValueError: cannot read ~/secret/x.bin" in told
