@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -138,6 +139,19 @@ def saves_and_reads(rank: int, world_size: int, form: str, background: bool) -> 
 @pytest.mark.parametrize("form", FORMS)
 def test_spread_tensors_are_read_in_any_other_spread(form: str, background: bool) -> None:
     run_ranks(4, saves_and_reads, form, background)
+
+
+def test_a_shard_is_a_safetensors_file(tmp_path: Path) -> None:
+    """Opened by that library; of what the format has no name for, the bytes are there."""
+    odd = torch.arange(3).to(torch.complex128)
+    tensors = {"weight": torch.randn(3, 5), "half": torch.ones(7).bfloat16(), "odd": odd}
+    save_checkpoint(tensors, tmp_path / "a", form="sharded", about=About(7))
+    assert same(open_checkpoint(tmp_path / "a").read(), tensors)
+    with safe_open(tmp_path / "a" / "shard-00000-of-00001.safetensors", "pt") as shard:
+        assert shard.metadata()["step"] == "7"
+        assert torch.equal(shard.get_tensor("weight"), tensors["weight"])
+        assert torch.equal(shard.get_tensor("half"), tensors["half"])
+        assert torch.equal(shard.get_tensor("odd").view(torch.complex128), odd)
 
 
 def assembles(rank: int, world_size: int) -> None:

@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 DAMAGE = "tests/checkpoint/test_damage.py"
 FORMS = "tests/checkpoint/test_forms.py"
 REFUSED = "tests/checkpoint/test_refused.py"
+ONE_RANK = "tests/checkpoint/test_one_rank.py"
 
 CHECKPOINT_MUTANTS = (
     Mutant(
@@ -73,5 +74,31 @@ CHECKPOINT_MUTANTS = (
         "    return list(range(len(own)))",
         (f"{REFUSED}::test_optimizers_are_loaded_by_name",),
         "Parameters that are grouped in another order get each other's moments.",
+    ),
+    Mutant(
+        "any folder is replaced",
+        "lightning_cp/checkpoint/in_the_way.py",
+        "    if is_foreign(path) and any(path.iterdir()):",
+        "    if not path:",
+        (
+            "tests/checkpoint/test_in_the_way.py::test_a_folder_that_is_no_checkpoint_is_not_replaced",
+        ),
+        "A save under the name of a folder deletes what is in it.",
+    ),
+    Mutant(
+        "one rank reads for itself",
+        "lightning_cp/checkpoint/read.py",
+        "        return _together(self.path, self.world, lambda: self._read(template))",
+        "        return self._read(template)",
+        (f"{ONE_RANK}::test_a_file_that_one_rank_cannot_read[full]",),
+        "A rank that cannot read leaves the others waiting for it.",
+    ),
+    Mutant(
+        "a refused place is found after the weights are loaded",
+        "lightning_cp/strategies/saves/fabric.py",
+        "        if isinstance(obj, RunState):",
+        "        if not obj:",
+        ("tests/strategies/resume/test_fabric.py::test_more_loaders_than_were_saved_are_refused",),
+        "A load that is refused leaves other weights.",
     ),
 )

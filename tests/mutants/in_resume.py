@@ -49,5 +49,29 @@ RESUME_MUTANTS = (
         (f"{FABRIC}[inside a window]",),
         "The window's first batches are lost.",
     ),
+    Mutant(
+        "the first window belongs to the pass after it",
+        "lightning_cp/strategies/loaders/passes.py",
+        "            self._place.asked(trains=True)\n",
+        "",
+        (f"{FABRIC}[inside a window]",),
+        "A pass that was saved in its first window is left out.",
+    ),
+    Mutant(
+        "buffers told by their version",
+        ROOM + "window.py",
+        "buffer is self.buffer and buffer._version",
+        "buffer._version",
+        ("tests/strategies/resume/test_places.py",),
+        "A buffer that is assigned anew counts a replayed window twice.",
+    ),
+    Mutant(
+        "batches are skipped by another size",
+        ROOM + "order.py",
+        '        _require_same_pass((saved["order"], order), (was, size))',
+        "        return",
+        ("tests/strategies/resume/test_places.py",),
+        "Samples are left out, or come twice.",
+    ),
 )
 """All seeded mutants of exact resume."""

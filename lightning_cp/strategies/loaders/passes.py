@@ -115,9 +115,8 @@ class Pass(Iterator[Any]):
             raise StopIteration
         training = self._trains()
         if training:
-            self._place.asked(
-                trains=True
-            )  # what is saved there is in this pass, at its beginning too
+            # What is saved before the first batch is the beginning of this pass, not of the next one.
+            self._place.asked(trains=True)
             self._before_training()
         fetched = self._fetch()
         try:

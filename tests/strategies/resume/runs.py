@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -173,7 +172,7 @@ def digest(value: Any) -> str:
             return [(str(k), plain(v)) for k, v in x.items()]
         return [plain(v) for v in x] if isinstance(x, list | tuple) else x
 
-    return hashlib.sha256(pickle.dumps(plain(value))).hexdigest()
+    return hashlib.sha256(repr(plain(value)).encode()).hexdigest()
 
 
 def outcome_of(trainer: pl.Trainer, module: Any) -> Outcome:

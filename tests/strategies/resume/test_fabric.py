@@ -125,8 +125,9 @@ CELLS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "mid-epoch": (3, 3, {}),
     "last batch": (10, 10, {}),
     "next epoch": (11, 11, {}),
-    "inside a window": (7, 5, {"window": 5}),
-    "inside the first window": (3, 0, {"window": 5}),
+    "inside a window": (3, 0, {"window": 5}),  # the first one
+    "inside a later window": (7, 5, {"window": 5}),
+    "inside a window of a later pass": (12, 10, {"window": 5}),
     "stateful stream": (14, 10, {"window": 5, "train": "stateful stream"}),
     "own generator": (13, 13, {"train": "own generator"}),
 }
