@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from lightning_cp.batch.rules import KNOWN_DIMS
-from lightning_cp.comm.agreement import agree, checksum, fingerprint
+from lightning_cp.comm.agreement import agree
 from lightning_cp.comm.all_gather import all_gather
+from lightning_cp.comm.checksum import checksum, fingerprint
 from lightning_cp.comm.sharded_logits import ShardedLogits, whole_logits
 from lightning_cp.containers import is_container, items_of, map_tensors, tensors_of
 from lightning_cp.errors import BatchMismatchError, ConfigError

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_cp.comm.agreement import checksum, fingerprint, tell
+from lightning_cp.comm.agreement import tell
+from lightning_cp.comm.checksum import checksum, fingerprint
 from lightning_cp.comm.parcel import Parcel, broadcast_parcel, pack
 from lightning_cp.comm.vote import vote
 from lightning_cp.containers import tensors_of

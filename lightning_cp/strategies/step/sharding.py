@@ -16,7 +16,8 @@ from lightning_cp.batch import (
     shard_batch,
     valid_counts,
 )
-from lightning_cp.comm.agreement import checksum, find_difference, fingerprint
+from lightning_cp.comm.agreement import find_difference
+from lightning_cp.comm.checksum import checksum, fingerprint
 from lightning_cp.comm.vote import tally
 from lightning_cp.containers import tensors_of
 from lightning_cp.errors import BatchMismatchError, ConfigError, ShapeError
