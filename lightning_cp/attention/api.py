@@ -15,7 +15,8 @@ from lightning_cp.attention.keep import Stash, current_stash
 from lightning_cp.attention.plan import AttentionPlan, check_call, check_mesh, make_plan, request_of
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.attention.ulysses import q_to_tokens
-from lightning_cp.comm.agreement import agree, fingerprint
+from lightning_cp.comm.agreement import agree
+from lightning_cp.comm.checksum import fingerprint
 from lightning_cp.kernels.api import explain_kernels
 from lightning_cp.layout import HeadSplit, SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh, Flat

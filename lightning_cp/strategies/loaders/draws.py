@@ -13,7 +13,8 @@ from typing import Any
 
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 
-from lightning_cp.comm.agreement import fingerprint, same_in_the_world
+from lightning_cp.comm.agreement import same_in_the_world
+from lightning_cp.comm.checksum import fingerprint
 
 State = dict[str, Any]
 
