@@ -8,6 +8,8 @@ import weakref
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from lightning_cp.faults.watch import SWITCH
 from tests import pool
 from tests.pool.environment import PoolEnvironment
@@ -42,5 +44,6 @@ def _fail_and_forget(rank: int, world_size: int) -> tuple[bool, bool]:
     return failed, known() is None
 
 
+@pytest.mark.slow
 def test_a_strategy_is_released_after_an_error_that_was_caught() -> None:
     assert pool.run_ranks(2, _fail_and_forget) == [(True, True)] * 2

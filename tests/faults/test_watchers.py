@@ -21,7 +21,7 @@ from lightning_cp.faults.watch import LOOPBACK, _listen
 from lightning_cp.faults.watcher import Watcher
 
 TOKEN = "a5" * 16
-PATIENCE, GRACE, PERIOD = 0.2, 1.0, 0.05
+PATIENCE, GRACE, PERIOD = 0.05, 0.3, 0.02
 
 
 class Ended:

@@ -74,7 +74,8 @@ def facts(
     of_trainer = _TRAINER if trainer is not None else ()
     told = {f"Trainer({name}=)": _shown(getattr(trainer, name, None)) for name in of_trainer}
     stage = {"Trainer.fit, validate, ...": str(trainer.state.fn)} if trainer is not None else {}
-    return {**stage, **versions, **chosen, **{k: _shown(v) for k, v in more.items()}, **told}
+    besides = {name: _shown(value) for name, value in more.items()}
+    return {**stage, **versions, **chosen, **besides, **told}
 
 
 def _shown(value: object) -> str:
