@@ -17,7 +17,15 @@ DRIVERS = ("trainer", "fabric")
 
 
 def cells() -> list[Cell]:
-    """The matrix: at most 8 ranks."""
+    """The matrix: at most 8 ranks; of hsdp also copies that are spread over data ranks."""
+    spread = [Cell("hsdp", 2, data=4, driver=driver) for driver in DRIVERS]
+    return [
+        *spread,
+        *_regular(),
+    ]
+
+
+def _regular() -> list[Cell]:
     return [
         Cell(engine, cp, data=2 if engine == "hsdp" else 1, driver=driver)
         for engine in ENGINES

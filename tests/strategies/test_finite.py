@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from lightning_cp import UlyssesRingStrategy
@@ -19,7 +21,17 @@ from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
 from tests.pool import run_ranks
 from tests.pool.environment import PoolEnvironment
 from tests.strategies.plain_llama import PlainLlama
-from tests.strategies.small import RING, ULYSSES, VOCAB, Small, loader, samples, trainer_of
+from tests.strategies.small import (
+    RING,
+    ULYSSES,
+    VOCAB,
+    Settings,
+    Small,
+    loader,
+    samples,
+    trainer_of,
+)
+from tests.strategies.test_released import ENGINES
 
 AT = 2
 """The step that is spoilt, counted from 1; the one before it goes well."""
@@ -31,8 +43,9 @@ class Spoilt:
 
     def __init__(self, where: str, rank: int | None, of: torch.nn.Module) -> None:
         self.where, self.rank, self.step, self.fired = where, rank, 0, False
-        weight = dict(of.named_parameters())["head.weight"]
-        weight.register_hook(self.gradient)
+        self.weight = dict(of.named_parameters())["head.weight"]
+        self.weight.register_hook(self.gradient)
+        of.head.register_forward_hook(self.follow)  # type: ignore[attr-defined]
         of.embed.register_forward_hook(lambda *found: self.input(found[2]))  # type: ignore[attr-defined]
 
     def now(self, where: str) -> bool:
@@ -46,6 +59,11 @@ class Spoilt:
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         return x + math.nan if self.now("loss") else x
+
+    def follow(self, head: torch.nn.Linear, args: Any, logits: torch.Tensor) -> None:
+        """Where the weight was sharded since, it is another, without hooks."""
+        if head.weight is not self.weight:
+            logits.register_hook(self.gradient)
 
     def gradient(self, x: torch.Tensor) -> torch.Tensor:
         wrong = math.inf if self.where == "infinite gradient" else math.nan
@@ -63,11 +81,13 @@ class Module(Small):
         self.automatic_optimization = not self.manual
         self.before: Any = None
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.spoilt.step += 1
-        optimizer: Any = self.optimizers()
         if self.spoilt.step == AT:
-            self.before = snapshot(self.model, optimizer.optimizer)
+            self.before = snapshot(self.model, self.trainer.optimizers[0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
         loss = self.spoilt.loss(self.loss(batch))
         if not self.manual:
             return loss
@@ -86,7 +106,8 @@ class ManualModule(Module):
 
 
 def snapshot(model: torch.nn.Module, optimizer: Any) -> Any:
-    return copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()["state"]))
+    state = (dict(model.state_dict()), optimizer.state_dict()["state"])
+    return copy.deepcopy(tree_map_only(DTensor, lambda x: x.to_local(), state))
 
 
 def equal(got: Any, want: Any) -> bool:
@@ -146,6 +167,39 @@ def test_a_trainer_stops(case: str, where: str) -> None:
         assert "in gradients on ranks 0 and 1, first that of model.head.weight." in said
 
 
+SPREAD = [name for name in ENGINES if name != "ddp"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("where", WHERES)
+@pytest.mark.parametrize("engine", SPREAD)
+def test_a_trainer_stops_where_parameters_are_spread(
+    engine: str, where: str, accumulate: int
+) -> None:
+    count, settings = ENGINES[engine]
+    options = {"settings": settings, "accumulate_grad_batches": accumulate}
+    ranks = run_ranks(count, train, Module, where, 1, options, timeout=120)
+    assert [fired for _, fired, _, _ in ranks] == [rank == 1 for rank in range(count)]
+    step = AT if accumulate == 1 else 1  # AT is within the first window
+    for error, _, same, steps in ranks:
+        assert error.startswith(f"step {step}: NaN or inf in ")
+        assert same
+        assert steps == step - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", WHERES)
+@pytest.mark.parametrize("engine", SPREAD)
+def test_a_loop_stops_where_parameters_are_spread(engine: str, where: str, tmp_path: Path) -> None:
+    count, settings = ENGINES[engine]
+    ranks = run_ranks(count, loop, where, {"max_norm": 0.5}, tmp_path, settings, timeout=120)
+    assert [fired for _, fired, _, _ in ranks] == [rank == 0 for rank in range(count)]
+    for error, _, same, in_step in ranks:
+        assert error.startswith(f"step {AT}: NaN or inf in ")
+        assert (same, in_step) == (True, False)
+
+
 def test_every_rank_may_be_wrong_in_an_accumulation_window() -> None:
     options = {"accumulate_grad_batches": 3}  # AT is within the first window
     for error, fired, same, steps in run_ranks(2, train, Module, "loss", None, options):
@@ -193,11 +247,18 @@ def scaled(rank: int, world_size: int, settings: Any, precision: str) -> Any:
     return "", module.spoilt.fired, equal(now, module.before), trainer.global_step
 
 
-def loop(rank: int, world_size: int, where: str, clip: dict[str, float], folder: Path) -> Any:
+def loop(
+    rank: int,
+    world_size: int,
+    where: str,
+    clip: dict[str, float],
+    folder: Path,
+    settings: Settings = RING,
+) -> Any:
     """A loop of the user's; what happened, and whether the model is a plain model afterwards."""
     torch.manual_seed(11)
     torch.set_default_dtype(torch.float64)
-    strategy = FabricStrategy(labels="aligned", **RING)
+    strategy = FabricStrategy(labels="aligned", **settings)
     plugins: Any = [PoolEnvironment()]
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugins)
     fabric.launch()
