@@ -36,19 +36,36 @@ def sharded_cross_entropy(
         label_smoothing: of each target, as much is spread over the vocabulary.
 
     Raises:
-        IndexError: a target that is neither ``ignore_index`` nor in the vocabulary.
+        IndexError: on the CPU, a target that is neither ``ignore_index`` nor in the vocabulary. Elsewhere
+            its loss is NaN, as nothing waits for the device to look.
     """
     vocabulary = logits_NV.shape[-1] * group.size()
     counts = target_N != ignore_index
-    if target_N.device.type == "cpu" and bool(
-        (counts & ((target_N < 0) | (target_N >= vocabulary))).any()
-    ):
+    strange = _out_of_bounds(target_N, counts, vocabulary)
+    if target_N.device.type == "cpu" and bool(strange.any()):
         raise IndexError(f"a target is out of bounds of the vocabulary of {vocabulary}.")
-    losses = _Losses.apply(logits_NV, target_N, counts, label_smoothing, group)
+    losses = losses_of_parts(logits_NV, target_N, counts, label_smoothing, group)
     if reduction == "none":
-        return losses  # type: ignore[return-value]
-    total = losses.sum()  # type: ignore[union-attr]
+        return losses
+    total = losses.sum()
     return total if reduction == "sum" else total / counts.sum()
+
+
+def losses_of_parts(
+    logits_NV: torch.Tensor,
+    target_N: torch.Tensor,
+    counts_N: torch.Tensor,
+    smoothing: float,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Losses ``[N]``: 0 where nothing counts, NaN where no rank has the target."""
+    losses: Any = _Losses.apply(logits_NV, target_N, counts_N, smoothing, group)
+    strange = _out_of_bounds(target_N, counts_N, logits_NV.shape[-1] * group.size())
+    return losses.masked_fill(strange, float("nan"))
+
+
+def _out_of_bounds(target_N: torch.Tensor, counts_N: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    return counts_N & ((target_N < 0) | (target_N >= vocabulary))
 
 
 class _Losses(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from lightning_cp.comm.sharded_cross_entropy import sharded_cross_entropy
+from lightning_cp.comm.sharded_cross_entropy import losses_of_parts, sharded_cross_entropy
 from lightning_cp.comm.sharded_logits import ShardedLogits, whole_logits
 from lightning_cp.errors import ConfigError
 from tests.pool import run_ranks
@@ -189,6 +189,17 @@ def miss(rank: int, world_size: int) -> None:
 
 def test_a_target_outside_of_the_vocabulary() -> None:
     run_ranks(2, miss)
+
+
+def miss_on_a_device(rank: int, world_size: int) -> list[bool]:
+    """As where nothing looks at targets before: 6 tokens, two targets that no rank has."""
+    target = torch.tensor([5, 6, -1, -100])
+    losses = losses_of_parts(torch.zeros(4, 3), target, target != -100, 0.1, dist.group.WORLD)  # type: ignore[arg-type]
+    return losses.isnan().tolist()
+
+
+def test_a_target_that_no_rank_has_spoils_the_loss_of_its_token() -> None:
+    assert run_ranks(2, miss_on_a_device) == [[False, True, True, False]] * 2
 
 
 def nothing_counts(rank: int, world_size: int) -> None:
