@@ -11,8 +11,8 @@ ODD = TESTS + "test_odd_parameters_are_trained_as_in_one_process[fsdp]"
 ENGINE_MUTANTS = (
     Mutant(
         "scalars stay on their ranks",
-        ENGINES + "root.py",
-        "parameter.grad = all_sum(own, self._group) / self._group.size()",
+        ENGINES + "averages.py",
+        "parameter.grad = all_sum(own, group) / group.size()",
         "parameter.grad = own",
         (ODD,),
         "What FSDP2 ignores is trained apart by every rank.",

@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.strategies.arguments.settings import Settings
+from lightning_cp.strategies.engines.averages import average_present
 from lightning_cp.strategies.engines.buckets import bucket_options
 from lightning_cp.strategies.engines.comm_hooks import CommHook
 
@@ -174,7 +174,7 @@ class DDPEngine:
         module: nn.Module = wrapped.module
         wrapped._remove_autograd_hooks()  # it may be waiting for gradients of this very step
         known = [p for p in module.parameters() if p.requires_grad or self._averages(p)]
-        _average_gradients(known, mesh)
+        average_present(known, mesh.control_group(Flat.LOSS), mesh.group(Flat.LOSS))
         more: dict[str, Any] = {
             "init_sync": False
         }  # in step already, and in use by this step's graph
@@ -226,15 +226,3 @@ def _trained(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
-
-
-def _average_gradients(parameters: Sequence[nn.Parameter], mesh: ContextParallelMesh) -> None:
-    """Average what there is of gradients over the ``loss`` group; ranks without one have none of it."""
-    group = mesh.group(Flat.LOSS)
-    device = parameters[0].device
-    have = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
-    for parameter, count in zip(parameters, all_sum(have, group).tolist(), strict=True):
-        if not count:
-            continue
-        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        parameter.grad = all_sum(own, group) / group.size()

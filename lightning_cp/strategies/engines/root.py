@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.mesh import ContextParallelMesh, Flat
+from lightning_cp.strategies.engines.averages import average_present
 from lightning_cp.strategies.engines.torch_fsdp2 import Group, forget_step, groups_of
 
 
@@ -124,12 +125,6 @@ class Root:
         """Of parameters that cannot be sharded, such as scalars; averaged twice they stay the same."""
         module = self.module
         assert module is not None
-        plain = [
-            p for p in module.parameters() if not isinstance(p, DTensor)
-        ]  # also if frozen since
-        flags = torch.tensor([p.grad is not None for p in plain], dtype=torch.int32)
-        counts = all_sum(flags, self._control).tolist() if plain else []
-        for parameter, count in zip(plain, counts, strict=True):
-            if count:
-                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = all_sum(own, self._group) / self._group.size()
+        # also if frozen since
+        plain = [p for p in module.parameters() if not isinstance(p, DTensor)]
+        average_present(plain, self._control, self._group)
