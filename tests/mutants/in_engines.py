@@ -43,7 +43,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "windows know of gradients in grad only",
-        "lightning_cp/strategies/step/windows.py",
+        "lightning_cp/strategies/step/accumulation.py",
         "id(p) in kept or (p.grad is not None and _any(p.grad))",
         "(p.grad is not None and _any(p.grad))",
         (

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
-from lightning_cp.strategies.step.windows import TokenWindows
+from lightning_cp.strategies.step.accumulation import AccumulatedTokens
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.pool.environment import PoolEnvironment
 from tests.strategies.small import (
@@ -336,7 +336,7 @@ def test_the_unit_stays_while_any_window_is_open() -> None:
     optimizers = [torch.optim.SGD([torch.zeros(1, requires_grad=True)]) for _ in range(2)]
     (of_a,), (of_b,) = (each.param_groups[0]["params"] for each in optimizers)
     a, b = optimizers
-    windows = TokenWindows()
+    windows = AccumulatedTokens()
 
     def backward(batch: object, targets: int, gradient: float) -> None:
         weight = windows.weight(batch, targets, optimizers, None)

@@ -183,7 +183,7 @@ class ContextParallelCore(StepLosses):
                 before=before,
             )
         self._say_once(sharding.choice)
-        self._part, self._loss = sharding.part, StepLoss(sharding, self.mesh, self._windows)
+        self._part, self._loss = sharding.part, StepLoss(sharding, self.mesh, self._accumulated)
         self._positions, self._trains = sharding.positions, needs_labels
         return self._part.batch
 

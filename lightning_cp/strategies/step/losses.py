@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.optim import Optimizer
 
+from lightning_cp.strategies.step.accumulation import Unreduced
 from lightning_cp.strategies.step.values import StepValues
-from lightning_cp.strategies.step.windows import Unreduced
 
 
 class StepLosses(StepValues):
@@ -16,8 +16,8 @@ class StepLosses(StepValues):
 
     def follow_unreduced(self, unreduced: Callable[[], Unreduced]) -> None:
         """Have windows of accumulation know of gradients that an engine keeps elsewhere than in ``grad``."""
-        if self._windows is not None:
-            self._windows.unreduced = unreduced
+        if self._accumulated is not None:
+            self._accumulated.unreduced = unreduced
 
     def scale_loss(
         self,
@@ -45,8 +45,8 @@ class StepLosses(StepValues):
 
     def end_window(self, optimizer: Optimizer, batches: int | None = None) -> None:
         """Gradients are complete: weight the targets of the whole window alike, if that was asked for."""
-        if self._windows is not None:
-            self._windows.end(optimizer, batches)
+        if self._accumulated is not None:
+            self._accumulated.end(optimizer, batches)
 
     def shown_loss(self, loss: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """What a step returns, for callbacks to read: one process's ``value``, with this rank's gradient."""

@@ -17,9 +17,9 @@ from lightning_cp.mesh import Flat
 from lightning_cp.models.handle import refuse_gradients
 from lightning_cp.models.swap import SwapHandle
 from lightning_cp.strategies.arguments.settings import Settings
+from lightning_cp.strategies.step.accumulation import AccumulatedTokens
 from lightning_cp.strategies.step.run_mesh import RunMesh
 from lightning_cp.strategies.step.weighting import StepLoss
-from lightning_cp.strategies.step.windows import TokenWindows
 
 
 class StepValues(RunMesh):
@@ -30,13 +30,13 @@ class StepValues(RunMesh):
         self._handle: SwapHandle | None = None
         self._part: ShardedBatch | None = None
         self._loss: StepLoss | None = None
-        self._windows = TokenWindows() if settings.weights_globally else None
+        self._accumulated = AccumulatedTokens() if settings.weights_globally else None
         self._positions_taken = False
 
     @property
     def enabled(self) -> bool:
         """Whether there is anything to do: ranks that share a sample, or targets to be counted."""
-        return self.mesh.sample_size > 1 or self._windows is not None
+        return self.mesh.sample_size > 1 or self._accumulated is not None
 
     @property
     def in_step(self) -> bool:

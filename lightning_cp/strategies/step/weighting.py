@@ -13,8 +13,8 @@ from lightning_cp.errors import ConfigError, NonFiniteError
 from lightning_cp.loss import average_weight, loss_scale, mute, require_connected, require_muted
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.models.swap import StepState
+from lightning_cp.strategies.step.accumulation import AccumulatedTokens
 from lightning_cp.strategies.step.sharding import Sharding
-from lightning_cp.strategies.step.windows import TokenWindows
 
 
 class StepLoss:
@@ -24,10 +24,10 @@ class StepLoss:
     """
 
     def __init__(
-        self, sharding: Sharding, mesh: ContextParallelMesh, windows: TokenWindows | None
+        self, sharding: Sharding, mesh: ContextParallelMesh, windows: AccumulatedTokens | None
     ) -> None:
         self._mesh = mesh
-        self._windows = windows
+        self._accumulated = windows
         self._targets = sharding.targets
         self._valid = sharding.part.valid
         self._some_rank_empty = sharding.some_rank_empty
@@ -65,10 +65,10 @@ class StepLoss:
 
     def _weight(self, optimizers: Iterable[Optimizer], automatic: bool) -> float:
         """Of this data rank's mean loss in the gradient."""
-        if self._windows is None:
+        if self._accumulated is None:
             return 1.0
         group = None if automatic else self._mesh.control_group(Flat.LOSS)
-        of_window = self._windows.weight(self, self._targets, optimizers, group)
+        of_window = self._accumulated.weight(self, self._targets, optimizers, group)
         share = sum(self._valid) / self._targets if self._targets else 0.0
         return share * self._mesh.data_size * of_window
 

@@ -30,7 +30,7 @@ Unreduced = Iterable[tuple[torch.nn.Parameter, torch.Tensor]]
 
 
 @dataclass
-class _Window:
+class _Accumulation:
     """The batches in the gradients of one optimizer."""
 
     batches: int = 0
@@ -43,12 +43,12 @@ class _Window:
             self.batches, self.targets, self.last = self.batches + 1, self.targets + targets, batch
 
 
-class TokenWindows:
+class AccumulatedTokens:
     """Follows what each optimizer has accumulated: several may step at different times."""
 
     def __init__(self) -> None:
         self._unit = 1
-        self._windows: WeakKeyDictionary[Optimizer, _Window] = WeakKeyDictionary()
+        self._accumulated: WeakKeyDictionary[Optimizer, _Accumulation] = WeakKeyDictionary()
         self.unreduced: Callable[[], Unreduced] = tuple
         """What an engine keeps elsewhere than in ``grad`` until a later backward."""
 
@@ -75,24 +75,24 @@ class TokenWindows:
         _refuse_shared(training)
         if group is not None:
             self._forget_zeroed(training, group)
-        if not any(window.targets for window in self._windows.values()):
+        if not any(window.targets for window in self._accumulated.values()):
             self._unit = max(targets, 1)  # nothing is in any gradient yet, trained now or not
         for optimizer in training:
-            self._windows.setdefault(optimizer, _Window()).include(batch, targets)
+            self._accumulated.setdefault(optimizer, _Accumulation()).include(batch, targets)
         return targets / self._unit
 
     def __reduce__(self) -> Any:
-        return TokenWindows, (), {"unreduced": self.unreduced}  # workers begin without windows
+        return AccumulatedTokens, (), {"unreduced": self.unreduced}  # workers begin with none
 
     def _forget_zeroed(self, optimizers: Sequence[Optimizer], group: dist.ProcessGroup) -> None:
         """Begin anew where gradients were zeroed instead of stepped along; all ranks', not one by chance."""
-        if not any(each in self._windows for each in optimizers):
+        if not any(each in self._accumulated for each in optimizers):
             return
         kept = {id(p) for p, gradient in self.unreduced() if _any(gradient)}
         filled = torch.tensor([_has_gradient(x, kept) for x in optimizers], dtype=torch.int64)
         for optimizer, count in zip(optimizers, all_sum(filled, group).tolist(), strict=True):
             if not count:
-                self._windows.pop(optimizer, None)
+                self._accumulated.pop(optimizer, None)
 
     def end(self, optimizer: Optimizer, batches: int | None) -> None:
         """Give gradients their final size; those of a window that has ended already are left alone.
@@ -102,7 +102,7 @@ class TokenWindows:
             batches: what each loss was divided by already; ``None``: the batches of the window, which is
                 what a loop that divides, divides by.
         """
-        window = self._windows.pop(optimizer, None)
+        window = self._accumulated.pop(optimizer, None)
         if window is None or not window.targets:
             return
         factor = self._unit * (batches or window.batches) / window.targets
