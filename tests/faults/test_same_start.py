@@ -18,7 +18,9 @@ from tests import pool
 
 def _start(rank: int, world_size: int, odd: int, what: str) -> None:
     if rank == odd and what in ("lightning_cp source", "torch version"):
-        changed = {**same.facts(Settings()), what: "another one"}
+        own = same.facts(Settings())
+        assert what in own
+        changed = {**own, what: "another one"}
         made: Any = same
         made.facts, before = lambda *_: changed, same.facts
         try:
