@@ -10,8 +10,8 @@ from lightning_cp.errors import CheckpointError, without_home
 def failed_save(target: Path, why: str) -> CheckpointError:
     """The error of a save that did not end; says what is left."""
     return CheckpointError(
-        f"cannot save {shown(target)}: {why}. What was saved there before is still there, and the state of "
-        "the run is unchanged."
+        f"cannot save {shown(target)}: {why.rstrip('.')}. What was saved there before is still there, and "
+        "the state of the run is unchanged."
     )
 
 
@@ -22,4 +22,5 @@ def shown(path: Path) -> str:
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
-        return str(Path(*Path(without_home(str(path))).parts[-2:]))
+        parts = Path(without_home(str(path))).parts
+        return str(Path(*parts) if len(parts) <= 3 else Path("...", *parts[-2:]))

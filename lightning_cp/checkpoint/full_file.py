@@ -10,6 +10,7 @@ import hashlib
 import os
 import secrets
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any, cast
 
@@ -99,7 +100,8 @@ def manifest_of_file(path: Path) -> Manifest | None:
     if at < 0:
         _require_no_comment(tail, path.name)
         return None
-    manifest = parse(tail[at + len(MAGIC) :].decode(errors="replace"), path.name)
+    said = tail[at + len(MAGIC) :].decode(errors="replace")
+    manifest = parse(said, f"the manifest at the end of {path.name}")
     length = int.from_bytes(tail[max(0, at - 2) : at], "little")
     entry = manifest.files.get(_ITSELF)
     if entry is None or length != len(tail) - at or entry.bytes + 2 + length != size:
@@ -138,6 +140,12 @@ def load_file(path: Path) -> Any:
     Raises:
         CheckpointError: it is no complete file of ``torch.save``, or would need code to be run.
     """
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(
+            f"{path.name} is no complete checkpoint: it is truncated, damaged, or was not written by "
+            f"torch.save (it has {path.stat().st_size:,} bytes, and none of the end that such files have). "
+            "Nothing was loaded."
+        )
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError:

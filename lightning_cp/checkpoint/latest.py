@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from pathlib import Path
 
 from lightning_cp.checkpoint.durable import found, replace_text
@@ -37,11 +38,12 @@ def point_to(target: Path) -> None:
     replace_text(target.with_name(NAME), target.name + "\n")
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
+def latest_checkpoint(folder: str | PathLike[str]) -> Path | None:
     """The checkpoint that was completed last, if it is still there.
 
     What it names has not been verified; reading it does that.
     """
+    folder = Path(folder)
     name = _said_by(folder / NAME)
     if name is None:
         return None

@@ -98,7 +98,8 @@ def parse(text: str, where: str) -> Manifest:
         manifest = Manifest(body["form"], body["save"], about, files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{where} is damaged: it is no manifest ({type(error).__name__})."
+            f"{where} is truncated or damaged: it is no manifest ({type(error).__name__}). "
+            "Nothing was loaded."
         ) from None
     if signed != text:
         raise CheckpointError(f"{where} is damaged: its own hash does not fit.")

@@ -106,7 +106,9 @@ def _together(path: Path, world: World, action: Callable[[], T]) -> T:
     try:
         world.together(
             lambda: mine.append(action()),
-            lambda said: CheckpointError(f"{shown(path)} was refused by another rank ({said})."),
+            lambda said: CheckpointError(
+                f"{shown(path)} was refused by another rank ({said.rstrip('.')})."
+            ),
         )
     except OSError as error:
         raise _unreadable(path, error) from None

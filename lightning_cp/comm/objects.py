@@ -74,5 +74,6 @@ def _of_the_system(error: BaseException) -> str:
     """What the system says of a file; empty for other errors."""
     if not isinstance(error, OSError) or error.errno is None:
         return ""
-    name = f" ({Path(str(error.filename)).name})" if error.filename else ""
-    return f"{error.strerror}{name}"
+    name = Path(str(error.filename)).name if error.filename else ""
+    hidden = not name or name.startswith(".")  # what is staged, whose name says nothing
+    return f"{error.strerror}{'' if hidden else f' ({name})'}"

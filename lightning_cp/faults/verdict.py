@@ -121,6 +121,8 @@ class Judge:
     def _raised(self, rank: int) -> Verdict:
         note = self._note_of(rank)
         line = f"{self._members[rank].name} raised {note.place}: {note.error}"
+        if note.error.startswith(KeyboardInterrupt.__name__):
+            line = f"{self._members[rank].name} was interrupted (Ctrl-C) {note.place}"
         return Verdict("raised", (rank,), line, note.traceback)
 
     def _all_of(self, kind: str, ranks: Sequence[int]) -> Verdict:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_cp.mesh import Flat
 from lightning_cp.strategies.answers import Answers
 from lightning_cp.strategies.arguments.check import checked
+from lightning_cp.strategies.arguments.contradictions import check_group_options
 from lightning_cp.strategies.engines import engine
 from lightning_cp.strategies.engines.comm_hooks import ARGUMENTS as HOOK
 from lightning_cp.strategies.engines.comm_hooks import CommHook
@@ -145,6 +146,7 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
         **kwargs: Any,
     ) -> None:
         settings = checked(locals())
+        check_group_options(kwargs)
         super().__init__(**kwargs)  # written like this, LightningCLI finds DDPStrategy's arguments
         hook = {name: kwargs.get(name) for name in (*HOOK, "model_averaging_period")}
         given = {

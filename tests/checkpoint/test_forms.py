@@ -38,6 +38,7 @@ def test_what_is_saved_is_read(form: str, tmp_path: Path) -> None:
         assert opened.manifest.about == About(step, {"ring": 2}, "ddp")
     assert sorted(x.name for x in tmp_path.iterdir()) == ["last.ckpt", "latest"]
     assert latest_checkpoint(tmp_path) == tmp_path / "last.ckpt"
+    assert latest_checkpoint(str(tmp_path)) == tmp_path / "last.ckpt"
 
 
 def test_the_full_form_is_plain_pytorch(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from lightning_cp.faults import ending
 from lightning_cp.faults.notes import Verdict
 from lightning_cp.strategies.watch.launchers import _said
 
-NO_TEXT = "rank 1 raised at step 3, in forward: OSError: no file caf\udce9 …"
+NO_TEXT = "rank 1 raised at step 3, in forward: OSError: no file name\udce9 …"
 WRITTEN = NO_TEXT.replace("\udce9", "\\udce9")
 
 

@@ -48,6 +48,12 @@ def test_who_has_said_goodbye_is_not_lost() -> None:
     assert judging.verdict(9.0) is None
 
 
+def test_ctrl_c_is_called_so() -> None:
+    judging = judge()
+    judging.notes(3, Note.of_error(KeyboardInterrupt(), AT), 1.0)
+    assert line(judging.verdict(1.1)) == "rank 3 was interrupted (Ctrl-C) at step 7, in backward"
+
+
 def test_a_broken_connection_is_not_blamed_on_who_noticed_it() -> None:
     judging = judge()
     judging.notes(0, Note("RuntimeError: closed by peer", kind=BROKEN, place=AT), 1.0)

@@ -23,9 +23,11 @@ from lightning_cp.checkpoint.durable import (
     sync,
     write_durably,
 )
+from lightning_cp.checkpoint.paths import local_path
 from lightning_cp.checkpoint.pretrained.export_plan import Export, plan_export
 from lightning_cp.checkpoint.pretrained.incomplete import require_complete
 from lightning_cp.checkpoint.pretrained.index import INDEX
+from lightning_cp.checkpoint.pretrained.names import unwrapped
 from lightning_cp.checkpoint.pretrained.options import dtype_of
 from lightning_cp.checkpoint.pretrained.write import (
     Shape,
@@ -60,7 +62,7 @@ def export_pretrained(
     once everything is on the disk, and what ends before leaves nothing.
 
     Args:
-        model: sharded in any way, or not.
+        model: sharded in any way, or not; as Fabric returns it, too.
         path: the folder to be made.
         config: has ``save_pretrained``; by default the network's own, if it has one.
         dtype: of floating-point tensors in the files; by default their own.
@@ -78,9 +80,15 @@ def export_pretrained(
         CheckpointError: a model that was loaded in part, or files that cannot be written.
         RankFailure: another rank has raised.
     """
-    target, made, error = Path(path), None, None
+    target, model, made, error = local_path(path), unwrapped(model), None, None
     try:
         require_complete(model)
+        if type(overwrite) is not bool:
+            raise ConfigError(f"overwrite must be True or False, got {overwrite!r}.")
+        if config is not None and not callable(getattr(config, "save_pretrained", None)):
+            raise ConfigError(
+                f"config must have save_pretrained, as transformers' have, got {config!r}."
+            )
         made = plan_export(model, keys, prefix, dtype_of(dtype), file_bytes)
         _require_free(target, overwrite)
     except Exception as raised:  # whatever it is: the others are not to wait for this rank

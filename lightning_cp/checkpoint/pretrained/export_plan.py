@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lightning_cp.checkpoint.pretrained.keys import Rule, names_for, rules_of
+from lightning_cp.checkpoint.pretrained.keys import Rule, names_for, require_used, rules_of
 from lightning_cp.checkpoint.pretrained.names import plain, tensors_of
 from lightning_cp.checkpoint.pretrained.write import Shape, in_files
 from lightning_cp.errors import ConfigError
@@ -39,11 +39,15 @@ def plan_export(
     """
     if type(file_bytes) is not int or file_bytes < 1:
         raise ConfigError(f"file_bytes must be an integer of at least 1, got {file_bytes!r}.")
+    if prefix is not None and not isinstance(prefix, str):
+        raise ConfigError(f"prefix must be text, or None to have it found, got {prefix!r}.")
     path, network = _network(model, prefix)
     held = tensors_of(model, path).by_name
     if not held:
         raise ConfigError(f"no parameter of the model begins with prefix={path!r}.")
-    parts = _parts(held, rules_of(keys))
+    rules = rules_of(keys)
+    require_used(rules, held)
+    parts = _parts(held, rules)
     shapes = {key: _shape(key, tensors, dtype) for key, tensors in parts.items()}
     return Export(network, parts, shapes, in_files(shapes, file_bytes))
 

@@ -10,7 +10,7 @@ A user's ``keys`` maps parameter names to checkpoint keys. ``*`` stands for anyt
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_cp.checkpoint.pretrained.header import Entry
@@ -59,6 +59,10 @@ def rules_of(keys: Mapping[str, str] | None) -> tuple[Rule, ...]:
     Raises:
         ConfigError: something else than text, several on both sides, or stars that do not match.
     """
+    if keys is not None and not isinstance(keys, Mapping):
+        raise ConfigError(
+            f"keys is a mapping of names in the model to names in files, got {keys!r}."
+        )
     rules: list[Rule] = []
     for left, right in (keys or {}).items():
         if not isinstance(left, str) or not isinstance(right, str):
@@ -75,6 +79,21 @@ def rules_of(keys: Mapping[str, str] | None) -> tuple[Rule, ...]:
             )
         rules.append(Rule(sides[0], sides[1]))
     return tuple(rules)
+
+
+def require_used(rules: Iterable[Rule], names: Collection[str]) -> None:
+    """Refuse a line of ``keys`` that no parameter has.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    for rule in rules:
+        if not any(rule.names(name) for name in names):
+            raise ConfigError(
+                f"keys has a line for {' + '.join(rule.parameters)}, and no parameter of the model is called "
+                f"that: there are {', '.join(list(names)[:3])}, ... On the left stand the model's names, "
+                "without prefix."
+            )
 
 
 def names_for(name: str, rules: Iterable[Rule]) -> tuple[tuple[str, ...], tuple[str, ...]]:

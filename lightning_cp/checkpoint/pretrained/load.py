@@ -30,7 +30,7 @@ from lightning_cp.checkpoint.pretrained.memory import (
     require_memory,
     require_memory_together,
 )
-from lightning_cp.checkpoint.pretrained.names import plain, tensors_of
+from lightning_cp.checkpoint.pretrained.names import plain, tensors_of, unwrapped
 from lightning_cp.checkpoint.pretrained.options import Options, check_options, dtype_of
 from lightning_cp.checkpoint.pretrained.plan import LoadPlan, plan_load
 from lightning_cp.checkpoint.pretrained.progress import Progress
@@ -68,7 +68,7 @@ def load_pretrained(
     rank it raises if it does on one; the model then is as it was, or refuses to be called.
 
     Args:
-        model: on the meta device (then it gets its memory here) or a real one.
+        model: on the meta device (then it gets its memory here) or a real one; as Fabric returns it, too.
         path: a directory with safetensors files, or one such file.
         mesh: of the run; tells the device.
         device: for what is on the meta device; by default that of DTensors' meshes, else of ``mesh``, else
@@ -85,7 +85,7 @@ def load_pretrained(
         ConfigError: an option that cannot be.
         RankFailure: another rank has raised.
     """
-    chosen = check_options(options)
+    chosen, model = check_options(options), unwrapped(model)
     own_device = _device(model, mesh, device)
     reach = _reach(model, own_device)
     started = time.monotonic()
@@ -107,7 +107,8 @@ def load_pretrained(
             error = raised
         share_outcome(error, reach, what="loading pretrained weights")
     seconds = time.monotonic() - started
-    return Loaded(plan.nbytes, seconds, peak_bytes(), plan.missing, plan.unexpected)
+    missing = (*plan.missing, *plan.beside)
+    return Loaded(plan.nbytes, seconds, peak_bytes(), missing, plan.unexpected)
 
 
 Planned = tuple[LoadPlan, Names, int]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """Parts of names that wrappers of PyTorch put in."""
@@ -49,6 +50,17 @@ def plain(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module, within what Fabric, DDP and torch.compile put around it."""
+    while True:
+        within = model._modules.get("_forward_module") or model._modules.get("_orig_mod")
+        if isinstance(model, DistributedDataParallel):
+            within = model.module
+        if within is None:
+            return model
+        model = within
 
 
 def prefixes(model: nn.Module) -> list[str]:

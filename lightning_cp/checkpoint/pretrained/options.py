@@ -50,6 +50,8 @@ def check_options(options: Mapping[str, Any]) -> Options:
             raise ConfigError(f"{name} must be a list of patterns, got {given!r}.")
     if chosen.prefix is not None and not isinstance(chosen.prefix, str):
         raise ConfigError(f"prefix must be text, or None to have it found, got {chosen.prefix!r}.")
+    if chosen.initialize is not None and not callable(chosen.initialize):
+        raise ConfigError(f"initialize must be a function of a module, got {chosen.initialize!r}.")
     rules_of(chosen.keys)
     dtype_of(chosen.dtype)
     return chosen

@@ -12,9 +12,15 @@ from torch import nn
 
 from lightning_cp.checkpoint.pretrained.header import Entry
 from lightning_cp.checkpoint.pretrained.index import Checkpoint
-from lightning_cp.checkpoint.pretrained.keys import Rule, Source, names_for, sources_of
+from lightning_cp.checkpoint.pretrained.keys import (
+    Rule,
+    Source,
+    names_for,
+    require_used,
+    sources_of,
+)
 from lightning_cp.checkpoint.pretrained.local import LocalParts, Runs
-from lightning_cp.checkpoint.pretrained.names import Tensors, find_prefix, tensors_of
+from lightning_cp.checkpoint.pretrained.names import Tensors, find_prefix, plain, tensors_of
 from lightning_cp.errors import CheckpointError, ConfigError
 
 
@@ -45,6 +51,8 @@ class LoadPlan:
     """Of the model's names; the plan's own are without."""
     missing: tuple[str, ...]
     """Parameters that the checkpoint does not have, and that were allowed to be."""
+    beside: tuple[str, ...]
+    """Parameters outside of the prefix that was found, by their whole names, that were allowed to be."""
     unexpected: tuple[str, ...]
     model_bytes: int
     """Of the tensors in the files that the model takes, each counted once."""
@@ -85,13 +93,15 @@ def plan_load(
     if not tensors.by_name:
         raise ConfigError(f"no parameter of the model begins with prefix={taken!r}.")
     entries = checkpoint.entries
+    require_used(rules, [name for names in tensors.aliases.values() for name in names])
     chosen = {name: _present(name, tensors, entries, rules, put) for name in tensors.by_name}
     missing = [name for name, known in chosen.items() if known is None]
     used = {key for known in chosen.values() if known is not None for key in known[1]}
     named = {key for names in tensors.aliases.values() for name in names for key in (put + name,)}
     unexpected = [key for key in entries if key not in used and key not in named]
+    beside = _beside(model, taken, tensors) if prefix is None else []
     _require_names(
-        missing if strict else [],
+        [*missing, *beside] if strict else [],
         unexpected if strict else [],
         allow_missing,
         allow_unexpected,
@@ -105,7 +115,16 @@ def plan_load(
         )
     slices = _slices(chosen, tensors, entries, rules, put)
     model_bytes = sum(entries[key].nbytes for key in used)
-    return LoadPlan(slices, tensors, taken, tuple(missing), tuple(unexpected), model_bytes)
+    return LoadPlan(
+        slices, tensors, taken, tuple(missing), tuple(beside), tuple(unexpected), model_bytes
+    )
+
+
+def _beside(model: nn.Module, prefix: str, tensors: Tensors) -> list[str]:
+    """Parameters that are not in the network that was found, and are not tied to one that is."""
+    known = {id(x) for x in tensors.by_name.values()}
+    names = ((plain(name), x) for name, x in model.named_parameters())
+    return [name for name, x in names if not name.startswith(prefix) and id(x) not in known]
 
 
 Known = tuple[str, tuple[str, ...]]
@@ -208,7 +227,8 @@ def _require_names(
     raise CheckpointError(
         f"the checkpoint {checkpoint.path.name!r} is not of this model{at}: {'; '.join(said)}. Nothing was "
         "loaded. Other names are declared with keys=, what may be left out with allow_missing= and "
-        "allow_unexpected= (or strict=False)."
+        "allow_unexpected= (or strict=False); "
+        "prefix= says which part of the model it is of."
     )
 
 

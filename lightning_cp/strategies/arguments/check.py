@@ -10,6 +10,7 @@ from lightning_cp.strategies.arguments.choices import CHOICES, check_choice, che
 from lightning_cp.strategies.arguments.contradictions import (
     check_exchange,
     check_mode,
+    check_names,
     check_profile,
     check_tensor_parallel,
     check_timeouts,
@@ -54,7 +55,8 @@ def check(settings: Settings) -> None:
     for name in SIZES:
         check_size(name, getattr(settings, name))
     if settings.context_parallel_size != "auto":
-        check_size("context_parallel_size", settings.context_parallel_size)
+        check_size("context_parallel_size", settings.context_parallel_size, " or 'auto'")
+    check_names(settings)
     for name in YES_OR_NO:
         if type(getattr(settings, name)) is not bool:
             raise ConfigError(f"{name} must be True or False, got {getattr(settings, name)!r}.")

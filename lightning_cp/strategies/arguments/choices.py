@@ -68,15 +68,22 @@ def check_choice(name: str, value: object) -> None:
     raise ConfigError(f"{name} must be one of {', '.join(choice.now)}, got {value!r}.{works}")
 
 
-def check_size(name: str, value: object) -> None:
+def check_size(name: str, value: object, otherwise: str = "") -> None:
     """Check that a size is unset or a positive integer.
+
+    Args:
+        name: of the setting.
+        value: what was given.
+        otherwise: what else it may be, for the message.
 
     Raises:
         ConfigError: it is not.
     """
     if value is not None and (type(value) is not int or value < 1):
         none = ", or None for all heads at once" if name == "kv_heads_per_gather" else ""
-        raise ConfigError(f"{name} must be an integer of at least 1{none}, got {value!r}.")
+        raise ConfigError(
+            f"{name} must be an integer of at least 1{otherwise}{none}, got {value!r}."
+        )
 
 
 def refuse_unknown(unknown: Sequence[str], settings: Sequence[str], others: Sequence[str]) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from datetime import timedelta
 from os import PathLike
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.strategies.arguments.settings import GATHERING_MODE, Settings
@@ -35,6 +39,29 @@ def check_mode(settings: Settings) -> None:
             f"mode='hybrid' needs both axes larger than 1, got ulysses_size={settings.ulysses_size}, "
             f"ring_size={settings.ring_size}. Use mode='ulysses' or 'ring'."
         )
+
+
+def check_names(settings: Settings) -> None:
+    """Refuse names of a batch's tensors that are none, and dimensions that are no integers.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    key = settings.label_key
+    if not isinstance(key, str) or not key:
+        raise ConfigError(
+            "label_key must be the dotted name of the labels in a batch ('labels'; '1' of a tuple), got "
+            f"{key!r}."
+        )
+    dims = settings.sequence_dims
+    if not isinstance(dims, Mapping):
+        raise ConfigError(f"sequence_dims must map names to dimensions, got {dims!r}.")
+    for name, dim in dims.items():
+        if not isinstance(name, str) or not (dim is None or type(dim) is int):
+            raise ConfigError(
+                "sequence_dims must map the dotted name of a batch tensor to its sequence dimension, an "
+                f"integer, or to None to replicate it; got {name!r}: {dim!r}."
+            )
 
 
 def check_exchange(settings: Settings) -> None:
@@ -102,6 +129,12 @@ def check_tensor_parallel(settings: Settings) -> None:
             "tensor_parallel_plan must be None (automatic), a mapping from module names ('layers.*.q_proj') "
             f"to parallel styles, or a function of (model, device_mesh), got {plan!r}."
         )
+    names_only = not isinstance(plan, Mapping) or all(isinstance(name, str) for name in plan)
+    if not names_only or (isinstance(plan, Mapping) and not plan):
+        raise ConfigError(
+            f"tensor_parallel_plan must map names of modules to styles, at least one, got {plan!r}. None "
+            "finds those of llama-like models."
+        )
     if plan is not None and size == 1:
         raise ConfigError(
             "tensor_parallel_plan says how layers are shared, but tensor_parallel_size=1 shares none. Give a "
@@ -116,6 +149,27 @@ def check_tensor_parallel(settings: Settings) -> None:
             f"tensor_parallel_size={size} does not go with data_parallel={engine!r}: "
             f"{why.get(engine, 'it does not know of sharded layers')}. Use "
             f"data_parallel={' or '.join(map(repr, TENSOR_PARALLEL_ENGINES))}."
+        )
+
+
+def check_group_options(given: Mapping[str, Any]) -> None:
+    """Refuse what no process group can be made with, of the options that are passed on to it.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    limit, backend = given.get("timeout"), given.get("process_group_backend")
+    if limit is not None and not isinstance(limit, timedelta):
+        raise ConfigError(
+            f"timeout must be a datetime.timedelta, such as timedelta(minutes=30), got {limit!r}. It is that "
+            "of PyTorch's collectives; step_timeout is in seconds."
+        )
+    known = dist.Backend.backend_list
+    parts = str(backend).split(",") if backend is not None else []
+    if any(part.split(":")[-1].lower() not in known for part in parts):
+        raise ConfigError(
+            f"process_group_backend must be one of {', '.join(known)}, or one for each kind of device "
+            f"('cpu:gloo,cuda:nccl'), got {backend!r}."
         )
 
 

@@ -56,7 +56,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", MODE_ALIASES.get(self.mode, self.mode))
-        object.__setattr__(self, "sequence_dims", dict(self.sequence_dims or {}))
+        dims: Any = {} if self.sequence_dims is None else self.sequence_dims
+        known = isinstance(dims, Mapping)  # anything else is refused by ``check``
+        object.__setattr__(self, "sequence_dims", dict(dims) if known else dims)
         if not self.parity_check:  # YAML reads a bare off as False
             object.__setattr__(self, "parity_check", "off")
 

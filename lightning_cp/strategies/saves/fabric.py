@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_cp.checkpoint.manifest import About
+from lightning_cp.checkpoint.paths import local_path
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.comm.objects import World
 from lightning_cp.errors import CheckpointError
@@ -23,7 +24,6 @@ from lightning_cp.strategies.saves.optimizers import (
     names_of,
 )
 from lightning_cp.strategies.saves.reading import load_module, require_weights_only, spread_of
-from lightning_cp.strategies.saves.saver import local_path
 
 State = dict[str, Any]
 Filter = Mapping[str, Callable[[str, Any], bool]]

@@ -13,6 +13,7 @@ from lightning_cp.checkpoint.durable import remove, replace_link
 from lightning_cp.checkpoint.failures import failed_save, shown
 from lightning_cp.checkpoint.in_the_way import is_foreign, require_replaceable
 from lightning_cp.checkpoint.manifest import About
+from lightning_cp.checkpoint.paths import local_path
 from lightning_cp.checkpoint.save import Background, finish, plan
 from lightning_cp.comm.objects import World, told
 from lightning_cp.errors import CheckpointError
@@ -190,21 +191,3 @@ class Saver:
         if text not in self._said:
             self._said.add(text)
             rank_zero_warn(text)
-
-
-def local_path(path: str | Path) -> Path:
-    """A path of this machine's file system.
-
-    Raises:
-        CheckpointError: it is somewhere else.
-    """
-    text = str(path)
-    if text.startswith("file://"):
-        text = text.removeprefix("file://")
-    if "://" in text:
-        raise CheckpointError(
-            "checkpoints are written to and read from local or mounted folders, got "
-            f"{text.split('://')[0]}://... Save to a folder, and copy what is complete (it is renamed into "
-            "place, so whatever is there is)."
-        )
-    return Path(text).absolute()

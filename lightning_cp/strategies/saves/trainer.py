@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_cp.checkpoint.manifest import About
+from lightning_cp.checkpoint.paths import local_path
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.comm.objects import World
 from lightning_cp.errors import CheckpointError
@@ -25,7 +26,6 @@ from lightning_cp.strategies.saves.reading import (
     require_weights_only,
     spread_of,
 )
-from lightning_cp.strategies.saves.saver import local_path
 
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}

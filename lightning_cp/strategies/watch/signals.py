@@ -30,6 +30,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_cp.checkpoint.failures import shown
 from lightning_cp.strategies.replaced import Replaced
 from lightning_cp.strategies.watch.finite import FiniteGuard
 
@@ -143,7 +144,7 @@ def _is_queued(trainer: Trainer) -> bool:
 
 
 def save_last(trainer: Trainer) -> str:
-    """Update the first ModelCheckpoint's ``last.ckpt``, or save to one where the Trainer writes; its name."""
+    """Update the first ModelCheckpoint's ``last.ckpt``, or save to one where the Trainer writes; its path."""
     first = next((x for x in trainer.checkpoint_callbacks if isinstance(x, ModelCheckpoint)), None)
     if first is None:
         path = str(Path(trainer.default_root_dir, "last.ckpt"))
@@ -153,7 +154,7 @@ def save_last(trainer: Trainer) -> str:
         first._save_last_checkpoint(trainer, first._monitor_candidates(trainer))
         path, first.save_last = first.last_model_path, chosen
     _wait_for_saves(trainer)
-    return Path(path).name
+    return shown(Path(path))
 
 
 def save_for_queue(trainer: Trainer) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from safetensors.torch import load_file
 from torch import nn
 
@@ -78,6 +79,24 @@ def test_one_process_exports_too(tmp_path: Path) -> None:
     assert "lm_head.weight" not in stored(made)  # tied: once
     again: Any = LlamaForCausalLM.from_pretrained(made)
     assert all(torch.equal(x, model.state_dict()[name]) for name, x in again.state_dict().items())
+
+
+def test_a_model_as_fabric_and_compile_return_it(tmp_path: Path) -> None:
+    model = make(seed=6)
+    wrapped = Fabric(accelerator="cpu", devices=1).setup(model)
+    compiled: Any = torch.compile(model, backend="eager")
+    for name, given in {"fabric": wrapped, "compiled": compiled}.items():
+        export_pretrained(given, tmp_path / name)
+        assert stored(tmp_path / name).keys() == model.state_dict().keys()
+        said = json.loads((tmp_path / name / "config.json").read_text())
+        assert said["architectures"] == [type(model).__name__]
+
+
+def test_another_place_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"local or mounted folders, got s3://\.\.\."):
+        export_pretrained(nn.Linear(2, 2), "s3://bucket/model")
+    with pytest.raises(ConfigError, match="a checkpoint is given by its path, got None"):
+        export_pretrained(nn.Linear(2, 2), None)  # type: ignore[arg-type]
 
 
 def test_another_dtype(tmp_path: Path) -> None:
@@ -198,6 +217,10 @@ def test_folders_that_are_there(tmp_path: Path) -> None:
     [
         ({"file_bytes": 0}, "file_bytes must be an integer of at least 1"),
         ({"dtype": "int8"}, "floating-point dtype"),
+        ({"prefix": 3}, "prefix must be text"),
+        ({"overwrite": "x"}, "overwrite must be True or False"),
+        ({"config": 3}, "config must have save_pretrained"),
+        ({"keys": {"nothing": "w"}}, "keys has a line for nothing, and no parameter"),
         ({"prefix": "x."}, "no parameter of the model begins with"),
         ({"keys": {"weight + nothing": "w"}}, "made of nothing too"),
         ({"keys": {"weight + bias": "w"}}, "only the first dimension may differ"),

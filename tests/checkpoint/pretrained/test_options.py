@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from safetensors.torch import save_file
 from torch import nn
 
@@ -25,22 +26,52 @@ def test_a_network_inside_a_module_is_found(tmp_path: Path) -> None:
     wanted = save(tmp_path, seed=6)
     model = Wrapped(make())
     before = model.metric.weight.clone()
-    load(model, tmp_path)
+    refuse(
+        model, tmp_path, r"lacks 2 parameters of the model \(metric.weight, metric.bias\).*prefix="
+    )
+    loaded = load(model, tmp_path, allow_missing=["metric.*"])
+    assert loaded.missing == ("metric.weight", "metric.bias")
     assert all(torch.equal(x, wanted[name]) for name, x in model.net.state_dict().items())
     assert torch.equal(model.metric.weight, before)
+
+
+def test_a_model_is_not_taken_for_its_bare_encoder(tmp_path: Path) -> None:
+    make(seed=6).model.save_pretrained(tmp_path)
+    model = make()
+    refuse(model, tmp_path, r"lacks 1 parameters of the model \(lm_head.weight\)")
+    head = model.lm_head.weight.clone()
+    assert load(model, tmp_path, strict=False).missing == ("lm_head.weight",)
+    assert torch.equal(model.lm_head.weight, head)
+    load(model, tmp_path, prefix="model.")
+    tied = make(tie_word_embeddings=True)  # nothing is left without a value
+    assert load(tied, tmp_path).missing == ()
+
+
+def test_a_model_as_fabric_and_compile_return_it(tmp_path: Path) -> None:
+    wanted = save(tmp_path, seed=6)
+    model = make()
+    wrapped = Fabric(accelerator="cpu", devices=1).setup(model)
+    compiled: Any = torch.compile(model, backend="eager")
+    for given in (wrapped, compiled):
+        for x in model.parameters():
+            x.data.fill_(0)
+        load(given, tmp_path)
+        assert all(torch.equal(x, wanted[name]) for name, x in model.state_dict().items())
 
 
 def test_what_is_beside_the_network_on_the_meta_device_gets_values_too(tmp_path: Path) -> None:
     save(tmp_path)
     with torch.device("meta"):
         model = Wrapped(make(device="meta"))
-    load(model, tmp_path)
+    load(model, tmp_path, allow_missing=["metric.*"])
     torch.manual_seed(0)
     for name, x in model.metric.named_parameters():  # within what nn.Linear draws, and not garbage
         assert 0 < x.abs().max() < 1, name
     with torch.device("meta"):
         model.metric = Unsaved()  # type: ignore[assignment]
-    refuse(model, tmp_path, r"metric \(Unsaved\) has .* does not hold \(weight, rates\)")
+    refuse(
+        model, tmp_path, r"metric \(Unsaved\) has .* does not hold \(weight, rates\)", strict=False
+    )
 
 
 def test_a_bare_encoder_takes_its_part_of_a_larger_model(tmp_path: Path) -> None:
@@ -238,6 +269,12 @@ def test_eight_bits_are_looked_at_too(tmp_path: Path) -> None:
         ({"dtype": torch.int8}, "floating-point dtype"),
         ({"check_finite": "no"}, "check_finite must be True or False"),
         ({"keys": {"a": 3}}, "text to text"),
+        ({"keys": "a"}, "keys is a mapping .* got 'a'"),
+        (
+            {"keys": {"a.*.b": "c.*"}},
+            r"keys has a line for a.\*.b, and no parameter .* model.embed",
+        ),
+        ({"initialize": 1}, "initialize must be a function"),
         ({"prefix": "nowhere."}, "no parameter of the model begins with"),
     ],
 )
