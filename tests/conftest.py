@@ -34,6 +34,13 @@ settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True)
+def _no_group_here() -> Iterator[None]:
+    """Later tests would see a process group that one makes in this process; ``run_ranks(1, ...)`` has one."""
+    yield
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.fixture(autouse=True)
 def _own_dtype() -> Iterator[None]:
     """A test that makes a float64 module here leaves the default to the next one."""
     before = torch.get_default_dtype()

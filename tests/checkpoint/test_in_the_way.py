@@ -14,6 +14,7 @@ from lightning_cp.errors import CheckpointError
 from lightning_cp.fabric import UlyssesRingStrategy
 from lightning_cp.strategies.saves.saver import Saver
 from tests.checkpoint.states import same, state_of
+from tests.pool import run_ranks
 
 FORMS = ("full", "sharded")
 MANIFESTS = {"none": None, "another program's": '{"name": "page", "icons": []}', "no text": "\0\1"}
@@ -43,12 +44,16 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_nor_by_fabric(tmp_path: Path) -> None:
-    folder = folder_with("results", tmp_path)
+def save_by_fabric(rank: int, world_size: int, folder: Path) -> None:
     fabric = L.Fabric(accelerator="cpu", devices=1, strategy=UlyssesRingStrategy())
     fabric.launch()
     with pytest.raises(CheckpointError, match="results is a folder"):
         fabric.save(folder, {"step": 1})
+
+
+def test_nor_by_fabric(tmp_path: Path) -> None:
+    folder = folder_with("results", tmp_path)
+    run_ranks(1, save_by_fabric, folder)
     assert (folder / "thesis").read_text() == "years"
 
 

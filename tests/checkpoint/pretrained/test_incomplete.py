@@ -2,68 +2,78 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import lightning.pytorch as pl
 import pytest
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
-import lightning_cp
 from lightning_cp.checkpoint.pretrained import load as load_module
 from lightning_cp.errors import CheckpointError
 from lightning_cp.fabric import UlyssesRingStrategy
 from tests.checkpoint.pretrained.models import make, save
 from tests.checkpoint.pretrained.test_strategies import Module, batches
+from tests.pool import run_ranks
+from tests.strategies.small import trainer_of
 
 
-@pytest.fixture
-def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint of which only the first tensors can be read."""
-    save(tmp_path / "weights")
-    read: list[Any] = []
+class Breaks(load_module.SliceReader):
+    """Of a checkpoint only the first tensors can be read."""
 
-    class Breaks(load_module.SliceReader):
-        def read(self, entry: Any, offsets: Any, into: Any) -> None:
-            read.append(entry)
-            if len(read) == 3:
-                raise OSError(5, "Input/output error")
-            super().read(entry, offsets, into)
+    count = 0
 
-    monkeypatch.setattr(load_module, "SliceReader", Breaks)
-    return tmp_path / "weights"
+    def read(self, entry: Any, offsets: Any, into: Any) -> None:
+        self.count += 1
+        if self.count == 3:
+            raise OSError(5, "Input/output error")
+        super().read(entry, offsets, into)
 
 
-def test_fabric_saves_no_incomplete_model(broken: Path, tmp_path: Path) -> None:
-    fabric = Fabric(
-        accelerator="cpu", devices=1, strategy=UlyssesRingStrategy(pretrained=str(broken))
-    )
+def by_fabric(rank: int, world_size: int, folder: Path) -> None:
+    strategy = UlyssesRingStrategy(pretrained=str(folder / "weights"))
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
     fabric.launch()
     model = make(device="meta")
-    with pytest.raises((CheckpointError, OSError), match="Input/output error"):
+    with (
+        mock.patch.object(load_module, "SliceReader", Breaks),
+        pytest.raises((CheckpointError, OSError), match="Input/output error"),
+    ):
         fabric.setup(model)
     with pytest.raises(CheckpointError, match="this model is incomplete"):
-        fabric.save(tmp_path / "saved", {"model": model})
+        fabric.save(folder / "saved", {"model": model})
+
+
+def test_fabric_saves_no_incomplete_model(tmp_path: Path) -> None:
+    save(tmp_path / "weights")
+    run_ranks(1, by_fabric, tmp_path)
     assert [x.name for x in tmp_path.iterdir()] == ["weights"]
 
 
-@pytest.mark.filterwarnings("ignore:.*ckpt_path=")  # Lightning's, of the callback
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_nor_does_a_trainer_that_ends_with_the_error(
-    engine: str, broken: Path, tmp_path: Path
-) -> None:
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=lightning_cp.UlyssesRingStrategy(pretrained=str(broken), data_parallel=engine),
-        callbacks=[OnExceptionCheckpoint(tmp_path)],
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+def by_trainer(rank: int, world_size: int, folder: Path, engine: str) -> str:
+    settings = {"pretrained": str(folder / "weights"), "data_parallel": engine}
+    trainer = trainer_of(
+        world_size,
+        settings,
+        callbacks=[OnExceptionCheckpoint(folder)],
+        enable_checkpointing=True,
     )
-    with pytest.raises(CheckpointError, match="this model is incomplete") as raised:
+    warnings.filterwarnings(
+        "ignore", ".*ckpt_path="
+    )  # Lightning's, of the callback; until the next test
+    with (
+        mock.patch.object(load_module, "SliceReader", Breaks),
+        pytest.raises(CheckpointError, match="this model is incomplete") as raised,
+    ):
         trainer.fit(Module(), batches())
-    assert "Input/output error" in str(raised.value.__context__)
+    return str(raised.value.__context__)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_nor_does_a_trainer_that_ends_with_the_error(engine: str, tmp_path: Path) -> None:
+    save(tmp_path / "weights")
+    (said,) = run_ranks(1, by_trainer, tmp_path, engine)
+    assert "Input/output error" in said
     assert [x.name for x in tmp_path.iterdir()] == ["weights"]
