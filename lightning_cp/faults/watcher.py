@@ -33,6 +33,8 @@ from lightning_cp.faults.wire import kept
 
 PERIOD = 0.5
 """Seconds between two signs of life."""
+LEAVING = 20.0
+"""Seconds in which a rank that ends in good order has a turn to say so."""
 GRACE = 5.0
 """Seconds in which who has raised shows its traceback before the others end."""
 
@@ -75,7 +77,7 @@ class Watcher(threading.Thread):
         self._counted, self._progressed, self._beaten = -1, self._now(), 0.0
         self._verdict: Verdict | None = None
         self._ends_at = 0.0
-        self._judged = threading.Event()
+        self._judged, self._has_left = threading.Event(), threading.Event()
 
     # -- called by the main thread ----------------------------------------------------------------
 
@@ -95,9 +97,15 @@ class Watcher(threading.Thread):
         return found is not None and found.kind == "raised" and self.rank in found.ranks
 
     def leave(self) -> None:
-        """This rank ends in good order, and so does the thread."""
+        """This rank ends in good order, and so does the thread. Returns once the others have been told.
+
+        On a busy machine the thread may have to wait for its turn; a process that has ended before that is
+        taken for one that was killed.
+        """
         self._leaving = True
         self._poke()
+        if self is not threading.current_thread():  # garbage may be collected by this one
+            self._has_left.wait(LEAVING)
 
     # -- the thread -------------------------------------------------------------------------------
 
@@ -122,6 +130,7 @@ class Watcher(threading.Thread):
         self._judge(now)
         if self._leaving:
             self._leave()
+            self._has_left.set()
         elif self._verdict is not None and now >= self._ends_at and not self._shows_error():
             self._say_bye()
             self._end(self._verdict)
@@ -211,3 +220,4 @@ class Watcher(threading.Thread):
         self._woken.close()
         self._forget_files()
         self._judged.set()
+        self._has_left.set()

@@ -81,3 +81,14 @@ def test_who_alone_has_a_connections_error_shows_it(rank: int, pair: Pair) -> No
     assert by.line == f"rank {rank} raised at step 3, in forward: RuntimeError: timed out"
     assert ends[1 - rank].at - began > GRACE
     assert not ends[rank].wait(2 * GRACE)
+
+
+def test_who_ends_has_said_so(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its thread waits long for its turn: the others would take it for killed."""
+    (_, second), ends = pair
+    monkeypatch.setattr(second, "_judge", lambda now: time.sleep(1.5))
+    time.sleep(5 * PERIOD)
+    second.leave()
+    assert isinstance(second, Member)
+    second._hub.close()  # as the process's end does
+    assert not ends[0].wait(1.0)
