@@ -37,8 +37,10 @@ AT_FIRST_BATCH = "ShapeError: padding=False"
 
 @pytest.mark.parametrize(
     ("overrides", "match"),
-    [(SETUP, AT_SETUP), (FIRST_BATCH, AT_FIRST_BATCH)],
-    ids=["setup", "batch"],
+    [
+        pytest.param(SETUP, AT_SETUP, id="setup"),
+        pytest.param(FIRST_BATCH, AT_FIRST_BATCH, id="batch", marks=pytest.mark.slow),
+    ],
 )
 def test_an_error_of_every_rank_is_shown_once(
     tmp_path: Path, overrides: tuple[str, ...], match: str
@@ -50,13 +52,14 @@ def test_an_error_of_every_rank_is_shown_once(
     assert printed.rstrip().endswith("(HYDRA_FULL_ERROR=1 shows where it was raised.)")
 
 
+@pytest.mark.slow
 def test_the_traceback_is_shown_on_request(tmp_path: Path) -> None:
     printed = failed(tmp_path, *FIRST_BATCH, full=True)
     assert printed.count(AT_FIRST_BATCH) == 1
     assert printed.count("Traceback") == 1
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_error_of_one_rank_is_not_hidden_by_the_others(tmp_path: Path, rank: int) -> None:
     data = ("data._target_=tests.failing_data.failing_on", f"+data.rank={rank}")
     printed = failed(tmp_path, *TWO, *data, "+data.kind=refused")

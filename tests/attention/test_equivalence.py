@@ -93,10 +93,21 @@ MANY = [grid for grid in GRIDS if grid.world_size > 4]
 """More ranks than a small machine has time for, with the slower kernel."""
 
 
+BY_BOTH = {str(grid) for grid in GRIDS if grid.world_size < 4} | {
+    "ring 4 zigzag",
+    "hybrid 2x2 zigzag",
+}
+"""Where the slower kernel always runs, too."""
+
+
 @pytest.mark.parametrize(
     ("grid", "kernel"),
     [
-        pytest.param(grid, kernel, id=f"{grid}-{kernel}")
+        pytest.param(
+            *(grid, kernel),
+            id=f"{grid}-{kernel}",
+            marks=[pytest.mark.slow] if kernel != "aten" and str(grid) not in BY_BOTH else [],
+        )
         for grid in GRIDS
         for kernel in KERNELS
         if kernel == "aten" or grid not in MANY

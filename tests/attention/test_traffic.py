@@ -87,7 +87,13 @@ def problems_of(grid: Grid) -> list[Problem]:
     return [*found, *(Problem(heads["gqa"], *part) for part in windows)]
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize(
+    "grid",
+    [
+        pytest.param(grid, id=str(grid), marks=[pytest.mark.slow] if grid.world_size > 6 else [])
+        for grid in GRIDS
+    ],
+)
 def test_sends_what_the_schedule_says(grid: Grid) -> None:
     problems = problems_of(grid)
     ranks = run_ranks(grid.world_size, record, problems, grid)

@@ -38,6 +38,7 @@ def test_runs_are_made_and_compared(tmp_path: Path) -> None:
     assert all(float(row["MiB/process"]) > 100 for row in (alone, ring))
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_stops_no_other_and_fails_the_comparison(tmp_path: Path) -> None:
     train = runs_of(broken="resume=nope.ckpt", alone="strategy=single", again="strategy=single")
     done = command(tmp_path, train, "baseline=alone", timeout=250)

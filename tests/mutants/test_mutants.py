@@ -66,6 +66,7 @@ def test_all_of_them_are_killed() -> None:
     check_killed(list(MUTANTS.values()), "")
 
 
+@pytest.mark.slow
 def test_the_script_tells_what_became_of_a_mutant(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
