@@ -35,11 +35,12 @@ FIRST_BATCH = (*TWO, "strategy.padding=false", "data.seq_len=511")
 AT_FIRST_BATCH = "ShapeError: padding=False"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "match"),
     [
         pytest.param(SETUP, AT_SETUP, id="setup"),
-        pytest.param(FIRST_BATCH, AT_FIRST_BATCH, id="batch", marks=pytest.mark.slow),
+        pytest.param(FIRST_BATCH, AT_FIRST_BATCH, id="batch"),
     ],
 )
 def test_an_error_of_every_rank_is_shown_once(

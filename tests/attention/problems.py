@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 
 from lightning_cp.attention.exchange import Exchange
@@ -232,6 +233,26 @@ RINGS: tuple[Grid, ...] = (
 )
 GRIDS: tuple[Grid, ...] = tuple(sorted((*RINGS, *GATHERS), key=lambda grid: grid.world_size))
 """Sorted by world size: another size makes the ranks regroup."""
+
+QUICK = {str(grid) for grid in GRIDS if grid.world_size < 4} | {
+    "ring 4 zigzag",
+    "ulysses 4",
+    "hybrid 2x2 zigzag",
+    "gather 2x2 zigzag two_kernel/two_kernel 1",
+    "gather 4 zigzag fused/fused 1",
+    "hybrid 4x2 zigzag",
+    "ring 8 balanced 3",
+}
+"""Of the quick suite, where a test takes seconds for each: every exchange, layout and number of ranks."""
+
+
+def rarely(*grids: Grid) -> list[Any]:
+    """Parameters of a test; the quick suite has some of them."""
+    slow = [pytest.mark.slow]
+    return [
+        pytest.param(grid, id=str(grid), marks=[] if str(grid) in QUICK else slow) for grid in grids
+    ]
+
 
 HEADS: dict[int, dict[str, tuple[int, int]]] = {
     1: {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)},

@@ -16,7 +16,7 @@ import torch
 
 from tests.attention.checking import SINGLE, check
 from tests.attention.matrix import matrix, matrix_cells
-from tests.attention.problems import EVERY, GRIDS, HEADS, SEQUENCES, Grid, Problem
+from tests.attention.problems import EVERY, GRIDS, HEADS, QUICK, SEQUENCES, Grid, Problem
 
 Change = dict[str, Any]
 
@@ -106,7 +106,9 @@ BY_BOTH = {str(grid) for grid in GRIDS if grid.world_size < 4} | {
         pytest.param(
             *(grid, kernel),
             id=f"{grid}-{kernel}",
-            marks=[pytest.mark.slow] if kernel != "aten" and str(grid) not in BY_BOTH else [],
+            marks=[]
+            if str(grid) in (QUICK if kernel == "aten" else BY_BOTH)
+            else [pytest.mark.slow],
         )
         for grid in GRIDS
         for kernel in KERNELS

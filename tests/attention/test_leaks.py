@@ -26,14 +26,17 @@ GRIDS = [
     Grid(3, kind="contiguous"),
     Grid(2, 2),
     Grid(2, 2, exchange=gather("two_kernel", "two_kernel")),
-    Grid(1, 4),
     Grid(2, 2, kind="balanced", chunks=3),
+]
+MORE = [
+    Grid(1, 4),
     Grid(4, kind="balanced", chunks=4),
     Grid(4, exchange=gather("fused", "two_kernel", None)),
     Grid(4, exchange=gather("fused", "fused")),
     Grid(2, 2, exchange=gather("fused", "fused", None)),
     Grid(4, 2),
 ]
+EVERY_GRID = [*GRIDS, *(pytest.param(grid, marks=pytest.mark.slow) for grid in MORE)]
 KERNELS = ["reference", "aten"]
 TOKENS = [0, 13, 14, 29, 30, 33, 52]
 """Tokens that are changed: first, last and middle ones of their documents."""
@@ -83,7 +86,7 @@ def check_reach(
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("sequences", ["dense", "packed", "rows"])
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("grid", EVERY_GRID, ids=str)
 def test_a_token_reaches_only_those_that_may_see_it(
     grid: Grid, sequences: str, causal: bool, kernel: str
 ) -> None:
@@ -114,7 +117,7 @@ def attend_poisoned(
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sequences", ["dense", "rows"])
-@pytest.mark.parametrize("grid", [*GRIDS, Grid(8)], ids=str)
+@pytest.mark.parametrize("grid", [*EVERY_GRID, Grid(8)], ids=str)
 def test_padding_neither_shows_nor_gets_a_gradient(
     grid: Grid, sequences: str, dtype: torch.dtype, kernel: str
 ) -> None:

@@ -13,7 +13,16 @@ from lightning_cp.kernels.api import accumulate_dtype
 from lightning_cp.layout import HeadSplit, Traffic, attention_traffic, schedule
 from lightning_cp.mesh import ContextParallelMesh
 from tests.attention.distributed import mesh_of
-from tests.attention.problems import BATCH, GRIDS, HEADS, SEQUENCES, Grid, Problem, gather
+from tests.attention.problems import (
+    BATCH,
+    GRIDS,
+    HEADS,
+    SEQUENCES,
+    Grid,
+    Problem,
+    gather,
+    rarely,
+)
 from tests.attention.wire import ALL_GATHER, REDUCE_SCATTER, Wire
 from tests.pool import run_ranks
 
@@ -87,13 +96,7 @@ def problems_of(grid: Grid) -> list[Problem]:
     return [*found, *(Problem(heads["gqa"], *part) for part in windows)]
 
 
-@pytest.mark.parametrize(
-    "grid",
-    [
-        pytest.param(grid, id=str(grid), marks=[pytest.mark.slow] if grid.world_size > 6 else [])
-        for grid in GRIDS
-    ],
-)
+@pytest.mark.parametrize("grid", rarely(*GRIDS))
 def test_sends_what_the_schedule_says(grid: Grid) -> None:
     problems = problems_of(grid)
     ranks = run_ranks(grid.world_size, record, problems, grid)

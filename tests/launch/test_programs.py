@@ -30,6 +30,7 @@ def test_one_word_and_no_import(tmp_path: Path) -> None:
     came_to_the_same(tmp_path)
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path: Path) -> None:
     path = {"PYTHONPATH": installed_path(tmp_path)}
     torchrun = ("-m", RUN, "--nproc-per-node=2", f"--master-port={free_port()}")

@@ -38,6 +38,7 @@ def so_did_those_of_a_second_trainer(folder: Path) -> None:
     assert second["predictions"] is None
 
 
+@pytest.mark.slow
 def test_spawn(tmp_path: Path) -> None:
     all_succeeded(ranks(tmp_path, [{}], SCRIPTS / "workers.py", tmp_path, "spawn"))
     weights_came_back(tmp_path)

@@ -122,15 +122,28 @@ def may_see(rows: str, row: int, token: int) -> torch.Tensor:
     return seen
 
 
-@pytest.mark.parametrize("size", SIZES)
+KINDS = [*product(("hf", "plain"), ("plain", "packed")), ("hf", "both")]
+
+
+def ranks(sizes: Sizes) -> int:
+    return sizes.get("ring_size", 1) * sizes.get("ulysses_size", 1)
+
+
+def is_slow(kind: tuple[str, str], size: str) -> bool:
+    """Whether it is for the long suite: how attention finds its way into a model is seen on two ranks."""
+    return ranks(SIZES[size]) > 2 and kind[0] == "plain"
+
+
 @pytest.mark.parametrize(
-    ("name", "rows"),
-    [*product(("hf", "plain"), ("plain", "packed")), ("hf", "both")],
+    ("name", "rows", "size"),
+    [
+        pytest.param(*kind, size, marks=[pytest.mark.slow] if is_slow(kind, size) else [])
+        for kind, size in product(KINDS, SIZES)
+    ],
 )
-def test_a_token_changes_nothing_that_may_not_see_it(name: str, size: str, rows: str) -> None:
+def test_a_token_changes_nothing_that_may_not_see_it(name: str, rows: str, size: str) -> None:
     sizes = SIZES[size]
-    world_size = sizes.get("ring_size", 1) * sizes.get("ulysses_size", 1)
-    for before, *rest in run_ranks(world_size, forward_all, name, rows, sizes):
+    for before, *rest in run_ranks(ranks(sizes), forward_all, name, rows, sizes):
         assert before.dtype == torch.float64
         for (row, token), after in zip(CHANGED, rest, strict=True):
             differ = (before != after).any(-1)

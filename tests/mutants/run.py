@@ -99,7 +99,14 @@ def _sound(selections: Iterable[tuple[str, ...]]) -> set[tuple[str, ...]]:
 def run_tests(root: Path, tests: Sequence[str]) -> TestRun:
     """Run a selection of tests in a copy of the repository, up to the first failure."""
     report, limit = root / "report.xml", LIMIT * (1 + len(tests))
-    options = ["-x", "-q", "--hypothesis-profile=any_failure", f"--junitxml={report}"]
+    options = [
+        "-x",
+        "-q",
+        "-m",
+        "slow or not slow",
+        "--hypothesis-profile=any_failure",
+        f"--junitxml={report}",
+    ]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
     # Before an editable installation of this repository, and for the ranks that tests start.

@@ -1,6 +1,6 @@
 """Four seeded mutants a day must be killed; all of them when asked for. And the script must be able to tell.
 
-``MUTANTS_SEED`` chooses the four; without it they change every day.
+``MUTANTS_SEED`` chooses the two; without it they change every day.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def check_killed(mutants: Sequence[Mutant], hint: str) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_four_of_them_are_killed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_of_them_are_killed(capsys: pytest.CaptureFixture[str]) -> None:
     seed = seed_of_today()
-    chosen = sample(list(MUTANTS.values()), 4, seed)
+    chosen = sample(list(MUTANTS.values()), 2, seed)
     with capsys.disabled():
         print(f"\nmutants of MUTANTS_SEED={seed}: {', '.join(mutant.name for mutant in chosen)}")
     check_killed(chosen, f"MUTANTS_SEED={seed}")

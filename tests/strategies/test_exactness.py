@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,10 +29,18 @@ EIGHT_HEADS = [(2, 1), (1, 2), (4, 1), (1, 4), (2, 2)]
 NINE_HEADS = [(3, 1), (3, 2)]
 LAYOUTS = [*(((8, 2), *at) for at in EIGHT_HEADS), *(((9, 3), *at) for at in NINE_HEADS)]
 MODELS = {"plain-float64": 1e-10, "hf-float64": 1e-6, "hf-float32": 1e-5}
-EVERY_MODEL = [
-    pytest.param(name, marks=pytest.mark.slow) if name == "hf-float32" else name for name in MODELS
-]
-"""What float32 adds to the same model in float64 is rounding: mostly for the long suite."""
+
+
+def mostly_plain(*sizes: tuple[Any, ...], also: tuple[Any, ...] = ()) -> list[Any]:
+    """(model, *sizes) of a test. The quick suite has the plain model on all, Hugging Face's on ``also``.
+
+    What float32 adds to the same model in float64 is rounding: for the long suite.
+    """
+    return [
+        pytest.param(model, *size, marks=[] if quick else [pytest.mark.slow])
+        for model, size in product(MODELS, sizes)
+        for quick in [model == "plain-float64" or (model == "hf-float64" and size in also)]
+    ]
 
 
 @lru_cache(maxsize=32)
@@ -84,8 +93,10 @@ def test_nan_anywhere_would_fail() -> None:
             compare([want, replace(want, **change)], want, 1e-2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("heads", "ulysses", "ring"), LAYOUTS)
-@pytest.mark.parametrize("model", EVERY_MODEL)
+@pytest.mark.parametrize(
+    ("model", "heads", "ulysses", "ring"),
+    mostly_plain(*LAYOUTS, also=(((8, 2), 2, 1), ((8, 2), 1, 2), ((8, 2), 2, 2), ((9, 3), 3, 2))),
+)
 def test_twenty_steps_equal_one_process(
     model: str, heads: tuple[int, int], ulysses: int, ring: int
 ) -> None:
@@ -108,7 +119,9 @@ GATHERED: list[Sizes] = [
 ]
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    "packed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["dense", "packed"]
+)
 @pytest.mark.parametrize("settings", GATHERED, ids=str)
 def test_gathered_keys_equal_one_process(settings: Sizes, packed: bool) -> None:
     run = Run(packed=packed, clip=1.0)
@@ -116,7 +129,7 @@ def test_gathered_keys_equal_one_process(settings: Sizes, packed: bool) -> None:
     compare(results, baseline(run), 1e-10)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", mostly_plain(()))
 def test_accumulation_and_clipping_equal_one_process(model: str) -> None:
     kind, dtype = model.split("-")
     run = Run(model=kind, dtype=dtype, accumulate=3, clip=0.3)
@@ -127,8 +140,7 @@ def test_accumulation_and_clipping_equal_one_process(model: str) -> None:
     compare(results, want, MODELS[model])
 
 
-@pytest.mark.parametrize("model", EVERY_MODEL)
-@pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("model", "ulysses", "ring"), mostly_plain((2, 1), (1, 2), also=((2, 1),)))
 def test_data_parallel_equals_plain_ddp(model: str, ulysses: int, ring: int) -> None:
     kind, dtype = model.split("-")
     run = Run(strategy="ddp", model=kind, dtype=dtype, sampler=True)
@@ -139,8 +151,10 @@ def test_data_parallel_equals_plain_ddp(model: str, ulysses: int, ring: int) -> 
         compare(results[2 * data_rank : 2 * data_rank + 2], want[data_rank], MODELS[model])
 
 
-@pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (1, 2), (2, 2), (1, 4)])
-@pytest.mark.parametrize("model", EVERY_MODEL)
+@pytest.mark.parametrize(
+    ("model", "ulysses", "ring"),
+    mostly_plain((2, 1), (1, 2), (2, 2), (1, 4), also=((1, 2), (2, 2))),
+)
 def test_packed_documents_equal_one_process(model: str, ulysses: int, ring: int) -> None:
     kind, dtype = model.split("-")
     run = Run(model=kind, dtype=dtype, packed=True, clip=1.0)
@@ -169,7 +183,14 @@ def test_bfloat16_mixed_rounds_as_one_process_does() -> None:
         compare(results, exact, 2 * rounding)
 
 
-@pytest.mark.parametrize("strategy", [sizes(2, 2), sizes(1, 4), sizes(4, 1)])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        sizes(2, 2),
+        pytest.param(sizes(1, 4), marks=pytest.mark.slow),
+        pytest.param(sizes(4, 1), marks=pytest.mark.slow),
+    ],
+)
 def test_4093_tokens(strategy: Any) -> None:
     run = Run(seq_len=4093, rows=1, steps=2)
     compare(
@@ -178,7 +199,7 @@ def test_4093_tokens(strategy: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", EVERY_MODEL)
+@pytest.mark.parametrize("model", MODELS)
 def test_4093_tokens_for_twenty_steps(model: str) -> None:
     kind, dtype = model.split("-")
     run = Run(model=kind, dtype=dtype, seq_len=4093, rows=1, accumulate=3, clip=0.3)

@@ -32,6 +32,7 @@ def sweep(cwd: Path, *overrides: str, status: int = 0) -> tuple[list[Path], str]
     return sorted(path for path in (cwd / "tree").iterdir() if path.is_dir()), printed
 
 
+@pytest.mark.slow
 def test_jobs_of_other_sizes_follow_each_other(tmp_path: Path) -> None:
     jobs, printed = sweep(tmp_path, "strategy=ulysses", "trainer.devices=2,1")
     assert [losses(job) for job in jobs] == [pytest.approx(losses(jobs[1]), rel=1e-5)] * 2
