@@ -7,7 +7,7 @@ import socket
 from typing import Any
 
 from lightning_cp.faults.notes import Beat, Note, Verdict
-from lightning_cp.faults.verdict import SILENT, without_life
+from lightning_cp.faults.verdict import SILENT, UNSAID, without_life
 from lightning_cp.faults.watcher import Watcher
 from lightning_cp.faults.wire import Link, Message
 
@@ -70,7 +70,8 @@ class Member(Watcher):
             self._end_by(self._verdict, now + AFTER_HUB)
         elif not self._leaving and not self._hub_left:
             place = self._place_of(0) or self._hub_beat.place
-            self._end_by(Verdict("lost", (0,), f"{self._cards[0].name} lost {place}"), now)
+            line = f"{self._cards[0].name} lost {place}: {UNSAID}"
+            self._end_by(Verdict("lost", (0,), line), now)
 
     def _judge(self, now: float) -> None:
         if self._verdict is not None:

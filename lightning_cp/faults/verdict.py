@@ -15,6 +15,8 @@ _WAITS = re.compile(r"lightning_cp/comm/|torch/distributed/")
 """In the stack of a rank that waits for others."""
 SILENT = 2.0
 """Seconds without a sign of life after which a rank's own last word of itself is looked after."""
+UNSAID = "its process ended without a word; if it was killed for want of memory, dmesg says so"
+"""What is said of a rank that is lost."""
 SHOWN = 8
 """Ranks that are named at most, where nobody goes on."""
 
@@ -128,7 +130,8 @@ class Judge:
     def _all_of(self, kind: str, ranks: Sequence[int]) -> Verdict:
         how = {"lost": "lost", "left": "ended, and others go on,"}[kind]
         said = [f"{self._members[r].name} {how} {self._members[r].beat.place}" for r in ranks]
-        return Verdict(kind, tuple(ranks), "; ".join(said))
+        why = f": {UNSAID}" if kind == "lost" else ""
+        return Verdict(kind, tuple(ranks), "; ".join(said) + why)
 
     def _silent(self, now: float) -> Verdict | None:
         """Ranks that are there: one that gives no sign of life, or all of them without progress."""

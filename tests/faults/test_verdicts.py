@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_cp.errors import ConfigError, RankFailure
 from lightning_cp.faults.notes import BROKEN, OWN, TOLD, Beat, Note, Verdict
 from lightning_cp.faults.position import Phase, Place, Position
-from lightning_cp.faults.verdict import PATIENCE, Judge
+from lightning_cp.faults.verdict import PATIENCE, UNSAID, Judge
 
 NAMES = [f"rank {rank}" for rank in range(4)]
 AT = Place(7, 1, Phase.BACKWARD)
@@ -36,9 +36,9 @@ def test_nothing_is_said_of_ranks_that_go_on() -> None:
 def test_a_process_that_is_gone_is_lost() -> None:
     judging = judge()
     judging.goes(2, Place(8, 1, Phase.FORWARD))
-    assert line(judging.verdict(0.1)) == "rank 2 lost at step 8, in forward"
+    assert line(judging.verdict(0.1)) == f"rank 2 lost at step 8, in forward: {UNSAID}"
     judging.goes(3)
-    assert line(judging.verdict(0.1)).endswith("; rank 3 lost at step 7, in backward")
+    assert line(judging.verdict(0.1)).endswith(f"; rank 3 lost at step 7, in backward: {UNSAID}")
 
 
 def test_who_has_said_goodbye_is_not_lost() -> None:
