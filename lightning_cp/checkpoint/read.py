@@ -17,6 +17,7 @@ from lightning_cp.checkpoint.encode import decode, dtype_named
 from lightning_cp.checkpoint.failures import shown
 from lightning_cp.checkpoint.full import OURS
 from lightning_cp.checkpoint.full_file import load_file, manifest_of_file, verify_file
+from lightning_cp.checkpoint.manifest import NAME as MANIFEST
 from lightning_cp.checkpoint.manifest import Manifest, read_manifest, verify
 from lightning_cp.checkpoint.plain import map_leaves, restored
 from lightning_cp.checkpoint.shard_file import mapped, said_by
@@ -139,12 +140,23 @@ def _verified(path: Path, world: World, first: bool) -> tuple[Path, Manifest | N
 
 def _require_there(path: Path) -> None:
     if not path.exists():
-        near = sorted(x.name for x in path.parent.iterdir()) if path.parent.is_dir() else []
-        near = [name for name in near if not name.startswith(".")]
-        there = f" That folder has: {', '.join(near[:5])}." if near else ""
+        near = _beside(path)
+        more = f" and {len(near) - 5} more" if len(near) > 5 else ""
+        there = f" That folder has: {', '.join(near[:5])}{more}." if near else ""
         if path.is_symlink():
             there = f" It is a link to {path.readlink().name}, which is not there.{there}"
         raise CheckpointError(f"there is no checkpoint {shown(path)}.{there}")
+
+
+def _beside(path: Path) -> list[str]:
+    """Names in its folder that may be checkpoints, the newest first."""
+    try:
+        files = [x for x in path.parent.iterdir() if not x.name.startswith(".")]
+        kinds = {path.suffix, ".ckpt"} - {""}
+        known = [x for x in files if x.suffix in kinds or (x / MANIFEST).is_file()]
+        return [x.name for x in sorted(known, key=lambda x: x.stat().st_mtime, reverse=True)]
+    except OSError:  # no such folder, or none to be read
+        return []
 
 
 def _verified_folder(path: Path, world: World) -> Manifest:

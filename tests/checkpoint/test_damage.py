@@ -106,11 +106,16 @@ def test_a_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    save_checkpoint(state_of(1), tmp_path / "step-1.ckpt")
-    refused(
-        tmp_path / "step-2.ckpt",
-        "there is no checkpoint .*step-2.ckpt. That folder has: latest, step-1.ckpt",
-    )
+    for step in range(7):
+        save_checkpoint(state_of(1), tmp_path / f"step-{step}.ckpt")
+        os.utime(tmp_path / f"step-{step}.ckpt", (step, step))
+    (tmp_path / "notes.txt").write_text("not one of them")
+    newest = "step-6.ckpt, step-5.ckpt, step-4.ckpt, step-3.ckpt, step-2.ckpt and 2 more.$"
+    for missing in ("step-7.ckpt", "step-7"):
+        refused(
+            tmp_path / missing, f"there is no checkpoint .*{missing}. That folder has: {newest}"
+        )
+    refused(tmp_path / "none" / "x.ckpt", "there is no checkpoint .*none/x.ckpt.$")
     (tmp_path / "text.ckpt").write_text("hello")
     refused(tmp_path / "text.ckpt", "text.ckpt is no complete checkpoint")
 
