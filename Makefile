@@ -24,7 +24,7 @@ train: $(STAMPS)/train
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: $(STAMPS)/dev
-	$(PYTEST)
+	$(PYTEST) --durations 15
 
 test-slow: $(STAMPS)/dev
 	$(PYTEST) -m "slow or not slow"

@@ -26,11 +26,19 @@ if not torch.cuda.is_available():
 settings.register_profile(
     "suite", max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("quick", settings.get_profile("suite"), max_examples=200)
 # For tests.mutants: that an example fails is enough, the simplest one takes long to find.
 settings.register_profile(
     "any_failure", settings.get_profile("suite"), phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile("suite")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The quick suite tries fewer examples, unless a profile is asked for."""
+    is_quick = config.getoption("markexpr") == "not slow"
+    if is_quick and not config.getoption("--hypothesis-profile", default=None):
+        settings.load_profile("quick")
 
 
 @pytest.fixture(autouse=True)

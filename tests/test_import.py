@@ -199,6 +199,7 @@ def test_by_name_alone(installed: dict[str, str]) -> None:
         assert line == want
 
 
+@pytest.mark.slow
 def test_torch_s_own_variable_turns_it_off(installed: dict[str, str]) -> None:
     assert python(NAMES_ARE_KNOWN, **installed) == "True"
     assert python(NAMES_ARE_KNOWN, **installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False"

@@ -26,7 +26,7 @@ from tests.pool import run_ranks
 GRIDS = [
     Grid(1, 2),
     Grid(2),
-    Grid(4),
+    pytest.param(Grid(4), marks=pytest.mark.slow),
     Grid(2, 2),
     Grid(2, 2, exchange=gather("two_kernel", "fused")),
 ]

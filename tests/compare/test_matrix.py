@@ -25,6 +25,7 @@ def quoted(*overrides: str) -> str:
     return ",".join(f"'{override}'" for override in overrides)
 
 
+@pytest.mark.slow
 def test_runs_are_made_and_compared(tmp_path: Path) -> None:
     train = runs_of(alone="strategy=single", ring="strategy=ring,trainer.devices=2")
     done = command(tmp_path, train, timeout=250)

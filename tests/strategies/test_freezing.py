@@ -197,7 +197,11 @@ def alone(kind: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("options", [{}, UNUSED], ids=["", "find unused"])
-@pytest.mark.parametrize("settings", [RING, ULYSSES, HYBRID], ids=["ring", "ulysses", "hybrid"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(RING, marks=pytest.mark.slow), ULYSSES, HYBRID],
+    ids=["ring", "ulysses", "hybrid"],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_in_one_process(kind: str, settings: Settings, options: Settings) -> None:
     want = alone(kind)
