@@ -46,8 +46,10 @@ class ShardedLogits(torch.Tensor):
     def __torch_function__(
         cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        own = args[0] if args else kwargs.get("input")
+        kwargs = dict(kwargs or {})
+        if not args and "input" in kwargs:
+            args = (kwargs.pop("input"),)
+        own = args[0] if args else None
         if isinstance(own, ShardedLogits):
             _settle(own)
             local, group = _plain(own), own.__dict__["group"]

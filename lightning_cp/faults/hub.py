@@ -57,8 +57,15 @@ class Hub(Watcher):
         if len(self._links) == len(self._cards) - 1:
             self._selector.unregister(self._listener)
             self._listener.close()
+            self._cut_strangers_off()
             self._forget_files()
             self._all({"ready": 1})
+
+    def _cut_strangers_off(self) -> None:
+        for link in self._strangers:
+            self._selector.unregister(link)
+            link.close()
+        self._strangers.clear()
 
     def _rank_of(self, hello: Message) -> int | None:
         rank = hello.get("rank")

@@ -18,7 +18,7 @@ SILENT = 2.0
 UNSAID = "its process ended without a word; if it was killed for want of memory, dmesg says so"
 """What is said of a rank that is lost."""
 SHOWN = 8
-"""Ranks that are named at most, where nobody goes on."""
+"""Ranks that are named at most."""
 
 
 @dataclass
@@ -131,7 +131,7 @@ class Judge:
         how = {"lost": "lost", "left": "ended, and others go on,"}[kind]
         said = [f"{self._members[r].name} {how} {self._members[r].beat.place}" for r in ranks]
         why = f": {UNSAID}" if kind == "lost" else ""
-        return Verdict(kind, tuple(ranks), "; ".join(said) + why)
+        return Verdict(kind, tuple(ranks), _listed(said) + why)
 
     def _silent(self, now: float) -> Verdict | None:
         """Ranks that are there: one that gives no sign of life, or all of them without progress."""
@@ -142,7 +142,7 @@ class Judge:
         frozen = {at: m for at, m in members.items() if _later(now - m.heard, m.beat.limit)}
         if frozen:
             said = [without_life(m.name, now - m.heard, m.beat.place) for m in frozen.values()]
-            return Verdict("frozen", tuple(frozen), "; ".join(said))
+            return Verdict("frozen", tuple(frozen), _listed(said))
         waited = now - self._moved
         if not members or not all(_later(waited, m.beat.limit) for m in members.values()):
             return None
@@ -153,6 +153,12 @@ class Judge:
 def without_life(name: str, seconds: float, place: Place) -> str:
     """What is said of a frozen rank."""
     return f"{name} gave no sign of life for {seconds:.0f} s, {place}"
+
+
+def _listed(said: Sequence[str]) -> str:
+    """Of thousands of ranks, a line that can be read, and sent."""
+    more = f"; and {len(said) - SHOWN} more" if len(said) > SHOWN else ""
+    return "; ".join(said[:SHOWN]) + more
 
 
 def _later(seconds: float, limit: float | None) -> bool:
@@ -168,7 +174,7 @@ def _stuck(members: dict[int, _Member], waited: float) -> Verdict:
         behind = {rank: m for rank, m in behind.items() if rank not in waiting}
     shown = list(behind.values())[:SHOWN]
     which = "all of them" if len(behind) == len(members) else "first to stop"
-    who = "; ".join(f"{member.name} {member.beat.place}" for member in shown)
-    line = f"no rank made progress for {waited:.0f} s; {which}: {who}"
+    who = [f"{member.name} {member.beat.place}" for member in behind.values()]
+    line = f"no rank made progress for {waited:.0f} s; {which}: {_listed(who)}"
     stacks = [f"{member.name} is here:\n{member.beat.stack}" for member in shown]
     return Verdict("stuck", tuple(behind), line, "\n".join(stacks))

@@ -36,7 +36,7 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Send, unless the other side is gone, which shows when it is read from."""
-        data = json.dumps(message).encode()
+        data = json.dumps(message, ensure_ascii=False).encode(errors="backslashreplace")
         assert len(data) <= LIMIT
         try:
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
@@ -68,7 +68,7 @@ class Link:
                 break
             try:
                 message = json.loads(self._received[_LENGTH.size : end])
-            except ValueError:
+            except (ValueError, RecursionError):
                 message = None
             del self._received[:end]
             if not isinstance(message, dict):

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from lightning_cp.faults.hub import Hub
-from lightning_cp.faults.notes import Card, Verdict
+from lightning_cp.faults.notes import LONGEST, Card, Note, Verdict
 from lightning_cp.faults.position import Position, Slot
 from lightning_cp.faults.watch import _listen
-from lightning_cp.faults.wire import LIMIT
+from lightning_cp.faults.wire import LIMIT, Link
 
 TOKEN = "a5" * 16
 LOOPBACK = "127.0.0.1"
@@ -30,6 +30,7 @@ def message(content: Any) -> bytes:
     return struct.pack("<I", len(data)) + data
 
 
+HELLO = message({"hello": TOKEN, "rank": 1})
 NOTE = {"note": ["ValueError: forged", "", "own", [1, 1, 2]]}
 STRANGERS = {
     "another token": message({"hello": "b6" * 16, "rank": 1}) + message(NOTE),
@@ -39,6 +40,7 @@ STRANGERS = {
     "a rank that there is not": message({"hello": TOKEN, "rank": 7}),
     "the first rank": message({"hello": TOKEN, "rank": 0}),
     "a rank that is no number": message({"hello": TOKEN, "rank": "1"}),
+    "brackets without end": struct.pack("<I", 200_000) + b"[" * 200_000,
     "a list": message(["hello"]),
     "a pickle": struct.pack("<I", 60) + pickle.dumps({"hello": TOKEN, "rank": 1}).ljust(60, b"."),
     "a message that is too long": struct.pack("<I", LIMIT + 1) + b" " * 64,
@@ -78,6 +80,32 @@ def test_a_stranger_is_cut_off(name: str, hub: tuple[int, list[Verdict]]) -> Non
             pass
         member.sendall(message({"bye": 1}))
     assert said == []
+
+
+def test_a_stranger_that_says_nothing_is_cut_off_too(hub: tuple[int, list[Verdict]]) -> None:
+    port, said = hub
+    with connected(port, b"") as stranger, connected(port, HELLO) as member:
+        while "ready" not in heard(member):
+            pass
+        assert stranger.recv(1) == b""
+        member.sendall(message({"bye": 1}))
+    assert said == []
+
+
+def test_long_errors_in_any_script_are_passed_on(hub: tuple[int, list[Verdict]]) -> None:
+    """What asks for most bytes: signs beyond 16 bits, controls, and half a sign of a file's name."""
+    port, _ = hub
+    note = Note("E: \udc80", "\U0001f600" * (LONGEST // 2) + "\x01" * (LONGEST // 2))
+    with _listen(LOOPBACK) as listener, connected(listener.getsockname()[1], b"") as ours:
+        Link(ours).send({"note": note.as_message()})
+        with listener.accept()[0] as theirs:
+            sent = heard(theirs)
+    assert Note.of_message(sent["note"]) == note
+    with connected(port, HELLO + message(sent)) as member:
+        while "verdict" not in (told := heard(member)):
+            pass
+        member.sendall(message({"bye": 1}))
+    assert Verdict.of_message(told["verdict"]).details == note.traceback
 
 
 def heard(member: socket.socket) -> dict[str, Any]:

@@ -41,6 +41,16 @@ def test_a_process_that_is_gone_is_lost() -> None:
     assert line(judging.verdict(0.1)).endswith(f"; rank 3 lost at step 7, in backward: {UNSAID}")
 
 
+def test_a_rack_that_is_gone_is_said_in_a_line() -> None:
+    judging = Judge([f"rank {rank}" for rank in range(4096)], 0.0)
+    for rank in range(1024):
+        judging.goes(rank)
+    said = line(judging.verdict(0.1))
+    assert said.startswith("rank 0 lost")
+    assert "rank 7 lost" in said
+    assert said.endswith(f"; and 1016 more: {UNSAID}")
+
+
 def test_who_has_said_goodbye_is_not_lost() -> None:
     judging = judge()
     judging.leaves(2)

@@ -199,6 +199,7 @@ def test_4093_tokens(strategy: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("model", MODELS)
 def test_4093_tokens_for_twenty_steps(model: str) -> None:
     kind, dtype = model.split("-")

@@ -35,6 +35,9 @@ STAYS_SHARDED: dict[str, Loss] = {
     "capped": lambda z, y: F.cross_entropy(
         (torch.tanh(z / 3) * 3).view(-1, VOCABULARY), y.view(-1)
     ),
+    "by names": lambda z, y: F.cross_entropy(
+        input=torch.mul(input=torch.tanh(input=z), other=2).view(-1, VOCABULARY), target=y.view(-1)
+    ),
     "large": lambda z, y: F.cross_entropy((z * 700).view(-1, VOCABULARY), y.view(-1)),
 }
 IS_GATHERED: dict[str, Loss] = {
@@ -49,6 +52,7 @@ IS_GATHERED: dict[str, Loss] = {
     ),
     "a column": lambda z, y: z[..., 7].sum() + z.max(),
     "with another": lambda z, y: (torch.ones(VOCABULARY, dtype=z.dtype) * z).square().sum(),
+    "by its name": lambda z, y: torch.softmax(input=z, dim=-1).square().sum(),
     "stacked": lambda z, y: torch.stack([z, z.sigmoid()]).square().sum(),
 }
 

@@ -87,7 +87,11 @@ class FusedColwiseLinear(ParallelStyle):
 
 
 class VocabularyEmbedding(ParallelStyle):
-    """An embedding of which each rank has its own tokens: weight ``Shard(0)``, outputs are summed."""
+    """An embedding of which each rank has its own tokens: weight ``Shard(0)``, outputs are summed.
+
+    Called with a token that is not in the vocabulary, it raises ``IndexError`` on the CPU. Elsewhere such a
+    token becomes NaN, as nothing waits for the device to look.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)
@@ -100,12 +104,21 @@ class VocabularyEmbedding(ParallelStyle):
         _distribute(module, device_mesh, weight=Shard(0))
 
         def forward(tokens: torch.Tensor) -> torch.Tensor:
+            strange = _out_of_bounds(tokens, module.num_embeddings)
             known = (tokens >= first) & (tokens < first + rows)
             with _instead(module, weight=_local(module, "weight"), padding_idx=local_padding):
                 out = own((tokens - first).where(known, 0))  # a subclass may scale it
-            return leave(out.masked_fill(~known[..., None], 0), group)
+            out = out.masked_fill(~known[..., None], 0)
+            return leave(out.masked_fill(strange[..., None], float("nan")), group)
 
         return _with_forward(module, forward)
+
+
+def _out_of_bounds(tokens: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    strange = (tokens < 0) | (tokens >= vocabulary)
+    if tokens.device.type == "cpu" and bool(strange.any()):
+        raise IndexError(f"a token is out of bounds of the vocabulary of {vocabulary}.")
+    return strange
 
 
 class VocabularyHead(ParallelStyle):
