@@ -10,34 +10,33 @@ from typing import Any
 
 import torch
 
+from lightning_cp.checkpoint.plain import Place
 from lightning_cp.errors import CheckpointError
 
 
-def encode(tree: Any, name: Callable[[str, Any], str], at: str = "") -> Any:
+def encode(tree: Any, name: Callable[[Place, Any], str], at: Place = ()) -> Any:
     """What ``json`` can write of a plain tree.
 
     Args:
         tree: as ``plain`` makes it.
-        name: called with the dotted name and the tensor of each; gives what it is called in the file.
-        at: dotted name of the tree.
+        name: called with the place and the tensor of each; gives what it is called in the file.
+        at: where the tree is.
     """
     if tree is None or isinstance(tree, (bool, int, str)):
         return tree
     if isinstance(tree, float):
         return tree if math.isfinite(tree) else {"float": repr(tree)}
     if type(tree) is list:
-        return [encode(x, name, _join(at, i)) for i, x in enumerate(tree)]
+        return [encode(x, name, (*at, i)) for i, x in enumerate(tree)]
     if isinstance(tree, dict):
         kind = "ordered" if type(tree) is OrderedDict else "dict"
-        return {
-            kind: [[encode(k, name, at), encode(v, name, _join(at, k))] for k, v in tree.items()]
-        }
+        return {kind: [[encode(k, name, at), encode(v, name, (*at, k))] for k, v in tree.items()]}
     if type(tree) is tuple:
-        return {"tuple": [encode(x, name, _join(at, i)) for i, x in enumerate(tree)]}
+        return {"tuple": [encode(x, name, (*at, i)) for i, x in enumerate(tree)]}
     return _encode_atom(tree, name, at)
 
 
-def _encode_atom(tree: Any, name: Callable[[str, Any], str], at: str) -> Any:
+def _encode_atom(tree: Any, name: Callable[[Place, Any], str], at: Place) -> Any:
     if isinstance(tree, bytes):
         return {"bytes": base64.b64encode(tree).decode()}
     if isinstance(tree, complex):
@@ -102,7 +101,3 @@ _DECODERS: dict[str, Callable[[Any, Any], Any]] = {
     "device": lambda content, tensor: torch.device(content),
     "tensor": lambda content, tensor: tensor(content),
 }
-
-
-def _join(at: str, key: Any) -> str:
-    return f"{at}.{key}" if at else str(key)

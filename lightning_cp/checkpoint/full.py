@@ -15,7 +15,7 @@ from lightning_cp.checkpoint.failures import failed_save
 from lightning_cp.checkpoint.full_file import write_file
 from lightning_cp.checkpoint.latest import point_to
 from lightning_cp.checkpoint.manifest import About
-from lightning_cp.checkpoint.plain import map_leaves
+from lightning_cp.checkpoint.plain import Place, map_leaves
 from lightning_cp.checkpoint.tensors import assembled
 from lightning_cp.comm.objects import World
 
@@ -47,9 +47,9 @@ class FullSave:
         """Take the values as they are now."""
         copies: dict[tuple[Any, ...], torch.Tensor] = {}
 
-        def copied(key: str, x: torch.Tensor) -> torch.Tensor:
-            place = (x.data_ptr(), x.shape, x.stride(), x.dtype)
-            return copies.setdefault(place, x.clone()) if x.numel() else x.clone()
+        def copied(place: Place, x: torch.Tensor) -> torch.Tensor:
+            memory = (x.data_ptr(), x.shape, x.stride(), x.dtype)
+            return copies.setdefault(memory, x.clone()) if x.numel() else x.clone()
 
         if self.tree is not None:
             self.tree = map_leaves(self.tree, copied)
@@ -102,14 +102,15 @@ def plan_full(tree: dict[str, Any], ours: dict[str, Any], target: Path, about: A
         Exception: on the first rank: why it cannot.
     """
     world = World()
-    spread: dict[str, DTensor] = {}
-    map_leaves(tree, lambda key, x: spread.update({key: x}) if isinstance(x, DTensor) else None)
-    facts = [(key, tuple(x.shape), str(x.dtype)) for key, x in sorted(spread.items())]
+    found: dict[Place, DTensor] = {}
+    map_leaves(tree, lambda at, x: found.update({at: x}) if isinstance(x, DTensor) else None)
+    spread = dict(sorted(found.items(), key=lambda item: repr(item[0])))
+    facts = [(place, tuple(x.shape), str(x.dtype)) for place, x in spread.items()]
     if spread or world.size > 1:
         _require_same(world.gather(hash_of_facts(facts)), target)
     gathered = _Gathered(keeps=world.rank == 0)
-    for key in sorted(spread):
-        gathered.add(key, assembled(spread[key]))
+    for place, tensor in spread.items():
+        gathered.add(place, assembled(tensor))
     save = FullSave(target, about, world, None)
 
     def complete() -> None:
@@ -128,20 +129,20 @@ class _Gathered:
     """
 
     def __init__(self, *, keeps: bool) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors: dict[Place, torch.Tensor] = {}
         self._keeps, self._error = keeps, None
 
-    def add(self, key: str, tensor: torch.Tensor) -> None:
+    def add(self, place: Place, tensor: torch.Tensor) -> None:
         """Keep it, on the CPU."""
         if not self._keeps or self._error is not None:
             return
         try:
-            self._tensors[key] = tensor.cpu()
+            self._tensors[place] = tensor.cpu()
         except Exception as error:
             self._tensors.clear()
             self._error = error
 
-    def found_or_own(self, key: str, x: torch.Tensor) -> torch.Tensor:
+    def found_or_own(self, place: Place, x: torch.Tensor) -> torch.Tensor:
         """The whole of a tensor of the tree.
 
         Raises:
@@ -149,7 +150,7 @@ class _Gathered:
         """
         if self._error is not None:
             raise self._error
-        return self._tensors[key] if key in self._tensors else _own(x)
+        return self._tensors[place] if place in self._tensors else _own(x)
 
 
 def hash_of_facts(facts: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -18,7 +18,8 @@ import torch
 
 from lightning_cp.errors import CheckpointError
 
-Path_ = tuple[Any, ...]
+Place = tuple[Any, ...]
+"""The keys and numbers that lead to an item of a tree."""
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -60,25 +61,37 @@ def restored(tree: Any, notes: Sequence[Sequence[Any]]) -> Any:
 
 
 def map_leaves(
-    tree: Any, visit: Callable[[str, Any], Any], name: str = "", leaf: type = torch.Tensor
+    tree: Any, visit: Callable[[Place, Any], Any], place: Place = (), leaf: type = torch.Tensor
 ) -> Any:
-    """The same plain tree with every tensor (or ``leaf``) replaced by ``visit(dotted name, tensor)``."""
+    """The same plain tree with every tensor (or ``leaf``) replaced by ``visit(place, tensor)``."""
     if isinstance(tree, leaf):
-        return visit(name, tree)
-    prefix = f"{name}." if name else ""
+        return visit(place, tree)
     if isinstance(tree, dict):
         kind = OrderedDict if type(tree) is OrderedDict else dict
-        return kind((k, map_leaves(v, visit, f"{prefix}{k}", leaf)) for k, v in tree.items())
+        return kind((k, map_leaves(v, visit, (*place, k), leaf)) for k, v in tree.items())
     if type(tree) in (list, tuple):
-        return type(tree)(map_leaves(v, visit, f"{prefix}{i}", leaf) for i, v in enumerate(tree))
+        return type(tree)(map_leaves(v, visit, (*place, i), leaf) for i, v in enumerate(tree))
     return tree
+
+
+def dotted(place: Place) -> str:
+    """A place for people; two may look the same: those of ``{"a": {"b.c": 1}, "a.b": {"c": 2}}``."""
+    return ".".join(map(str, place)) or "the state"
+
+
+def name_of(place: Place, taken: Container[str]) -> str:
+    """The dotted place, and something after it if another one has that name."""
+    name = ".".join(map(str, place))
+    while name in taken:
+        name += "'"
+    return name
 
 
 class _Maker:
     def __init__(self, made: Plain, may_lack: frozenset[str]) -> None:
         self._made, self._may_lack = made, may_lack
 
-    def make(self, value: Any, place: Path_) -> Any:
+    def make(self, value: Any, place: Place) -> Any:
         if isinstance(value, torch.Tensor):
             return _dense(value, place).detach()
         if type(value) in (*_ATOMS, torch.Size):
@@ -97,12 +110,12 @@ class _Maker:
             if isinstance(value, kind):
                 return kind(value)
         raise CheckpointError(
-            f"{_dotted(place)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
+            f"{dotted(place)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
             "saved: checkpoints hold tensors, numbers, strings and plain containers, so that loading one "
             "never runs code. Keep it out of the state, or save what it can be made from."
         )
 
-    def _special(self, value: Any, place: Path_) -> tuple[Any] | None:
+    def _special(self, value: Any, place: Place) -> tuple[Any] | None:
         kind, made = _kind_of(value)
         if kind is None:
             return None
@@ -110,12 +123,12 @@ class _Maker:
         self._made.notes.append([list(place), kind])
         return (made,)
 
-    def _mapping(self, value: Mapping[Any, Any], place: Path_) -> dict[Any, Any]:
+    def _mapping(self, value: Mapping[Any, Any], place: Place) -> dict[Any, Any]:
         made: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
         for key, item in value.items():
             if type(key) not in (str, int, float, bool, tuple, type(None)):
                 raise CheckpointError(
-                    f"a key of {_dotted(place)} is a {type(key).__qualname__}; keys must be strings or "
+                    f"a key of {dotted(place)} is a {type(key).__qualname__}; keys must be strings or "
                     "numbers."
                 )
             try:
@@ -123,19 +136,19 @@ class _Maker:
             except CheckpointError:
                 if not place or place[0] not in self._may_lack:
                     raise
-                self._made.left_out.append(_dotted((*place, key)))
+                self._made.left_out.append(dotted((*place, key)))
         return made
 
 
-def _dense(value: torch.Tensor, place: Path_) -> torch.Tensor:
+def _dense(value: torch.Tensor, place: Place) -> torch.Tensor:
     if value.layout != torch.strided:
         raise CheckpointError(
-            f"{_dotted(place)} is a tensor with layout {value.layout}, and checkpoints hold dense ones. Keep "
+            f"{dotted(place)} is a tensor with layout {value.layout}, and checkpoints hold dense ones. Keep "
             "it out of the state, or save x.to_dense()."
         )
     if value.is_meta:
         raise CheckpointError(
-            f"{_dotted(place)} is on the meta device, so it has no values to be saved. Keep it out of the "
+            f"{dotted(place)} is on the meta device, so it has no values to be saved. Keep it out of the "
             "state, or load it first."
         )
     return value
@@ -184,7 +197,7 @@ _RESTORE: dict[str, Callable[[Any], Any]] = {
 """Paths and numbers stay the strings and numbers that they were written as."""
 
 
-def _replaced(tree: Any, place: Path_, make: Callable[[Any], Any]) -> Any:
+def _replaced(tree: Any, place: Place, make: Callable[[Any], Any]) -> Any:
     if not place:
         return make(tree)
     key, *rest = place
@@ -195,7 +208,3 @@ def _replaced(tree: Any, place: Path_, make: Callable[[Any], Any]) -> Any:
     if (isinstance(tree, dict) and key in tree) or isinstance(tree, list):
         tree[key] = _replaced(tree[key], tuple(rest), make)
     return tree
-
-
-def _dotted(place: Path_) -> str:
-    return ".".join(map(str, place)) or "the state"

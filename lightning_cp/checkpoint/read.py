@@ -19,7 +19,7 @@ from lightning_cp.checkpoint.full import OURS
 from lightning_cp.checkpoint.full_file import load_file, manifest_of_file, verify_file
 from lightning_cp.checkpoint.manifest import NAME as MANIFEST
 from lightning_cp.checkpoint.manifest import Manifest, read_manifest, verify
-from lightning_cp.checkpoint.plain import map_leaves, restored
+from lightning_cp.checkpoint.plain import Place, map_leaves, name_of, restored
 from lightning_cp.checkpoint.shard_file import mapped, said_by
 from lightning_cp.checkpoint.sharded import INDEX, STATE
 from lightning_cp.checkpoint.tensors import Chunk, Stored, fill, like, stored_whole
@@ -27,6 +27,7 @@ from lightning_cp.comm.objects import World, told
 from lightning_cp.errors import CheckpointError
 
 T = TypeVar("T")
+Template = Callable[[Place], torch.Tensor | None]
 
 
 @dataclass
@@ -47,11 +48,12 @@ class Checkpoint:
     ours: dict[str, Any]
     world: World
 
-    def read(self, template: Callable[[str], torch.Tensor | None] = lambda key: None) -> Any:
+    def read(self, template: Template = lambda place: None) -> Any:
         """The tree with tensors.
 
         Args:
-            template: gives, for a dotted name, the tensor that this one is to be spread like.
+            template: gives, for a place such as ``("state_dict", "head.weight")``, the tensor that the one
+                there is to be spread like.
 
         Returns:
             New tensors: ``DTensor`` where the template is one of that shape, whole ones on the CPU elsewhere.
@@ -61,14 +63,15 @@ class Checkpoint:
         """
         return _together(self.path, self.world, lambda: self._read(template))
 
-    def _read(self, template: Callable[[str], torch.Tensor | None]) -> Any:
+    def _read(self, template: Template) -> Any:
         targets: dict[str, torch.Tensor] = {}
         stored: dict[str, Stored] = {}
 
-        def visit(name: str, leaf: Stored) -> torch.Tensor:
-            wanted = template(name)
+        def visit(place: Place, leaf: Stored) -> torch.Tensor:
+            wanted = template(place)
             if not isinstance(wanted, DTensor) or tuple(wanted.shape) != leaf.shape:
                 return leaf.whole()
+            name = name_of(place, stored)
             stored[name] = leaf
             targets[name] = like(wanted, leaf)
             return targets[name]
@@ -222,14 +225,14 @@ def _stored_in(folder: Path, key: str, entry: dict[str, Any], manifest: Manifest
         )
         for x in entry["chunks"]
     ]
-    return Stored(key, dtype, tuple(entry["shape"]), tuple(chunks))
+    return Stored(dtype, tuple(entry["shape"]), tuple(chunks))
 
 
 def _stored(tree: Any) -> Any:
     """The tree of a file, with ``Stored`` for tensors."""
-    return map_leaves(tree, lambda key, x: stored_whole(key, x))
+    return map_leaves(tree, lambda place, x: stored_whole(x))
 
 
-def map_stored(tree: Any, visit: Callable[[str, Stored], Any]) -> Any:
+def map_stored(tree: Any, visit: Callable[[Place, Stored], Any]) -> Any:
     """The tree with every ``Stored`` replaced."""
     return map_leaves(tree, visit, leaf=Stored)

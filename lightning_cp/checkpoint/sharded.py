@@ -36,6 +36,7 @@ from lightning_cp.checkpoint.encode import encode
 from lightning_cp.checkpoint.failures import failed_save
 from lightning_cp.checkpoint.latest import point_to
 from lightning_cp.checkpoint.manifest import NAME, About, FileEntry, Manifest, hash_of
+from lightning_cp.checkpoint.plain import Place, name_of
 from lightning_cp.checkpoint.shard_file import Block, Written, blocks_by_key, write_shard
 from lightning_cp.comm.objects import World, told
 from lightning_cp.errors import CheckpointError
@@ -181,42 +182,44 @@ def plan_sharded(
         CheckpointError: on the other ranks: one of them cannot begin.
         Exception: on that one: why it cannot.
     """
-    world = World()
+    world, staging = World(), beside(target, SAVING)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     state: dict[str, Any] = {}
 
     def begin() -> tuple[SavePlan, str, str]:
         tensors: dict[str, torch.Tensor] = {}
         for name, part in (("tree", tree), ("ours", ours)):
-            state[name] = encode(part, lambda key, x: _named(tensors, key, x))
+            state[name] = encode(part, lambda place, x: _named(tensors, place, x))
         if world.rank > 0:
             tensors = {key: x for key, x in tensors.items() if isinstance(x, DTensor)}
         planner.set_up_planner(tensors, is_coordinator=world.rank == 0)
-        staging = beside(target, SAVING)
         if world.rank == 0:
             target.parent.mkdir(parents=True, exist_ok=True)
             staging.mkdir()
         return planner.create_local_plan(), staging.name, secrets.token_hex(8)
 
-    begun = world.together(begin, lambda said: failed_save(target, said))
-    plans, _ = planner.create_global_plan([plan for plan, _, _ in begun])
-    plan = planner.finish_plan(plans[world.rank])
-    blocks = [_block(item, planner) for item in plan.items]
-    _, staging, save = begun[0]
-    return ShardedSave(
-        target,
-        target.with_name(staging),
-        save,
-        about,
-        world,
-        blocks,
-        state if world.rank == 0 else None,
-    )
+    blocks: list[Block] = []
+
+    def end() -> None:
+        plans, _ = planner.create_global_plan([plan for plan, _, _ in begun])
+        blocks.extend(
+            _block(item, planner) for item in planner.finish_plan(plans[world.rank]).items
+        )
+
+    try:
+        begun = world.together(begin, lambda said: failed_save(target, said))
+        world.together(end, lambda said: failed_save(target, said))
+    except BaseException:
+        if world.rank == 0:
+            discard(staging)
+        raise
+    _, folder, save = begun[0]
+    kept = state if world.rank == 0 else None
+    return ShardedSave(target, target.with_name(folder), save, about, world, blocks, kept)
 
 
-def _named(tensors: dict[str, torch.Tensor], key: str, tensor: torch.Tensor) -> str:
-    while key in tensors:  # keys 1 and "1" of one dictionary
-        key += "'"
+def _named(tensors: dict[str, torch.Tensor], place: Place, tensor: torch.Tensor) -> str:
+    key = name_of(place, tensors)
     tensors[key] = tensor
     return key
 
@@ -225,8 +228,14 @@ def _block(item: WriteItem, planner: DefaultSavePlanner) -> Block:
     assert item.tensor_data is not None
     data = planner.resolve_data(item)
     assert isinstance(data, torch.Tensor)
-    chunk = item.tensor_data.chunk
-    return Block(item.index.fqn, tuple(item.tensor_data.size), tuple(chunk.offsets), data.detach())
+    chunk, size = item.tensor_data.chunk, tuple(item.tensor_data.size)
+    if data.shape != chunk.sizes:
+        raise CheckpointError(
+            f"{item.index.fqn} {list(size)} is spread unevenly: its placements say that this rank holds "
+            f"a block of {list(chunk.sizes)}, and it holds {list(data.shape)}, so where that belongs is "
+            "not known. Tensor parallelism has to divide evenly what it shares; checkpoint='full' saves it."
+        )
+    return Block(item.index.fqn, size, tuple(chunk.offsets), data.detach())
 
 
 def _index(blocks: list[Written]) -> dict[str, Any]:

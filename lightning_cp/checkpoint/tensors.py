@@ -41,7 +41,6 @@ class Chunk:
 class Stored:
     """A tensor that is in a checkpoint and has not been read."""
 
-    key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
@@ -55,10 +54,10 @@ class Stored:
         return made
 
 
-def stored_whole(key: str, tensor: torch.Tensor) -> Stored:
+def stored_whole(tensor: torch.Tensor) -> Stored:
     """A tensor that is at hand as if it were stored in one piece."""
     chunk = Chunk((0,) * tensor.dim(), tuple(tensor.shape), lambda: tensor)
-    return Stored(key, tensor.dtype, tuple(tensor.shape), (chunk,))
+    return Stored(tensor.dtype, tuple(tensor.shape), (chunk,))
 
 
 def whole(tensor: torch.Tensor, *, keep: bool = True) -> torch.Tensor | None:

@@ -126,7 +126,7 @@ def saves_and_reads(rank: int, world_size: int, form: str, background: bool) -> 
         assert same(open_checkpoint(path).read(), state_of(step))
         for other in layouts:  # any other spread reads it too
             want = spread(mesh, other, step)["state_dict"]["weight"]
-            like = {"state_dict.weight": want}
+            like = {("state_dict", "weight"): want}
             got = open_checkpoint(path).read(like.get)["state_dict"]["weight"]
             assert isinstance(got, DTensor)
             assert torch.equal(got.to_local(), want.to_local())

@@ -8,6 +8,7 @@ DAMAGE = "tests/checkpoint/test_damage.py"
 FORMS = "tests/checkpoint/test_forms.py"
 REFUSED = "tests/checkpoint/test_refused.py"
 ONE_RANK = "tests/checkpoint/test_one_rank.py"
+SPREAD = "tests/checkpoint/test_spread.py"
 
 CHECKPOINT_MUTANTS = (
     Mutant(
@@ -92,6 +93,14 @@ CHECKPOINT_MUTANTS = (
         "        return self._read(template)",
         (f"{ONE_RANK}::test_a_file_that_one_rank_cannot_read[full]",),
         "A rank that cannot read leaves the others waiting for it.",
+    ),
+    Mutant(
+        "places told apart by their dotted names",
+        "lightning_cp/checkpoint/read.py",
+        "            name = name_of(place, stored)",
+        "            name = name_of(place, ())",
+        (f"{SPREAD}::test_the_same_dotted_name_twice[full]",),
+        "Of two tensors with the same dotted name one is read twice, the other is uninitialised memory.",
     ),
     Mutant(
         "a refused place is found after the weights are loaded",

@@ -94,7 +94,8 @@ class FabricSaves(SavesOfBoth):
                 "Nothing was loaded; strict=False loads what there is."
             )
         names = dict(opened.ours.get("parameters", {}))
-        checkpoint = opened.read(spread_of(_modules(state), _optimizers(state), names))
+        optimizers = {(key,): (x, names.get(key, [])) for key, x in _optimizers(state).items()}
+        checkpoint = opened.read(spread_of(_modules(state), optimizers))
         return _restore(state, checkpoint, names, strict=strict)
 
 

@@ -66,7 +66,7 @@ def fitting_state(
     parameters = parameters_of(optimizer)
     for at, entry in entries.items():
         name = own[at] if own and own[at] else f"parameter {at}"
-        _require_shapes(entry, parameters[at], name)
+        _require_shapes(entry, parameters[at], name, optimizer)
     numbered: list[dict[str, Any]] = []
     for group, now in zip(
         state["param_groups"], optimizer.state_dict()["param_groups"], strict=True
@@ -123,11 +123,27 @@ def _order(saved: Sequence[str], own: Sequence[str]) -> list[int]:
     return [place[name] for name in own]
 
 
-def _require_shapes(entry: Mapping[str, Any], parameter: torch.Tensor, name: str) -> None:
+_FACTORED = ("row_var", "col_var")
+"""Of PyTorch's optimizers, what Adafactor keeps of a matrix; all else has the parameter's shape."""
+
+
+def _require_shapes(
+    entry: Mapping[str, Any], parameter: torch.Tensor, name: str, optimizer: Optimizer
+) -> None:
+    """Refuse what is to have the parameter's shape and has not.
+
+    That is known of PyTorch's optimizers, of what this one has kept of that shape before, and of spread
+    parameters, as nothing else is spread. Others may keep what they like: a row and a column, a projection.
+    """
+    own = optimizer.state.get(parameter, {})
+    torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.")
     for key, value in entry.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             continue
-        if value.dim() == parameter.dim() and value.shape != parameter.shape:
+        known = isinstance(parameter, DTensor) or (torchs and key not in _FACTORED)
+        like_it = getattr(own.get(key), "shape", None) == parameter.shape
+        odd = value.dim() == parameter.dim() and value.shape != parameter.shape
+        if odd and (known or like_it):
             raise CheckpointError(
                 f"the optimizer's {key} of {name} has shape {list(value.shape)} in the checkpoint, the "
                 f"parameter has {list(parameter.shape)}. The optimizer was left as it is."
@@ -143,7 +159,7 @@ def _spread(entry: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]
     for key, value in entry.items():
         plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         if plain and value.dim() and value.shape == parameter.shape:
-            stored[key] = stored_whole(key, value)
+            stored[key] = stored_whole(value)
             targets[key] = like(parameter, stored[key])
     fill(targets, stored)
     return {**made, **targets}

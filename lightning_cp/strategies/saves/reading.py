@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,11 +13,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cp.checkpoint.compare import require_same
+from lightning_cp.checkpoint.plain import Place
+from lightning_cp.checkpoint.read import Template
 from lightning_cp.checkpoint.tensors import Stored, fill, like, stored_whole
 from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.strategies.saves.optimizers import named_parameters, parameters_of
-
-_STATE = re.compile(r"^(?P<place>.+)\.state\.(?P<number>\d+)\.[^.]+$")
 
 
 class PlainCheckpointIO(TorchCheckpointIO):
@@ -60,30 +59,26 @@ def require_weights_only(weights_only: bool | None) -> None:
 
 
 def spread_of(
-    modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], names: Mapping[str, Any]
-) -> Any:
-    """What a checkpoint's tensors are to be spread like, by their dotted names.
+    modules: Mapping[str, nn.Module], optimizers: Mapping[Place, tuple[Optimizer, Sequence[str]]]
+) -> Template:
+    """What a checkpoint's tensors are to be spread like.
 
     Args:
         modules: the key of each one's state -> module.
-        optimizers: the dotted name of each one's state -> optimizer.
-        names: the same -> names of the parameters that it numbered.
+        optimizers: the place of each one's state -> optimizer, and names of the parameters that it numbered.
     """
-    known: dict[str, torch.Tensor] = {
-        f"{key}.{name}": x
-        for key, module in modules.items()
-        for name, x in module.state_dict().items()
+    known: dict[Place, torch.Tensor] = {
+        (key, name): x for key, module in modules.items() for name, x in module.state_dict().items()
     }
     by_name = named_parameters(modules)
 
-    def template(key: str) -> torch.Tensor | None:
-        match = _STATE.match(key)
-        if match is None or match["place"] not in optimizers:
-            return known.get(key)
-        number, saved = int(match["number"]), names.get(match["place"]) or []
+    def template(place: Place) -> torch.Tensor | None:
+        if len(place) < 3 or place[:-3] not in optimizers or place[-3] != "state":
+            return known.get(place)
+        (optimizer, saved), number = optimizers[place[:-3]], place[-2]
         if number < len(saved) and saved[number] in by_name:
             return by_name[saved[number]]
-        parameters = parameters_of(optimizers[match["place"]])
+        parameters = parameters_of(optimizer)
         return parameters[number] if number < len(parameters) else None
 
     return template
@@ -127,7 +122,7 @@ def load_module(
     stored: dict[str, Stored] = {}
     for name, x in given.items():
         if isinstance(own.get(name), DTensor) and not isinstance(x, DTensor):
-            stored[name] = stored_whole(name, x)
+            stored[name] = stored_whole(x)
             targets[name] = like(own[name], stored[name])
     fill(targets, stored)
     module.load_state_dict({**made, **targets}, strict=strict)

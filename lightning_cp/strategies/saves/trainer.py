@@ -96,9 +96,11 @@ class TrainerSaves(SavesOfBoth):
         self._saved_names = dict(opened.ours.get("parameters", {}))
         if not self._engine.shards:
             return opened.read()
-        optimizers = {f"optimizer_states.{at}": x for at, x in enumerate(self.optimizers)}
-        modules = {"state_dict": self.lightning_module}
-        return opened.read(spread_of(modules, optimizers, self._saved_names))
+        optimizers = {
+            ("optimizer_states", at): (x, self._saved_names.get(f"optimizer_states.{at}", []))
+            for at, x in enumerate(self.optimizers)
+        }
+        return opened.read(spread_of({"state_dict": self.lightning_module}, optimizers))
 
     def load_model_state_dict(
         self: Any, checkpoint: Mapping[str, Any], strict: bool = True

@@ -109,8 +109,8 @@ def test_new_data_ranks_draw_numbers_of_their_own() -> None:
 def test_state_is_spread_by_the_names_that_were_saved() -> None:
     modules = {"a": nn.Linear(2, 3), "b": nn.Linear(4, 5)}
     optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()])
-    names = {"optimizer": ["b.weight", "b.bias", "a.weight", "a.bias"]}
-    template = spread_of(modules, {"optimizer": optimizer}, names)
-    assert template("optimizer.state.0.momentum_buffer") is modules["b"].weight
-    assert template("optimizer.state.3.momentum_buffer") is modules["a"].bias
-    assert template("a.weight") is not None
+    names = ["b.weight", "b.bias", "a.weight", "a.bias"]
+    template = spread_of(modules, {("optimizer",): (optimizer, names)})
+    assert template(("optimizer", "state", 0, "momentum_buffer")) is modules["b"].weight
+    assert template(("optimizer", "state", 3, "momentum_buffer")) is modules["a"].bias
+    assert template(("a", "weight")) is not None
