@@ -75,7 +75,8 @@ def spread_of(
     def template(place: Place) -> torch.Tensor | None:
         if len(place) < 3 or place[:-3] not in optimizers or place[-3] != "state":
             return known.get(place)
-        (optimizer, saved), number = optimizers[place[:-3]], place[-2]
+        optimizer, saved = optimizers[place[:-3]]
+        number: int = place[-2]
         if number < len(saved) and saved[number] in by_name:
             return by_name[saved[number]]
         parameters = parameters_of(optimizer)
