@@ -37,13 +37,14 @@ def from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> Non
     """Overwrite tensors by those of the group's first rank: in place, one at a time.
 
     Args:
-        tensors: of any shapes, the same on all ranks and in the same order; no ``DTensor``.
+        tensors: of any shapes and dtypes, the same on all ranks and in the same order; no ``DTensor``.
         group: every rank of it comes here.
     """
     for x in tensors:
         if x.numel() and group.size() > 1:
             sent = x.detach().contiguous()
-            dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
+            as_bytes = sent.view(-1).view(torch.uint8)  # backends do not know all dtypes
+            dist.broadcast(as_bytes, dist.get_global_rank(group, 0), group=group)
             if sent.data_ptr() != x.data_ptr():
                 x.detach().copy_(sent)
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lightning_cp.comm.reduce import from_first
 
 Initialize = Callable[[nn.Module], object]
 """Sets all values of a module's own parameters and buffers."""
@@ -120,6 +124,80 @@ def local_part(x: torch.Tensor) -> torch.Tensor:
     return held.detach()
 
 
+@contextmanager
+def whole_on(device: torch.device, module: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Have a module's own values whole and on ``device``; after the block each rank keeps its part.
+
+    So they can be set as in one process, and draw as many random numbers, on every rank.
+
+    Args:
+        device: where all ranks of the parameters' meshes compute.
+        module: what of it is a ``DTensor`` is whole in the block.
+        names: of what is set there; other parameters are as they were afterwards.
+    """
+    own = {**module._parameters, **module._buffers}
+    kept = {
+        name: x
+        for name, x in own.items()
+        if x is not None and not (name in names and _is_whole_on(device, x))
+        if name in names or name in module._parameters or isinstance(x, DTensor)
+    }
+    _put(module, {name: _stand_in(x, device) for name, x in kept.items()})
+    try:
+        yield
+        for name in kept.keys() & set(names):
+            _keep_part(kept[name], getattr(module, name))
+    finally:
+        _put(module, kept)
+
+
+def _is_whole_on(device: torch.device, x: torch.Tensor) -> bool:
+    return x.device == device and not isinstance(x, DTensor)
+
+
+def _stand_in(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Its shape, and where it is known its values."""
+    if isinstance(x, DTensor):
+        made = torch.empty(x.shape, dtype=x.dtype, device=device)
+    else:
+        made = x.detach().to(device, copy=True)
+    return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
+
+
+def _put(module: nn.Module, states: Mapping[str, torch.Tensor]) -> None:
+    """Have a module's own states replaced, past what its ``__setattr__`` would do."""
+    for name, x in states.items():
+        held: dict[str, Any] = module._buffers if name in module._buffers else module._parameters
+        held[name] = x
+
+
+def _keep_part(part: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy what this rank holds of a tensor that every rank has whole."""
+    if isinstance(part, DTensor):
+        own = distribute_tensor(whole, part.device_mesh, part.placements, src_data_rank=None)
+        whole = own.to_local()
+    local_part(part).copy_(whole)
+
+
+def same_as_first(
+    module: nn.Module, names: Iterable[str], device: torch.device, group: dist.ProcessGroup
+) -> None:
+    """Give a module's own values, which are whole, those of the group's first rank. Collective.
+
+    Args:
+        module: has them on any device.
+        names: the same on every rank.
+        device: that the group's messages travel from.
+        group: every rank of it comes here.
+    """
+    for name in names:
+        own = getattr(module, name).detach()
+        sent = own.to(device)
+        from_first([sent], group)
+        if sent is not own:
+            own.copy_(sent)
+
+
 def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
     """Give meta tensors memory, uninitialised, and floating-point parameters their dtype; ties are kept.
 
@@ -157,10 +235,10 @@ def _saved(model: nn.Module) -> set[int]:
 
 
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Places of one parameter, where there are several."""
+    """Places of one parameter or buffer, where there are several."""
     places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
-        for name, x in module._parameters.items():
+        for name, x in (*module._parameters.items(), *module._buffers.items()):
             if x is not None:
                 places[id(x)].append((module, name))
     return [found for found in places.values() if len(found) > 1]

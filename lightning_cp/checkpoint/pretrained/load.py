@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.checkpoint.pretrained.fresh import (
-    Names,
-    computable,
-    left_unset,
-    local_part,
-    materialize,
-    own_on_meta,
-    ways_to_set,
-)
+from lightning_cp.checkpoint.pretrained.fresh import computable, local_part, materialize
 from lightning_cp.checkpoint.pretrained.incomplete import incomplete_until_done
 from lightning_cp.checkpoint.pretrained.index import open_checkpoint
 from lightning_cp.checkpoint.pretrained.keys import rules_of
@@ -35,6 +28,7 @@ from lightning_cp.checkpoint.pretrained.options import Options, check_options, d
 from lightning_cp.checkpoint.pretrained.plan import LoadPlan, plan_load
 from lightning_cp.checkpoint.pretrained.progress import Progress
 from lightning_cp.checkpoint.pretrained.reader import SliceReader
+from lightning_cp.checkpoint.pretrained.rest import LOADING, Rest
 from lightning_cp.comm.outcome import share_outcome, summed_over_world
 from lightning_cp.errors import CheckpointError
 from lightning_cp.mesh import ContextParallelMesh
@@ -89,37 +83,38 @@ def load_pretrained(
     own_device = _device(model, mesh, device)
     reach = _reach(model, own_device)
     started = time.monotonic()
-    planned, error = None, None
-    try:
-        planned = _prepare(model, path, chosen, own_device)
-    except Exception as raised:  # whatever it is: the others are not to wait for this rank
-        error = raised
-    share_outcome(error, reach, what="loading pretrained weights")
-    assert planned is not None
-    plan, unset, wanted = planned
+    with _together(reach):
+        plan = _plan(model, path, chosen)
+        rest = Rest(model, plan, chosen.initialize)
+        wanted = _require_room(model, dtype_of(chosen.dtype), own_device)
     require_memory_together(wanted, own_device)
-    (total,) = summed_over_world([plan.nbytes], reach)
+    rest.require_same()
+    (total,) = summed_over_world([plan.nbytes], reach.type)
     with incomplete_until_done(model), Progress(plan, total, shown=chosen.progress) as progress:
-        try:
-            _load(model, plan, unset, chosen, own_device, progress)
+        with _together(reach):
+            _allocate(model, own_device, dtype_of(chosen.dtype))
+        rest.set(reach)
+        with _together(reach):
+            _read(model, plan, chosen, progress)
             progress.finish()
-        except Exception as raised:
-            error = raised
-        share_outcome(error, reach, what="loading pretrained weights")
     seconds = time.monotonic() - started
     missing = (*plan.missing, *plan.beside)
     return Loaded(plan.nbytes, seconds, peak_bytes(), missing, plan.unexpected)
 
 
-Planned = tuple[LoadPlan, Names, int]
-"""What is to be read, what no file holds, and the bytes that are going to be allocated."""
+@contextmanager
+def _together(reach: torch.device) -> Iterator[None]:
+    """What raises on one rank in the block raises on all of them after it."""
+    error = None
+    try:
+        yield
+    except Exception as raised:  # whatever it is: the others are not to wait for this rank
+        error = raised
+    share_outcome(error, reach.type, what=LOADING)
 
 
-def _prepare(
-    model: nn.Module, path: str | os.PathLike[str], options: Options, device: torch.device
-) -> Planned:
-    """All that can be refused without changing the model."""
-    plan = plan_load(
+def _plan(model: nn.Module, path: str | os.PathLike[str], options: Options) -> LoadPlan:
+    return plan_load(
         model,
         open_checkpoint(path),
         rules=rules_of(options.keys),
@@ -128,34 +123,6 @@ def _prepare(
         allow_missing=options.allow_missing,
         allow_unexpected=options.allow_unexpected,
     )
-    unset = _not_in_files(model, plan)
-    for path_of, module in model.named_modules():
-        if module in unset and not _ways(model, module, options):
-            raise CheckpointError(
-                f"{plain(path_of) or 'the model'} ({type(module).__name__}) has buffers or parameters on the "
-                f"meta device that the checkpoint does not hold ({', '.join(unset[module])}), and nothing "
-                "says what their values are. Give the module a method reset_buffers() or "
-                "reset_parameters() that sets them, pass initialize=, or build it on a real device. "
-                "Nothing was loaded."
-            )
-    return plan, unset, _require_room(model, dtype_of(options.dtype), device)
-
-
-def _not_in_files(model: nn.Module, plan: LoadPlan) -> Names:
-    """What is on the meta device and stays without values from files, tied ones once."""
-    seen = {id(x) for name, x in plan.tensors.by_name.items() if name not in plan.missing}
-    found: Names = {}
-    for module, names in own_on_meta(model).items():
-        for name in names:
-            if id(getattr(module, name)) not in seen:
-                seen.add(id(getattr(module, name)))
-                found.setdefault(module, []).append(name)
-    return found
-
-
-def _ways(model: nn.Module, owner: nn.Module, options: Options) -> list[Callable[[nn.Module], Any]]:
-    """How what no file holds gets its values."""
-    return [options.initialize] if options.initialize is not None else ways_to_set(model, owner)
 
 
 def _require_room(model: nn.Module, dtype: torch.dtype | None, device: torch.device) -> int:
@@ -174,33 +141,15 @@ def _dtype_for(x: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and x.is_floating_point() else x.dtype
 
 
-def _set_rest(model: nn.Module, unset: Names, options: Options) -> None:
-    """Values that no file holds."""
-    for module, names in unset.items():
-        left = left_unset(module, names, _ways(model, module, options))
-        if left:
-            raise CheckpointError(
-                f"{type(module).__name__} left its {left[0]} without a value when it was made again. Have "
-                "its reset_buffers() or reset_parameters() set it, or pass initialize=."
-            )
-
-
-def _load(
-    model: nn.Module,
-    plan: LoadPlan,
-    unset: Names,
-    options: Options,
-    device: torch.device,
-    progress: Progress,
-) -> None:
-    """Change the model: memory, values that no file has, then all others."""
-    dtype = dtype_of(options.dtype)
+def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
     try:
         materialize(model, device, dtype)
     except (RuntimeError, MemoryError) as error:  # torch's out of memory is a RuntimeError
         name, x = _first_without_memory(model, dtype)
         raise no_room(name, x, _dtype_for(x, dtype), device, error) from error
-    _set_rest(model, unset, options)
+
+
+def _read(model: nn.Module, plan: LoadPlan, options: Options, progress: Progress) -> None:
     tensors = tensors_of(model, plan.prefix).by_name
     with torch.no_grad(), SliceReader(progress.add) as reader:
         for one in plan.slices:
@@ -231,17 +180,23 @@ def _require_finite(name: str, file: str, x: torch.Tensor) -> None:
 def _device(
     model: nn.Module, mesh: ContextParallelMesh | None, given: torch.device | str | None
 ) -> torch.device:
+    """Where memory is taken."""
+    kind = _mesh_kind(model) or (mesh.device_type if mesh is not None else "cpu")
+    return _numbered(torch.device(given if given is not None else kind))
+
+
+def _reach(model: nn.Module, device: torch.device) -> torch.device:
+    """Whose tensors ranks exchange; of an offloaded model not where its shards are."""
+    kind = _mesh_kind(model)
+    return device if kind in (None, device.type) else _numbered(torch.device(kind))
+
+
+def _mesh_kind(model: nn.Module) -> str | None:
     sharded = next((x for x in model.parameters() if isinstance(x, DTensor)), None)
-    kind = mesh.device_type if mesh is not None else "cpu"
-    if sharded is not None:
-        kind = sharded.device_mesh.device_type
-    device = torch.device(given if given is not None else kind)
+    return None if sharded is None else sharded.device_mesh.device_type
+
+
+def _numbered(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _reach(model: nn.Module, device: torch.device) -> str:
-    """The kind of device whose tensors ranks exchange; of an offloaded model not where its shards are."""
-    sharded = next((x for x in model.parameters() if isinstance(x, DTensor)), None)
-    return device.type if sharded is None else sharded.device_mesh.device_type

@@ -7,22 +7,21 @@ modules that draw random numbers in ``reset_parameters`` draw those of one proce
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_cp.checkpoint.pretrained.fresh import (
     Initialize,
     left_unset,
     materialize,
     own_on_meta,
+    same_as_first,
     ways_to_set,
+    whole_on,
 )
-from lightning_cp.comm.reduce import from_first
 from lightning_cp.errors import ConfigError
 
 
@@ -69,15 +68,14 @@ def initialise(
         )
     done: set[int] = set()
     for name, module in owners:
-        with torch.no_grad(), _whole(module, device) as parts:
-            left = left_unset(module, unset[module], ways[module])
-            _require_set(name or type(module).__name__, left)
-            states = (*module._parameters.values(), *module._buffers.values())
-            from_first((x for x in states if x is not None), group)
-        for part, whole in parts:
-            if id(part) not in done:  # tied: the first one's values are kept
-                done.add(id(part))
-                _keep_part(part, whole)
+        # tied: the first one's values are kept
+        first = [x for x in unset[module] if id(getattr(module, x)) not in done]
+        done.update(id(getattr(module, x)) for x in first)
+        with torch.no_grad(), whole_on(device, module, first):
+            _require_set(
+                name or type(module).__name__, left_unset(module, unset[module], ways[module])
+            )
+            same_as_first(module, first, device, group)
 
 
 def _ways(name: str, module: nn.Module, model: nn.Module) -> list[Initialize]:
@@ -89,28 +87,6 @@ def _ways(name: str, module: nn.Module, model: nn.Module) -> list[Initialize]:
             "parameters and buffers, build it on a real device, or pass pretrained=."
         )
     return found
-
-
-@contextmanager
-def _whole(module: nn.Module, device: torch.device) -> Iterator[list[tuple[DTensor, torch.Tensor]]]:
-    """Have whole parameters in the place of a module's own sharded ones."""
-    sharded = {k: p for k, p in module._parameters.items() if isinstance(p, DTensor)}
-    parts: list[tuple[DTensor, torch.Tensor]] = []
-    for key, part in sharded.items():
-        whole = nn.Parameter(torch.empty(part.shape, dtype=part.dtype, device=device))
-        module._parameters[key] = whole
-        parts.append((part, whole.data))
-    try:
-        yield parts
-    finally:
-        module._parameters.update(sharded)  # type: ignore[arg-type]
-
-
-def _keep_part(part: DTensor, whole: torch.Tensor) -> None:
-    """Copy what this rank holds of a tensor that every rank has whole."""
-    own = distribute_tensor(whole, part.device_mesh, part.placements, src_data_rank=None)
-    with torch.no_grad():
-        part.to_local().copy_(own.to_local())
 
 
 def _require_set(name: str, left: Sequence[str]) -> None:

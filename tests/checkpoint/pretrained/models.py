@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -52,6 +53,14 @@ def save(path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> dict
     model = make(dtype, **changes)
     model.save_pretrained(path, max_shard_size="20KB")
     return {name: x.detach().clone() for name, x in model.state_dict().items()}
+
+
+def without(path: Path, *names: str) -> None:
+    """Take tensors out of a checkpoint of one file."""
+    weights = {name: x.clone() for name, x in make(seed=6).state_dict().items()}
+    for name in names:
+        del weights[name]
+    save_file(weights, path / "model.safetensors")
 
 
 class Wrapped(nn.Module):

@@ -15,7 +15,7 @@ from lightning_cp.checkpoint import load_pretrained
 from lightning_cp.checkpoint.pretrained.incomplete import require_complete
 from lightning_cp.checkpoint.pretrained.index import open_checkpoint
 from lightning_cp.errors import CheckpointError, ConfigError
-from tests.checkpoint.pretrained.models import Wrapped, make, save
+from tests.checkpoint.pretrained.models import Wrapped, make, save, without
 
 
 def load(model: nn.Module, path: Path, **options: Any) -> Any:
@@ -125,14 +125,6 @@ def refuse(model: nn.Module, path: Path, says: str, **options: Any) -> None:
     for name, x in model.state_dict().items():
         assert x.is_meta or torch.equal(x, before[name])
     require_complete(model)
-
-
-def without(path: Path, *names: str) -> None:
-    """Take tensors out of a checkpoint of one file."""
-    weights = {name: x.clone() for name, x in make(seed=6).state_dict().items()}
-    for name in names:
-        del weights[name]
-    save_file(weights, path / "model.safetensors")
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,118 @@
+"""What a model needs that no file holds: who sets it, and the same values on every rank."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_cp.checkpoint.pretrained.fresh import (
+    Initialize,
+    Names,
+    left_unset,
+    own_on_meta,
+    same_as_first,
+    ways_to_set,
+    whole_on,
+)
+from lightning_cp.checkpoint.pretrained.names import plain
+from lightning_cp.checkpoint.pretrained.plan import LoadPlan
+from lightning_cp.comm.objects import World
+from lightning_cp.comm.outcome import share_outcome
+from lightning_cp.errors import CheckpointError
+
+LOADING = "loading pretrained weights"
+
+
+class Rest:
+    """What is on the meta device and in no file.
+
+    Args:
+        model: sharded already, if it is to be.
+        plan: of what the files hold.
+        initialize: the user's own way; by default that of modules or of their model.
+
+    Raises:
+        CheckpointError: a module that nothing sets.
+    """
+
+    def __init__(self, model: nn.Module, plan: LoadPlan, initialize: Initialize | None) -> None:
+        unset = _not_in_files(model, plan)
+        self._owners = [(path, x) for path, x in model.named_modules() if x in unset]
+        self._unset = unset
+        self._ways = {
+            x: [initialize] if initialize is not None else ways_to_set(model, x) for x in unset
+        }
+        for path, module in self._owners:
+            if not self._ways[module]:
+                raise CheckpointError(
+                    f"{plain(path) or 'the model'} ({type(module).__name__}) has buffers or parameters on "
+                    f"the meta device that the checkpoint does not hold ({', '.join(unset[module])}), and "
+                    "nothing says what their values are. Give the module a method reset_buffers() or "
+                    "reset_parameters() that sets them, pass initialize=, or build it on a real device. "
+                    "Nothing was loaded."
+                )
+
+    def require_same(self) -> None:
+        """Refuse ranks that lack different things, since they are set on all of them together. Collective.
+
+        Raises:
+            CheckpointError: on every rank, naming one that only some lack.
+        """
+        own = {f"{plain(path)}.{name}" for path, x in self._owners for name in self._unset[x]}
+        for rank, names in enumerate(every := World().gather(own)):
+            if names != every[0]:
+                raise CheckpointError(
+                    f"{min(names ^ every[0])} is on the meta device on one of the ranks 0 and {rank} only, "
+                    "and no file holds it. Build the model in the same way on every rank. Nothing was loaded."
+                )
+
+    def set(self, device: torch.device) -> None:
+        """Values for all of it, those of rank 0. Collective.
+
+        Args:
+            device: where they are drawn; ranks exchange tensors of this kind.
+
+        Raises:
+            CheckpointError: a module that left something without a value.
+            RankFailure: another rank has raised.
+        """
+        for _, module in self._owners:
+            with torch.no_grad():
+                self._set(module, device)
+
+    def _set(self, module: nn.Module, device: torch.device) -> None:
+        names, error = self._unset[module], None
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(whole_on(device, module, names))
+                _require_set(module, left_unset(module, names, self._ways[module]))
+            except Exception as raised:  # of the user's function, say: the others do not go on
+                error = raised
+            share_outcome(error, device.type, what=LOADING)
+            group: Any = dist.group.WORLD if dist.is_initialized() else None
+            if group is not None:
+                same_as_first(module, names, device, group)
+
+
+def _not_in_files(model: nn.Module, plan: LoadPlan) -> Names:
+    """What is on the meta device and stays without values from files, tied ones once."""
+    seen = {id(x) for name, x in plan.tensors.by_name.items() if name not in plan.missing}
+    found: Names = {}
+    for module, names in own_on_meta(model).items():
+        for name in names:
+            if id(getattr(module, name)) not in seen:
+                seen.add(id(getattr(module, name)))
+                found.setdefault(module, []).append(name)
+    return found
+
+
+def _require_set(module: nn.Module, left: list[str]) -> None:
+    if left:
+        raise CheckpointError(
+            f"{type(module).__name__} left its {left[0]} without a value when it was made again. Have "
+            "its reset_buffers() or reset_parameters() set it, or pass initialize=."
+        )
