@@ -157,6 +157,8 @@ def main() -> None:
     )
     print(f"sha256 of weights and optimizer state, alone:  {alone.ends[0]}")
     print(f"                                      killed: {killed.ends[0]}")
+    if not killed.kills or not killed.repeated:  # then it shows nothing
+        lost.append("nobody was killed, or no step was done again")
     print("nothing was lost" if not lost else "LOST: " + "; ".join(lost))
     sys.exit(bool(lost))
 

@@ -46,10 +46,21 @@ class Odd(Small):
     def loss(self, batch: Any) -> torch.Tensor:
         logits = self.logits(batch) * self.scale + self.bias * self.three.mean()
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-        holds_first = "position_ids" not in batch or int(batch["position_ids"][0, 0]) == 0
-        if holds_first:  # one process adds it always; of several, one rank, divided by its share
-            return loss + 0.0 * self.sometimes.sum()
-        return loss
+        more = 0.1 * self.sometimes.square().sum()
+        if "position_ids" not in batch:
+            return loss + more
+        share = self.share(batch["labels"])
+        holds_first = int(batch["position_ids"][0, 0]) == 0
+        # One process adds it always; of several, one rank, by whose share of targets it is multiplied.
+        return loss + more / share if holds_first else loss
+
+    @staticmethod
+    def share(labels: torch.Tensor) -> torch.Tensor:
+        """Of all ranks' targets."""
+        own = (labels != -100).sum().double()
+        whole = own.clone()
+        dist.all_reduce(whole)
+        return own / whole
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)

@@ -34,9 +34,30 @@ class Uneven(Small):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def shapes() -> ModelShapes:
+class Even(Uneven):
+    """What two ranks can share the layers of; four cannot cut all that is left evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = PlainLlama(50, num_heads=4, num_kv_heads=2, head_dim=6, layers=3)
+        self.bias = nn.Parameter(torch.zeros(1, 50))
+
+
+def share(module: Uneven) -> None:
+    """Have each parameter be one of two ranks' part, by hand."""
+    columns = ("embed.", "head.", ".q.", ".k.", ".v.", ".gate.", ".up.")
+    for name, p in module.named_parameters():
+        if any(part in name for part in columns):
+            p.data = p.data.chunk(2, 0)[0]
+        elif ".o." in name or ".down." in name:
+            p.data = p.data.chunk(2, 1)[0]
+
+
+def shapes(tensor_parallel: bool = False) -> ModelShapes:
     """In the order of use."""
-    module = Uneven()
+    module = Even() if tensor_parallel else Uneven()
+    if tensor_parallel:
+        share(module)
     model = module.model
     outer = [*model.norm.parameters(), *model.head.parameters(), module.scale, module.bias]
     return ModelShapes(
@@ -81,10 +102,10 @@ class Watch:
 
     def look(self, *_: Any) -> None:
         """Keep the largest."""
-        kept = [x for group in self.groups for _, x in group.unreduced()]
+        kept = [local_part(x) for group in self.groups for _, x in group.unreduced()]
         reduced = self.reduced()
         own = [local_part(p) for p in self.sharded()]
-        gathered = [x for group in self.groups for x in group.gathered()]
+        gathered = [local_part(x) for group in self.groups for x in group.gathered()]
         self.parameters = max(self.parameters, held([*own, *gathered]))
         self.gradients = max(self.gradients, held([*kept, *reduced]))
 
@@ -103,8 +124,10 @@ class Watch:
 
 def measured(rank: int, world_size: int, settings: dict[str, Any]) -> StateBytes:
     """In the second step; all that is there after it, and the most that was."""
-    module = Uneven()
-    trainer = trainer_of(world_size, {**settings, "num_heads": 3})
+    kind = Even if settings.get("tensor_parallel_size") else Uneven
+    module = kind()
+    heads = module.model.blocks[0].num_heads
+    trainer = trainer_of(world_size, {**settings, "num_heads": heads})
     found: dict[str, Any] = {}
 
     class Looking(pl.Callback):
@@ -151,4 +174,18 @@ def test_a_rank_holds_what_the_closed_form_says(engine: str) -> None:
         want = state_bytes(
             shapes(), engine, rank=rank % cut, ranks=cut, itemsize=8, state_itemsize=8
         )
+        assert got == want, f"rank {rank}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp", "hsdp"])
+def test_of_shared_layers_too(engine: str) -> None:
+    """Two ranks share the layers; two or three have parts of what is left."""
+    ranks, cut = (8, 2) if engine == "hsdp" else (6, 3)
+    settings: dict[str, Any] = {"data_parallel": engine, "tensor_parallel_size": 2}
+    if engine == "hsdp":
+        settings |= {"data_parallel_size": 2, "data_parallel_replicate_size": 2}
+    for rank, got in enumerate(run_ranks(ranks, measured, settings, timeout=200)):
+        part = rank // 2 % cut
+        want = state_bytes(shapes(True), engine, rank=part, ranks=cut, itemsize=8, state_itemsize=8)
         assert got == want, f"rank {rank}"

@@ -56,6 +56,8 @@ def make(kind: str, **options: Any) -> Any:
             "eos_token_id": 2,
             "use_cache": False,
             "query_pre_attn_scalar": 8,
+            "attention_dropout": 0.0,
+            "residual_dropout": 0.0,
             **options,
         },
     )
