@@ -57,6 +57,21 @@ def leave_samplers_alone(trainer: Trainer) -> None:
     connector.use_distributed_sampler = False
 
 
+def before_hooks_of_batch(
+    replaced: Replaced, precision: Precision, act: Callable[[], object]
+) -> None:
+    """Call ``act()`` once a batch was read, before any hook is called with it."""
+
+    def first(own: Callable[..., Any]) -> Callable[..., Any]:
+        def convert_input(batch: Any) -> Any:
+            act()
+            return own(batch)
+
+        return convert_input
+
+    replaced.replace(precision, "convert_input", first)
+
+
 def before_autograd(
     replaced: Replaced, precision: Precision, act: Callable[[torch.Tensor], object]
 ) -> None:

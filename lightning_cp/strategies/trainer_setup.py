@@ -29,6 +29,7 @@ from lightning_cp.strategies.trainer_hooks import (
     after_toggling,
     before_autograd,
     before_clipping,
+    before_hooks_of_batch,
     clip_by,
     leave_samplers_alone,
     place_of_profiles,
@@ -159,7 +160,7 @@ class TrainerSetup(
         self._before_step(number, optimizer, module, self.precision_plugin)
 
     def _watch_precision(self) -> None:
-        """Come between hooks and autograd; and before gradients are clipped by hand, in final size."""
+        """Come before the hooks of a batch; between hooks and autograd; and before gradients are clipped."""
 
         def follow(loss: torch.Tensor) -> None:
             assert self.model is not None
@@ -169,6 +170,7 @@ class TrainerSetup(
                 self._engine.expect(loss)
 
         self._replaced.undo()
+        before_hooks_of_batch(self._replaced, self.precision_plugin, self._begins_batch)
         before_autograd(self._replaced, self.precision_plugin, follow)
         before_clipping(self._replaced, self.precision_plugin, self._complete)
         if self._engine.shards:

@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 ROOM = "lightning_cp/strategies/resume/"
 TRAINER = "tests/strategies/resume/test_trainer.py::test_goes_on_as_if_nothing_had_happened"
+WINDOWS = "tests/strategies/resume/test_windows.py::test_is_replayed_from_its_beginning"
 FABRIC = "tests/strategies/resume/test_fabric.py::test_goes_on_as_if_nothing_had_happened"
 
 RESUME_MUTANTS = (
@@ -28,10 +29,44 @@ RESUME_MUTANTS = (
     Mutant(
         "window resumed in its middle",
         ROOM + "trainer.py",
-        "            return loops.accumulates(trainer) or",
-        "            return False and loops.accumulates(trainer) or",
+        "        return loops.accumulates(trainer) or",
+        "        return False and loops.accumulates(trainer) or",
         (f"{TRAINER}[inside a window]",),
         "The window steps along the gradients of its last batches only.",
+    ),
+    Mutant(
+        "no window with manual optimization",
+        ROOM + "trainer.py",
+        "return bool(trainer.optimizers) and not self._stepped",
+        "return False",
+        (f"{WINDOWS}[manual, first window]",),
+        "Gradients of the batches before the save are lost.",
+    ),
+    Mutant(
+        "a window that is replayed in the epoch after it",
+        ROOM + "loops.py",
+        '    fit[_EPOCH] = deepcopy(to["epochs"])\n',
+        "",
+        (f"{WINDOWS}[across epochs, after]",),
+        "The epoch that goes on is not the one of the window's samples.",
+    ),
+    Mutant(
+        "random numbers of a window taken after the hooks of its first batch",
+        "lightning_cp/strategies/trainer_setup.py",
+        "before_hooks_of_batch(self._replaced, self.precision_plugin, self._begins_batch)",
+        "before_autograd(self._replaced, self.precision_plugin, lambda _: self._begins_batch())",
+        (f"{WINDOWS}[hooks that draw]",),
+        "A replayed batch is masked otherwise than it was.",
+    ),
+    Mutant(
+        "a batch that was read again was read now",
+        "lightning_cp/strategies/loaders/passes.py",
+        "self._place.reads(self._loader, moment)",
+        "self._place.reads(self._loader)",
+        (
+            "tests/strategies/resume/test_windows.py::test_in_the_first_window_of_a_run_that_went_on",
+        ),
+        "Saved once more in its first window, a run reads that batch with other random numbers.",
     ),
     Mutant(
         "validation that was due left out",
@@ -59,7 +94,7 @@ RESUME_MUTANTS = (
     ),
     Mutant(
         "buffers told by their version",
-        ROOM + "window.py",
+        ROOM + "taken_back.py",
         "buffer is self.buffer and buffer._version",
         "buffer._version",
         ("tests/strategies/resume/test_places.py",),

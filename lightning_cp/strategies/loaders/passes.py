@@ -105,9 +105,10 @@ class Pass(Iterator[Any]):
         """This rank's next batch."""
         batches = self._open() if self._batches is None else self._batches
         self._place.asked(trains=self._trains())
-        self._place.reads(self._loader)
-        if self._waiting:  # it was read before the moment that was saved
-            moment = self._waiting.popleft()
+        # Batches that wait were read before the moment that was saved.
+        moment = self._waiting.popleft() if self._waiting else None
+        self._place.reads(self._loader, moment)
+        if moment is not None:
             return read_as_before(moment, self._loader, lambda: next(batches))
         return next(batches)
 

@@ -68,15 +68,17 @@ def _hook(trainer: Trainer) -> str | None:
 
 
 def counts(trainer: Trainer) -> dict[str, Any]:
-    """What changes from one batch of an accumulation window to the next; the batch that begins counts not."""
+    """What changes from one batch of an accumulation window to the next, before a batch begins."""
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
     optimizer = loop.automatic_optimization.optim_progress.state_dict()["optimizer"]
     return {
-        "current": progress.current.ready - 1,
-        "total": progress.total.ready - 1,
+        "epochs": trainer.fit_loop.epoch_progress.state_dict(),
+        "current": progress.current.ready,
+        "total": progress.total.ready,
         "is_last_batch": False,
         "zero_grad": optimizer["zero_grad"],
+        "stepped": loop._batches_that_stepped,
     }
 
 
@@ -84,10 +86,12 @@ def go_back(loops: dict[str, Any], to: dict[str, Any]) -> dict[str, Any]:
     """The loops' state with the counters of the beginning of the window."""
     loops = deepcopy(loops)
     fit = loops["fit_loop"]
+    fit[_EPOCH] = deepcopy(to["epochs"])
     for name in ("current", "total"):
         fit[_BATCH][name] = dict.fromkeys(fit[_BATCH][name], to[name])
     fit[_BATCH]["is_last_batch"] = to["is_last_batch"]
     fit[_ZEROED]["optimizer"]["zero_grad"] = deepcopy(to["zero_grad"])
+    fit["epoch_loop.state_dict"]["_batches_that_stepped"] = to["stepped"]
     return loops
 
 
@@ -158,6 +162,6 @@ def accumulates(trainer: Trainer) -> bool:
 
 
 def begins_window(trainer: Trainer) -> bool:
-    """Whether the batch that begins is the first one of an accumulation window."""
+    """Whether the next batch is the first one of an accumulation window."""
     current = trainer.fit_loop.epoch_loop.batch_progress.current
-    return (current.ready - 1) % trainer.accumulate_grad_batches == 0
+    return current.ready % trainer.accumulate_grad_batches == 0

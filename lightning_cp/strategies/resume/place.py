@@ -92,9 +92,9 @@ class Place:
         """There is to be a next batch, read here or by another rank."""
         self.trained |= trains
 
-    def reads(self, loader: Any) -> None:
-        """It is about to be read here."""
-        moment = Moment.now(loader)
+    def reads(self, loader: Any, moment: Moment | None = None) -> None:
+        """It is about to be read here, as at that moment or now."""
+        moment = moment or Moment.now(loader)
         self.first = self.first or moment
         self.recent.append(Reading(moment, state_of(loader)))
 

@@ -33,11 +33,6 @@ class ResumesExactly:
         super().on_train_start()  # type: ignore[misc]
         self._resume.begins_training(self._trainer, self.root_device)
 
-    def on_train_batch_start(self: Any, *args: Any, **kwargs: Any) -> None:
-        """A batch was read."""
-        super().on_train_batch_start(*args, **kwargs)  # type: ignore[misc]
-        self._resume.begins_batch(self._trainer, self.root_device)
-
     def on_validation_end(self) -> None:
         """All hooks of its end have been called."""
         super().on_validation_end()  # type: ignore[misc]
@@ -48,6 +43,11 @@ class ResumesExactly:
         stepped = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
         self._resume.steps()
         return stepped
+
+    def _begins_batch(self: Any) -> None:
+        """A batch was read, in whatever loop."""
+        if self._trainer.training:
+            self._resume.begins_batch(self._trainer, self.root_device)
 
     def _follow_loader(self: Any, shared: SharedLoader, *, training: bool) -> None:
         if training:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
 
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.strategies.loaders.shared import SharedLoader
@@ -17,7 +19,7 @@ from lightning_cp.strategies.resume.buckets import lay_out, orders_of
 from lightning_cp.strategies.resume.place import at_pass
 from lightning_cp.strategies.resume.random_state import Moment
 from lightning_cp.strategies.resume.record import Point, Record, point_of, record_of
-from lightning_cp.strategies.resume.window import Buffers, plain_states
+from lightning_cp.strategies.resume.taken_back import Buffers, plain_states
 from lightning_cp.strategies.step.run_mesh import RunMesh
 
 KEY = "lightning_cp_resume"
@@ -39,7 +41,6 @@ class TrainerResume:
     def __init__(self) -> None:
         self._window: _Window | None = None
         self._stepped = True
-        self._has_stepped = False
         self._before_validation: Moment | None = None
         self._buffers = Buffers()
         self._loaded: Record | None = None
@@ -49,7 +50,7 @@ class TrainerResume:
     # -- while training --------------------------------------------------------------------------
 
     def begins_batch(self, trainer: Trainer, device: torch.device) -> None:
-        """A batch was read, and nothing was computed of it yet."""
+        """A batch was read, and no hook has seen it yet: they may draw random numbers, and count."""
         automatic = trainer.lightning_module.automatic_optimization
         if not (loops.begins_window(trainer) if automatic else self._stepped):
             return
@@ -66,7 +67,7 @@ class TrainerResume:
 
     def steps(self) -> None:
         """An optimizer did."""
-        self._stepped = self._has_stepped = True
+        self._stepped = True
 
     def begins_validation(self, trainer: Trainer) -> None:
         """A loader is about to be asked for an iterator."""
@@ -114,11 +115,12 @@ class TrainerResume:
         return point
 
     def _in_window(self, trainer: Trainer, place: Mapping[str, Any]) -> bool:
-        if self._window is None or place["kind"] == loops.EPOCH:
+        """With manual optimization also across epochs; Lightning's own windows end with them."""
+        if not trainer.lightning_module.automatic_optimization:
+            return bool(trainer.optimizers) and not self._stepped
+        if place["kind"] == loops.EPOCH:
             return False
-        if trainer.lightning_module.automatic_optimization:
-            return loops.accumulates(trainer) or (place["inside"] and not self._stepped)
-        return self._has_stepped and not self._stepped
+        return loops.accumulates(trainer) or (place["inside"] and not self._stepped)
 
     def _go_back(
         self, checkpoint: dict[str, Any], module: LightningModule, window: _Window
@@ -153,13 +155,28 @@ class TrainerResume:
     def begins_training(self, trainer: Trainer, device: torch.device) -> None:
         """All hooks of the beginning have been called: from here on, it is the run that was saved."""
         record, self._loaded = self._loaded, None
-        self._stepped = True
+        self._window, self._stepped = None, True
+        _follow_steps(trainer.optimizers, self)
         if record is None or self._point is None:
             return
         loops.go_on(trainer, record["place"])
         lay_out([trainer.model], record["buckets"])
         self._point.restore_random(device)
         self._point = None
+
+
+def _follow_steps(optimizers: Sequence[Any], resume: TrainerResume) -> None:
+    """Tell of every step, also where a user calls the optimizer itself, which the strategy does not see."""
+    known = weakref.ref(resume)  # an optimizer may outlive its strategy
+
+    def after_step(*_: Any) -> None:
+        resume = known()
+        if resume is not None:
+            resume.steps()
+
+    for optimizer in optimizers:
+        if isinstance(optimizer, Optimizer):
+            optimizer.register_step_post_hook(after_step)
 
 
 def _places(trainer: Trainer, waiting: int, *, fresh: bool = False) -> list[dict[str, Any]]:

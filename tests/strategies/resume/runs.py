@@ -199,10 +199,11 @@ def run(
     resume: Path | None = None,
     seed: int = 5,
     train: str = "shuffled",
+    kind: type[Dropping] = Dropping,
     **options: Any,
 ) -> Outcome:
     """Two epochs, from the beginning or from a checkpoint; saved on the way, if asked for."""
-    module = Dropping(train)
+    module = kind(train)
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)

@@ -16,7 +16,7 @@ from lightning_cp.errors import CheckpointError
 from lightning_cp.strategies.resume.order import require_same_order
 from lightning_cp.strategies.resume.place import Place, reopen
 from lightning_cp.strategies.resume.record import Point, _seed_anew
-from lightning_cp.strategies.resume.window import Buffers
+from lightning_cp.strategies.resume.taken_back import Buffers
 from lightning_cp.strategies.saves.reading import spread_of
 
 

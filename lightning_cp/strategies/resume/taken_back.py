@@ -1,4 +1,4 @@
-"""What a micro-batch changes besides gradients: buffers, and callbacks that count."""
+"""What a micro-batch changes besides gradients, for a replay: buffers, and callbacks that count."""
 
 from __future__ import annotations
 
