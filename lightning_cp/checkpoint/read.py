@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,12 +48,15 @@ class Checkpoint:
     ours: dict[str, Any]
     world: World
 
-    def read(self, template: Template = lambda place: None) -> Any:
+    def read(
+        self, template: Template = lambda place: None, keys: Container[Any] | None = None
+    ) -> Any:
         """The tree with tensors.
 
         Args:
             template: gives, for a place such as ``("state_dict", "head.weight")``, the tensor that the one
                 there is to be spread like.
+            keys: of the top level, what is wanted of it; all by default.
 
         Returns:
             New tensors: ``DTensor`` where the template is one of that shape, whole ones on the CPU elsewhere.
@@ -61,9 +64,14 @@ class Checkpoint:
         Raises:
             CheckpointError: on every rank: it cannot be read on some.
         """
-        return _together(self.path, self.world, lambda: self._read(template))
+        wanted = self.tree if keys is None else {k: x for k, x in self.tree.items() if k in keys}
+        return _together(self.path, self.world, lambda: self._read(wanted, template))
 
-    def _read(self, template: Template) -> Any:
+    def alone(self) -> Checkpoint:
+        """The same for this rank to read by itself."""
+        return replace(self, world=_alone())
+
+    def _read(self, tree: Any, template: Template) -> Any:
         targets: dict[str, torch.Tensor] = {}
         stored: dict[str, Stored] = {}
 
@@ -76,9 +84,9 @@ class Checkpoint:
             targets[name] = like(wanted, leaf)
             return targets[name]
 
-        tree = map_stored(self.tree, visit)
+        made = map_stored(tree, visit)
         fill(targets, stored)
-        return restored(tree, self.ours.get("notes", []))
+        return restored(made, self.ours.get("notes", []))
 
 
 def open_checkpoint(path: Path, world: World | None = None) -> Checkpoint:
@@ -93,8 +101,9 @@ def open_checkpoint(path: Path, world: World | None = None) -> Checkpoint:
     """
     named, world = Path(path), world or _alone()
     machines = world.gather(this_machine())
-    first = machines.index(machines[world.rank]) == world.rank
-    place, manifest = _together(named, world, lambda: _verified(found(named), world, first))
+    near = [rank for rank, machine in enumerate(machines) if machine == machines[world.rank]]
+    share = slice(near.index(world.rank), None, len(near))
+    place, manifest = _together(named, world, lambda: _verified(found(named), share))
     manifests = world.gather(manifest.render() if manifest else "")
     if len(set(manifests)) > 1:
         raise CheckpointError(
@@ -130,13 +139,13 @@ def _alone() -> World:
     return world
 
 
-def _verified(path: Path, world: World, first: bool) -> tuple[Path, Manifest | None]:
-    """``first``: of this machine's ranks; it hashes a file, of which other machines may have a copy."""
+def _verified(path: Path, share: slice) -> tuple[Path, Manifest | None]:
+    """``share``: which files this rank hashes; those of a machine hash all, as others may have a copy."""
     _require_there(path)
     if path.is_dir():
-        return path, _verified_folder(path, world)
+        return path, _verified_folder(path, share)
     manifest = manifest_of_file(path)
-    if manifest is not None and first:
+    if manifest is not None and share.start == 0:
         verify_file(path, manifest)
     return path, manifest
 
@@ -162,9 +171,9 @@ def _beside(path: Path) -> list[str]:
         return []
 
 
-def _verified_folder(path: Path, world: World) -> Manifest:
+def _verified_folder(path: Path, share: slice) -> Manifest:
     manifest = read_manifest(path)
-    own = sorted(manifest.files)[world.rank :: world.size]
+    own = sorted(manifest.files)[share]
     try:
         verify(path, manifest, own)
     except CheckpointError as error:

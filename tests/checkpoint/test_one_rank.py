@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_cp.checkpoint import read, tensors
-from lightning_cp.checkpoint.durable import beside
+from lightning_cp.checkpoint.durable import beside, discard
 from lightning_cp.checkpoint.full import FullSave
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.save import Background, plan, save_checkpoint
@@ -79,30 +80,41 @@ def test_a_file_that_one_rank_cannot_read(form: str) -> None:
     assert all("a cannot be read (Input/output error (a))" in said for said in second)
 
 
-def reads_a_copy(rank: int, world: int) -> str:
-    """Each rank is a machine with a disk of its own; the second one's has a changed byte."""
-    save_checkpoint({"w": torch.ones(300)}, Path("a"))
+def reads_a_copy(rank: int, world: int, form: str) -> list[str]:
+    """Each rank is a machine with a disk of its own; on the second one a byte of each file is changed."""
+    save_checkpoint({"w": torch.ones(300)}, Path("a"), form=form)
     dist.barrier()
     copy = Path(f"disk-{rank}", "a")
     copy.parent.mkdir()
-    data = bytearray(Path("a").read_bytes())
-    if rank:
-        data[data.index(torch.ones(9).numpy().tobytes())] ^= 1
-    copy.write_bytes(data)
+    files = (
+        ["."]
+        if form == "full"
+        else ["index.json", "shard-00000-of-00002.safetensors", "state.json"]
+    )
     patch = pytest.MonkeyPatch()
     patch.setattr(read, "this_machine", lambda: f"machine {rank}")
+    said = []
     try:
-        with pytest.raises(CheckpointError) as raised:
-            read.open_checkpoint(copy, World())
+        for name in files:
+            shutil.copytree("a", copy) if form == "sharded" else shutil.copy("a", copy)
+            changed = copy / name
+            data = bytearray(changed.read_bytes())
+            data[len(data) // 2] ^= rank
+            changed.write_bytes(data)
+            with pytest.raises(CheckpointError) as raised:
+                read.open_checkpoint(copy, World())
+            said.append(str(raised.value))
+            discard(copy)
     finally:
         patch.undo()
-    return str(raised.value)
+    return said
 
 
-def test_every_machine_verifies_its_copy_of_a_file() -> None:
-    first, second = run_ranks(2, reads_a_copy)
-    assert "rank 1: CheckpointError: a is damaged" in first
-    assert second.startswith("a is damaged: its sha256 is not its manifest's")
+@pytest.mark.parametrize("form", FORMS)
+def test_every_machine_verifies_its_copy(form: str) -> None:
+    first, second = run_ranks(2, reads_a_copy, form)
+    assert all("rank 1: CheckpointError: a" in said for said in first)
+    assert all("is damaged: its sha256 is not" in said for said in second)
 
 
 def saves_badly(rank: int, world: int) -> list[str]:

@@ -89,10 +89,18 @@ CHECKPOINT_MUTANTS = (
     Mutant(
         "one rank reads for itself",
         "lightning_cp/checkpoint/read.py",
-        "        return _together(self.path, self.world, lambda: self._read(template))",
-        "        return self._read(template)",
+        "        return _together(self.path, self.world, lambda: self._read(wanted, template))",
+        "        return self._read(wanted, template)",
         (f"{ONE_RANK}::test_a_file_that_one_rank_cannot_read[full]",),
         "A rank that cannot read leaves the others waiting for it.",
+    ),
+    Mutant(
+        "files dealt out over machines",
+        "lightning_cp/checkpoint/read.py",
+        "    near = [rank for rank, machine in enumerate(machines) if machine == machines[world.rank]]",
+        "    near = list(range(len(machines)))",
+        (f"{ONE_RANK}::test_every_machine_verifies_its_copy[sharded]",),
+        "A changed byte in one machine's copy is loaded there, as another machine has verified its own.",
     ),
     Mutant(
         "places told apart by their dotted names",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.paths import local_path
 from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.checkpoint.remainder import Remainder
 from lightning_cp.comm.objects import World
 from lightning_cp.errors import CheckpointError
 from lightning_cp.strategies.resume.fabric import RunState
@@ -62,7 +63,7 @@ class FabricSaves(SavesOfBoth):
         state: Any = None,
         strict: bool = True,
         weights_only: bool | None = None,
-    ) -> State:
+    ) -> MutableMapping[str, Any]:
         """Verify a checkpoint and load it, all or nothing; called on every rank.
 
         Args:
@@ -73,7 +74,8 @@ class FabricSaves(SavesOfBoth):
             weights_only: cannot be ``False``.
 
         Returns:
-            What was not restored into ``state``.
+            What was not restored into ``state``: read when it is looked at, so that no rank need hold a
+            model or an optimizer whole.
 
         Raises:
             CheckpointError: on every rank: it is missing, damaged or does not fit; ``state`` is as it was.
@@ -84,7 +86,11 @@ class FabricSaves(SavesOfBoth):
         if not state:
             return opened.read()
         if isinstance(state, (nn.Module, Optimizer)):
-            _restore({"": state}, {"": opened.read()}, {}, strict=strict)
+            own = {"": state}
+            optimizer = {("",): (state, [])} if isinstance(state, Optimizer) else {}
+            template = spread_of(_modules(own), optimizer)
+            read = opened.read(lambda place: template(("", *place)))
+            _restore(own, {"": read}, {}, strict=strict)
             return {}
         missing = [key for key in state if key not in opened.tree]
         if strict and missing:
@@ -95,14 +101,15 @@ class FabricSaves(SavesOfBoth):
             )
         names = dict(opened.ours.get("parameters", {}))
         optimizers = {(key,): (x, names.get(key, [])) for key, x in _optimizers(state).items()}
-        checkpoint = opened.read(spread_of(_modules(state), optimizers))
-        return _restore(state, checkpoint, names, strict=strict)
+        checkpoint = opened.read(spread_of(_modules(state), optimizers), state)
+        _restore(state, checkpoint, names, strict=strict)
+        return Remainder(opened, [key for key in opened.tree if key not in state])
 
 
 def _restore(
     state: State, checkpoint: State, names: Mapping[str, list[str]], *, strict: bool
-) -> State:
-    """Check everything, then load; gives what is left of the checkpoint."""
+) -> None:
+    """Check everything, then load."""
     present = {key: obj for key, obj in state.items() if key in checkpoint}
     named = named_parameters(_modules(state))
     fitted = {
@@ -114,7 +121,7 @@ def _restore(
             obj.fitting(checkpoint[key])
     load_modules(_modules(present), checkpoint, strict=strict)
     for key, obj in present.items():
-        value = checkpoint.pop(key)
+        value = checkpoint[key]
         if isinstance(obj, Optimizer):
             obj.load_state_dict(fitted[key])
         elif isinstance(obj, nn.Module):
@@ -123,7 +130,6 @@ def _restore(
             obj.load_state_dict(value)
         else:
             state[key] = value
-    return checkpoint
 
 
 def load_modules(modules: Mapping[str, nn.Module], checkpoint: State, *, strict: bool) -> None:

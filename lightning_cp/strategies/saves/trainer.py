@@ -81,7 +81,7 @@ class TrainerSaves(SavesOfBoth):
     def load_checkpoint(
         self: Any, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Verify a checkpoint and read it; called on every rank.
+        """Verify a checkpoint and read it, the optimizers' state only for a fit; called on every rank.
 
         Raises:
             CheckpointError: on every rank: it is missing, damaged or no checkpoint.
@@ -94,13 +94,16 @@ class TrainerSaves(SavesOfBoth):
                 "against."
             )
         self._saved_names = dict(opened.ours.get("parameters", {}))
+        module = self.lightning_module
+        fits = module is None or module.trainer.state.fn == TrainerFn.FITTING
+        keys = [key for key in opened.tree if fits or key != "optimizer_states"]
         if not self._engine.shards:
-            return opened.read()
+            return opened.read(keys=keys)
         optimizers = {
             ("optimizer_states", at): (x, self._saved_names.get(f"optimizer_states.{at}", []))
             for at, x in enumerate(self.optimizers)
         }
-        return opened.read(spread_of({"state_dict": self.lightning_module}, optimizers))
+        return opened.read(spread_of({"state_dict": module}, optimizers), keys)
 
     def load_model_state_dict(
         self: Any, checkpoint: Mapping[str, Any], strict: bool = True

@@ -1,0 +1,143 @@
+"""What a load does not need is not read: no rank holds the whole of what is spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+
+from lightning_cp.checkpoint import tensors
+from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.checkpoint.remainder import Remainder
+from lightning_cp.checkpoint.save import save_checkpoint
+from lightning_cp.errors import CheckpointError
+from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
+from tests.checkpoint.states import same, state_of
+from tests.pool import run_ranks
+from tests.pool.environment import PoolEnvironment
+from tests.strategies.engine_runs import Adam, Cell
+from tests.strategies.small import loader, trainer_of
+
+CELL = Cell("fsdp", cp=2)
+SMALL = 20_000
+"""Elements: steps and the state of random numbers have fewer, a model or its optimizer has more."""
+
+
+@contextmanager
+def read_whole() -> Iterator[list[int]]:
+    """Elements of each tensor that is read whole meanwhile."""
+    found: list[int] = []
+    own = tensors.Stored.whole
+
+    def whole(stored: tensors.Stored) -> torch.Tensor:
+        found.append(torch.Size(stored.shape).numel())
+        return own(stored)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(tensors.Stored, "whole", whole)
+    try:
+        yield found
+    finally:
+        patch.undo()
+
+
+class Validated(Adam):
+    """Has a loss to validate, and notes what its checkpoint has."""
+
+    keys: tuple[str, ...] = ()
+
+    def validation_step(self, *given: Any) -> Any:
+        return self.training_step(*given)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.keys = tuple(checkpoint)
+
+
+def validates(rank: int, world: int, form: str) -> None:
+    settings = {**CELL.settings, "checkpoint": form}
+    trainer = trainer_of(world, settings, max_epochs=-1, max_steps=1)
+    trainer.fit(Adam(), loader(1, rows=1))
+    trainer.save_checkpoint("a")
+    module = Validated()
+    with read_whole() as found:
+        trainer_of(world, settings).validate(
+            module, loader(1, rows=1), ckpt_path="a", verbose=False
+        )
+    assert sum(x.numel() for x in module.parameters()) > SMALL
+    assert "state_dict" in module.keys
+    assert "optimizer_states" not in module.keys
+    assert sum(found) < SMALL, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_validation_reads_no_optimizers(form: str) -> None:
+    run_ranks(2, validates, form)
+
+
+def loads_parts(rank: int, world: int, form: str) -> None:
+    strategy = FabricStrategy(**CELL.settings, checkpoint=form)
+    fabric = Fabric(
+        accelerator="cpu", devices=world, strategy=strategy, plugins=[PoolEnvironment()]
+    )
+    fabric.launch()
+    module = Adam()
+    model, optimizer = fabric.setup(module.model, module.configure_optimizers())
+    (batch,) = loader(1, rows=1)
+    local = fabric.strategy.shard_batch(dict(batch))
+    fabric.backward(model(local["input_ids"], local["position_ids"]).square().mean())
+    optimizer.step()
+    fabric.strategy.end_step()
+    fabric.save("a", {"model": model, "optimizer": optimizer, "step": 2, "own": {"x": [1, 2.5]}})
+    fabric.save("raw", model.state_dict())
+    with read_whole() as found:
+        rest = fabric.load("a", {"model": model})
+        assert (list(rest), rest["step"], rest["own"]) == (
+            ["optimizer", "step", "own"],
+            2,
+            {"x": [1, 2.5]},
+        )
+        fabric.load_raw("raw", model)
+        assert sum(found) < SMALL, found
+        state = rest["optimizer"]["state"]  # and yet it is there
+        assert len(state) == len(list(module.parameters()))
+        assert sum(found) > SMALL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_fabric_reads_what_is_asked_for(form: str) -> None:
+    run_ranks(2, loads_parts, form)
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_the_remainder_is_a_dictionary_of_what_was_saved(form: str, tmp_path: Path) -> None:
+    save_checkpoint(state_of(1), tmp_path / "a", form=form)
+    rest = Remainder(open_checkpoint(tmp_path / "a"), ["state_dict", "nested", "global_step"])
+    want = {key: state_of(1)[key] for key in ("state_dict", "nested", "global_step")}
+    with read_whole() as found:
+        assert rest.pop("global_step") == 1
+        assert (list(rest), len(rest), "state_dict" in rest) == (["state_dict", "nested"], 2, True)
+        assert same(rest["nested"], want["nested"])
+        assert found == []
+        assert same(rest["state_dict"], want["state_dict"])
+        assert rest["state_dict"] is rest["state_dict"]
+        rest["new"] = 1
+        assert dict(rest)["new"] == 1
+        with pytest.raises(KeyError, match="optimizer_states"):
+            rest["optimizer_states"]
+
+
+def test_what_is_replaced_meanwhile_is_not_mixed(tmp_path: Path) -> None:
+    save_checkpoint(state_of(1), tmp_path / "a", form="sharded")
+    rest = Remainder(open_checkpoint(tmp_path / "a"), ["state_dict"])
+    save_checkpoint(state_of(2), tmp_path / "a", form="sharded")
+    with pytest.raises(
+        CheckpointError, match="a was replaced after it was opened, so 'state_dict'"
+    ):
+        rest["state_dict"]
