@@ -82,7 +82,7 @@ def test_validation_reads_no_optimizers(form: str) -> None:
 
 def loads_parts(rank: int, world: int, form: str) -> None:
     strategy = FabricStrategy(**CELL.settings, checkpoint=form)
-    fabric = Fabric(
+    fabric: Any = Fabric(
         accelerator="cpu", devices=world, strategy=strategy, plugins=[PoolEnvironment()]
     )
     fabric.launch()

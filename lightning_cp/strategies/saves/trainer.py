@@ -97,7 +97,7 @@ class TrainerSaves(SavesOfBoth):
         module = self.lightning_module
         fits = module is None or module.trainer.state.fn == TrainerFn.FITTING
         keys = [key for key in opened.tree if fits or key != "optimizer_states"]
-        if not self._engine.shards:
+        if module is None or not self._engine.shards:
             return opened.read(keys=keys)
         optimizers = {
             ("optimizer_states", at): (x, self._saved_names.get(f"optimizer_states.{at}", []))
