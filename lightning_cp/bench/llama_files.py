@@ -71,7 +71,8 @@ def make_checkpoint(folder: Path, layers: int, files: int) -> None:
         made = in_files(shapes, limit)
     if len(made) < files // 2:
         raise ConfigError(f"--files {files} is more than {len(shapes)} tensors can be spread over.")
-    noise = torch.randint(0, 2**15, (VOCAB * HIDDEN + 4096,), dtype=torch.int16)
+    first_infinite = 0x7F80  # the bits of bfloat16; smaller ones are finite numbers
+    noise = torch.randint(0, first_infinite, (VOCAB * HIDDEN + 4096,), dtype=torch.int16)
     for name, keys in made.items():
         file = TensorFile(folder / name, {key: shapes[key] for key in keys})
         for number, key in enumerate(file.order):

@@ -25,9 +25,9 @@ from lightning_cp.checkpoint.pretrained.memory import (
 )
 from lightning_cp.checkpoint.pretrained.names import plain, tensors_of, unwrapped
 from lightning_cp.checkpoint.pretrained.options import Options, check_options, dtype_of
-from lightning_cp.checkpoint.pretrained.plan import LoadPlan, plan_load
+from lightning_cp.checkpoint.pretrained.plan import LoadPlan, Slice, plan_load
 from lightning_cp.checkpoint.pretrained.progress import Progress
-from lightning_cp.checkpoint.pretrained.reader import SliceReader
+from lightning_cp.checkpoint.pretrained.reader import BUFFER, SliceReader
 from lightning_cp.checkpoint.pretrained.rest import LOADING, Rest
 from lightning_cp.comm.outcome import share_outcome, summed_over_world
 from lightning_cp.errors import CheckpointError
@@ -150,15 +150,14 @@ def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype | None)
 
 
 def _read(model: nn.Module, plan: LoadPlan, options: Options, progress: Progress) -> None:
-    tensors = tensors_of(model, plan.prefix).by_name
-    with torch.no_grad(), SliceReader(progress.add) as reader:
+    tensors, bad = tensors_of(model, plan.prefix).by_name, _NotFinite(options.check_finite)
+    with torch.no_grad(), SliceReader(progress.add, bad.look) as reader:
         for one in plan.slices:
             progress.now(one.parameter)
             local = local_part(tensors[one.parameter])
             place = tuple(slice(at, at + n) for at, n in zip(one.at, one.lengths, strict=True))
             reader.read(one.entry, one.offsets, local[place])
-            if options.check_finite:
-                _require_finite(one.parameter, one.entry.file.name, local[place])
+            bad.require_none(one)
 
 
 def _first_without_memory(model: nn.Module, dtype: torch.dtype | None) -> tuple[str, torch.Tensor]:
@@ -169,12 +168,27 @@ def _first_without_memory(model: nn.Module, dtype: torch.dtype | None) -> tuple[
     return "a parameter", torch.empty(0)
 
 
-def _require_finite(name: str, file: str, x: torch.Tensor) -> None:
-    if x.is_floating_point() and (count := int((~computable(x).isfinite()).sum())):
-        raise CheckpointError(
-            f"{name} in {file} has {count:,} values that are NaN or infinite. They were trained that way, or "
-            "the file was changed since; check_finite=False loads them."
-        )
+class _NotFinite:
+    """How many values are NaN or infinite, if that is asked for."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted, self._count = wanted, 0
+
+    def look(self, values: torch.Tensor) -> None:
+        """A few at a time, as counting makes copies, and few are counted: NaN is an extreme too."""
+        if not self._wanted or not values.is_floating_point():
+            return
+        for some in map(computable, values.split(BUFFER)):
+            if not all(x.isfinite() for x in torch.aminmax(some)):
+                self._count += int((~some.isfinite()).sum())
+
+    def require_none(self, one: Slice) -> None:
+        if self._count:
+            raise CheckpointError(
+                f"{one.parameter} in {one.entry.file.name} has {self._count:,} values that are NaN or "
+                "infinite. They were trained that way, or the file was changed since; check_finite=False "
+                "loads them."
+            )
 
 
 def _device(

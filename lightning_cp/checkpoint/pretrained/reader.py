@@ -35,10 +35,15 @@ class SliceReader:
 
     Args:
         done: called with the number of bytes of the box that were just read.
+        look: called with the values that were just read, where they belong, in one dimension.
     """
 
-    def __init__(self, done: Callable[[int], None] = lambda count: None) -> None:
-        self._done = done
+    def __init__(
+        self,
+        done: Callable[[int], None] = lambda count: None,
+        look: Callable[[torch.Tensor], None] = lambda values: None,
+    ) -> None:
+        self._done, self._look = done, look
         self._buffer: torch.Tensor | None = None
         self._unused = bytearray(ALONG)
         self._file: Path | None = None
@@ -71,6 +76,7 @@ class SliceReader:
                 for some in rows.cut((STRAIGHT if straight else BUFFER) // size):
                     target = part.view(-1)[some.at : some.at + some.numel]
                     self._rows(entry, some, target, straight)
+                    self._look(target)
                     self._done(some.numel * size)
                     sign_of_life()
 
