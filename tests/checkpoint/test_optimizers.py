@@ -13,7 +13,9 @@ from torch import nn
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.errors import CheckpointError
-from lightning_cp.strategies.saves.optimizers import fitting_state
+from lightning_cp.strategies.saves.fabric import _restore
+from lightning_cp.strategies.saves.optimizers import fitting_state, named_parameters, names_of
+from lightning_cp.strategies.saves.reading import spread_of
 from tests.checkpoint.states import same
 
 
@@ -52,3 +54,32 @@ def test_the_state_of_other_shapes_is_refused(kind: Any, again: bool) -> None:
     optimizer = stepped(module, kind) if again else kind(module.parameters())
     with pytest.raises(CheckpointError, match=r"the optimizer's \w+ of \w+ has shape \[3"):
         fitting_state(found, optimizer, ["weight", "bias"], ["weight", "bias"])
+
+
+def stepped_on(modules: dict[str, nn.Module]) -> torch.optim.Optimizer:
+    """In another order than the modules'."""
+    parameters = [x for module in modules.values() for x in module.parameters()][::-1]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    sum((x.square().sum() for x in parameters), torch.zeros(())).backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("gd", "g"), ("g", "gd"), ("g", "g"), ("gd", "gd")])
+def test_an_optimizer_of_some_of_the_models(saved: str, loaded: str) -> None:
+    """Names go with the module's key where there are several modules, which the other side need not have."""
+    modules: dict[str, nn.Module] = {key: nn.Linear(2, 2) for key in "gd"}
+    common = {key: modules[key] for key in saved if key in loaded}
+    optimizer = stepped_on(common)
+    named = named_parameters({key: modules[key] for key in saved})
+    checkpoint: dict[str, Any] = {key: modules[key].state_dict() for key in "gd"}
+    checkpoint["o"] = optimizer.state_dict()
+    own = [x for module in common.values() for x in module.parameters()]
+    fresh = torch.optim.AdamW(own, lr=0.1)
+    into = {**{key: modules[key] for key in loaded}, "o": fresh}
+    names = names_of(optimizer, named)
+    template = spread_of({key: modules[key] for key in loaded}, {("o",): (fresh, names)})
+    assert template(("o", "state", 0, "exp_avg")) is own[-1]
+    _restore(into, checkpoint, {"o": names}, strict=True)
+    for parameter in own:
+        assert same(fresh.state[parameter], optimizer.state[parameter])

@@ -22,6 +22,7 @@ from lightning_cp.strategies.saves.front import SavesOfBoth
 from lightning_cp.strategies.saves.optimizers import (
     fitting_state,
     named_parameters,
+    names_as_saved,
     names_of,
 )
 from lightning_cp.strategies.saves.reading import load_module, require_weights_only, spread_of
@@ -111,11 +112,11 @@ def _restore(
 ) -> None:
     """Check everything, then load."""
     present = {key: obj for key, obj in state.items() if key in checkpoint}
-    named = named_parameters(_modules(state))
-    fitted = {
-        key: fitting_state(checkpoint[key], obj, names.get(key, []), names_of(obj, named))
-        for key, obj in _optimizers(present).items()
-    }
+    modules, fitted = _modules(state), {}
+    for key, obj in _optimizers(present).items():
+        saved = names.get(key, [])
+        own = names_as_saved(saved, obj, modules)
+        fitted[key] = fitting_state(checkpoint[key], obj, saved, own)
     for key, obj in present.items():
         if isinstance(obj, RunState):
             obj.fitting(checkpoint[key])

@@ -35,6 +35,29 @@ def named_parameters(modules: Mapping[str, nn.Module]) -> dict[str, torch.Tensor
     }
 
 
+def names_as_saved(
+    saved: Sequence[str], optimizer: Optimizer, modules: Mapping[str, nn.Module]
+) -> list[str]:
+    """The names of an optimizer's parameters, with or without their module's key, as those saved have it.
+
+    It may have been saved with several modules and be loaded with one of them, or the other way.
+
+    Args:
+        saved: the names that the saved state's numbers stood for.
+        optimizer: into which it is to go.
+        modules: key -> module.
+    """
+    own = names_of(optimizer, named_parameters(modules))
+    both = [
+        (f"{key}.{name}", name)
+        for key, module in modules.items()
+        for name, _ in module.named_parameters()
+    ]
+    other = dict(both) if len(modules) > 1 else {name: keyed for keyed, name in both}
+    ways = (own, [other.get(name, "") for name in own])
+    return next((way for way in ways if sorted(way) == sorted(saved)), own)
+
+
 def fitting_state(
     state: Mapping[str, Any], optimizer: Optimizer, saved: Sequence[str], own: Sequence[str]
 ) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from lightning_cp.checkpoint.plain import Place
 from lightning_cp.checkpoint.read import Template
 from lightning_cp.checkpoint.tensors import Stored, fill, like, stored_whole
 from lightning_cp.errors import CheckpointError, ConfigError
-from lightning_cp.strategies.saves.optimizers import named_parameters, parameters_of
+from lightning_cp.strategies.saves.optimizers import names_as_saved, parameters_of
 
 
 class PlainCheckpointIO(TorchCheckpointIO):
@@ -70,15 +70,19 @@ def spread_of(
     known: dict[Place, torch.Tensor] = {
         (key, name): x for key, module in modules.items() for name, x in module.state_dict().items()
     }
-    by_name = named_parameters(modules)
+    named: dict[Place, dict[str, torch.Tensor]] = {
+        place: dict(zip(names_as_saved(saved, x, modules), parameters_of(x), strict=True))
+        for place, (x, saved) in optimizers.items()
+    }
 
     def template(place: Place) -> torch.Tensor | None:
-        if len(place) < 3 or place[:-3] not in optimizers or place[-3] != "state":
+        of, numbered = place[:-3], len(place) > 2 and place[-3] == "state"
+        if of not in optimizers or not numbered or type(place[-2]) is not int:
             return known.get(place)
-        optimizer, saved = optimizers[place[:-3]]
-        number: int = place[-2]
-        if number < len(saved) and saved[number] in by_name:
-            return by_name[saved[number]]
+        optimizer, saved = optimizers[of]
+        number = int(place[-2])
+        if number < len(saved) and saved[number] in named[of]:
+            return named[of][saved[number]]
         parameters = parameters_of(optimizer)
         return parameters[number] if number < len(parameters) else None
 
