@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from lightning_cp.checkpoint.manifest import About
@@ -55,3 +58,42 @@ def waits(rank: int, world_size: int, folder: Path) -> tuple[bool, bool]:
 
 def test_all_ranks_wait_for_the_checkpoint_and_its_links(tmp_path: Path) -> None:
     assert run_ranks(2, waits, tmp_path) == [(True, True), (True, True)]
+
+
+ENDS = """
+import resource, sys
+import torch
+from lightning.fabric import Fabric
+from lightning_cp.errors import CheckpointError
+from lightning_cp.fabric import UlyssesRingStrategy
+
+fabric = Fabric(accelerator="cpu", devices=1, strategy=UlyssesRingStrategy(async_save=True))
+fabric.launch()
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+fabric.save("a", {"w": torch.ones(200, 200)})
+if sys.argv[1] == "asks":
+    try:
+        fabric.strategy.wait_for_saves()
+    except CheckpointError:
+        pass
+print("the script has ended")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("asks", "status"), [("asks", 0), ("does not", 120)])
+def test_a_script_does_not_end_well_if_its_last_save_failed(
+    asks: str, status: int, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, asks],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == status, done.stderr
+    assert done.stdout == "the script has ended\n"
+    assert "cannot save a: File too large" in done.stderr
+    assert ("CheckpointError: cannot save a" in done.stderr) == bool(status)
+    assert list(tmp_path.iterdir()) == []

@@ -76,11 +76,11 @@ def spread_of(
     }
 
     def template(place: Place) -> torch.Tensor | None:
-        of, numbered = place[:-3], len(place) > 2 and place[-3] == "state"
-        if of not in optimizers or not numbered or type(place[-2]) is not int:
-            return known.get(place)
-        optimizer, saved = optimizers[of]
-        number = int(place[-2])
+        match place:
+            case (*above, "state", int(number), _) if (of := tuple(above)) in optimizers:
+                optimizer, saved = optimizers[of]
+            case _:
+                return known.get(place)
         if number < len(saved) and saved[number] in named[of]:
             return named[of][saved[number]]
         parameters = parameters_of(optimizer)

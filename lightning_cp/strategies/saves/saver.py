@@ -93,8 +93,9 @@ class Saver:
     def _require_done(self, running: Background) -> None:
         def done() -> None:
             running.wait()
-            if running.error is not None:
-                raise running.error
+            error = running.error
+            if error is not None:
+                raise error
 
         try:
             self._together(running.target, done)
@@ -103,15 +104,11 @@ class Saver:
             raise
 
     def abandon(self, seconds: float = 60.0) -> None:
-        """Let the save in the background end, without asking the other ranks; says what became of it."""
+        """Let the save in the background end, without asking the other ranks; that it failed was said."""
         running, self._running = self._running, None
         self._later.clear()
-        if running is None:
-            return
-        if not running.wait(seconds):
+        if running is not None and not running.wait(seconds):
             _log.error("the save of %s did not end within %g s", shown(running.target), seconds)
-        elif running.error is not None:
-            _log.error("%s", running.error)
 
     def remove(self, path: str | Path) -> None:
         """Remove a checkpoint once nothing needs it any more; called on every rank, done by the first.
