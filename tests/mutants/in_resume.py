@@ -85,6 +85,22 @@ RESUME_MUTANTS = (
         "The window's first batches are lost.",
     ),
     Mutant(
+        "buffers of the end of what is replayed",
+        ROOM + "fabric.py",
+        "            self._buffers.keep(self._models)\n",
+        "",
+        (f"{FABRIC}[inside a window]",),
+        "Counters and running statistics count replayed batches twice.",
+    ),
+    Mutant(
+        "a loader takes the place of another one",
+        ROOM + "fabric.py",
+        "if saved != there:",
+        "if saved < there:",
+        ("tests/strategies/resume/test_fabric.py::test_loaders_that_are_gone_have_no_place",),
+        "Its samples come once more.",
+    ),
+    Mutant(
         "the first window belongs to the pass after it",
         "lightning_cp/strategies/loaders/passes.py",
         "            self._place.asked(trains=True)\n",

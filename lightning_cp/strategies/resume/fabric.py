@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from lightning_cp.errors import CheckpointError
 from lightning_cp.strategies.loaders.proxy import LoaderProxy
 from lightning_cp.strategies.loaders.shared import SharedLoader
 from lightning_cp.strategies.resume.buckets import lay_out, orders_of
-from lightning_cp.strategies.resume.place import at_pass
 from lightning_cp.strategies.resume.record import Point, point_of, record_of
+from lightning_cp.strategies.resume.taken_back import Buffers
 from lightning_cp.strategies.step.run_mesh import RunMesh
 
 
@@ -30,7 +31,8 @@ class RunState:
                 ...
 
     The next pass through a loader goes on with the first batch that no optimizer step has used: after a save
-    inside an accumulation window, with the window's first. All ranks save and load together.
+    inside an accumulation window, with the window's first. Buffers of the models that are saved with it are
+    those of that place, too. All ranks save and load together.
     """
 
     def __init__(self, run: RunMesh) -> None:
@@ -38,7 +40,7 @@ class RunState:
         self._loaders: list[weakref.ref[SharedLoader]] = []
         self._wrapped: list[weakref.ref[nn.Module]] = []
         self._begun: Point | None = None
-        self._to_place: list[dict[str, Any]] = []
+        self._buffers = Buffers()
         self.device = torch.device("cpu")
         """Of this rank; the strategy says which."""
 
@@ -62,12 +64,11 @@ class RunState:
         """Go on from there: random numbers at once, loaders with their next pass; all ranks call this.
 
         Raises:
-            CheckpointError: written by a later version, or with fewer loaders than there are.
+            CheckpointError: written by a later version, or with another number of loaders than there are.
         """
         point = self.fitting(state_dict)
-        self._to_place = list(point.loaders)
-        for known in self._loaders:
-            self._place(known())
+        for shared, saved in zip(self._followed, point.loaders, strict=True):
+            shared.place.begin_from(saved, counts_epochs=True)
         self._begun = None
         lay_out(self._models, state_dict["buckets"])
         point.restore_random(self.device)
@@ -78,16 +79,23 @@ class RunState:
         """What this rank would go on from; nothing is changed yet.
 
         Raises:
-            CheckpointError: written by a later version, or with fewer loaders than there are.
+            CheckpointError: written by a later version, or with another number of loaders than there are.
         """
         point = point_of(state_dict, self._run.mesh, torch.distributed.get_rank())
-        if len(self._loaders) > len(point.loaders):
+        saved, there = len(point.loaders), len(self._followed)
+        if saved != there:
             raise CheckpointError(
-                f"the checkpoint has the places of {len(point.loaders)} loaders, but "
-                f"fabric.setup_dataloaders was given {len(self._loaders)}. Set up the same loaders, in the "
-                "same order."
+                f"the checkpoint has the places of {saved} loaders, but there are {there} of "
+                "fabric.setup_dataloaders. Before fabric.load set up those that there were when it was "
+                "saved, in the same order, and keep them: one that is dropped has no place."
             )
         return point
+
+    def take_back(self, tree: dict[str, Any], modules: Mapping[str, nn.Module]) -> None:
+        """Of what is about to be saved: buffers are those of the point that ``state_dict`` gives."""
+        if self._begun is not None:
+            for key, module in modules.items():
+                tree[key] = self._buffers.put_back(tree[key], module)
 
     def follow(self, shared: SharedLoader) -> None:
         """One more loader, in the order of the script."""
@@ -100,11 +108,14 @@ class RunState:
                 state._begins_batch()
 
         shared.tell(before_training=before_training)
-        self._place(shared)
 
     def follow_model(self, wrapped: nn.Module) -> None:
         """One more model, in the order of the script."""
         self._wrapped.append(weakref.ref(wrapped))
+
+    @property
+    def _followed(self) -> list[SharedLoader]:
+        return [loader for known in self._loaders if (loader := known()) is not None]
 
     @property
     def _models(self) -> list[nn.Module]:
@@ -117,19 +128,10 @@ class RunState:
     def _begins_batch(self) -> None:
         if self._begun is None:
             self._begun = self._now()
+            self._buffers.keep(self._models)
 
     def _now(self) -> Point:
-        alive = [known() for known in self._loaders]
-        return Point.now(self.device, [_NOWHERE if x is None else x.saved_place() for x in alive])
-
-    def _place(self, shared: SharedLoader | None) -> None:
-        if self._to_place:
-            saved = self._to_place.pop(0)
-            if shared is not None:
-                shared.place.begin_from(saved, counts_epochs=True)
-
-
-_NOWHERE = at_pass(0)
+        return Point.now(self.device, [loader.saved_place() for loader in self._followed])
 
 
 def _shared(loader: Any) -> SharedLoader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -26,43 +27,48 @@ class _Copy:
     def of(cls, buffer: torch.Tensor) -> _Copy:
         return cls(buffer, buffer._version, buffer.detach().clone())
 
-    def is_of(self, buffer: torch.Tensor | None) -> bool:
-        return buffer is not None and buffer is self.buffer and buffer._version == self.version
+    def is_of(self, buffer: torch.Tensor) -> bool:
+        return buffer is self.buffer and buffer._version == self.version
+
+
+_Owned = tuple[nn.Module, str]
+"""A buffer by the module that has it, and its name there."""
 
 
 class Buffers:
-    """Copies of a module's persistent buffers; taken anew only of those that have changed."""
+    """Copies of modules' persistent buffers; taken anew only of those that have changed."""
 
     def __init__(self) -> None:
-        self._copies: dict[str, _Copy] = {}
+        self._copies: dict[_Owned, _Copy] = {}
 
-    def keep(self, module: nn.Module) -> None:
+    def keep(self, modules: Iterable[nn.Module]) -> None:
         """Copy what has changed since it was copied last."""
-        copies: dict[str, _Copy] = {}
-        for name, buffer in _persistent(module).items():
-            known = self._copies.get(name)
-            fits = known is not None and known.is_of(buffer)
-            copies[name] = known if fits and known else _Copy.of(buffer)
+        copies: dict[_Owned, _Copy] = {}
+        for module in modules:
+            for _, owned, buffer in _persistent(module):
+                known = self._copies.get(owned)
+                fits = known is not None and known.is_of(buffer)
+                copies[owned] = known if fits and known else _Copy.of(buffer)
         self._copies = copies
 
     def put_back(self, state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
         """A module's state with the copies in place of what changed since."""
-        now = _persistent(module)
         changed = {
             name: copy.value
-            for name, copy in self._copies.items()
-            if name in state and not copy.is_of(now.get(name))
+            for name, owned, buffer in _persistent(module)
+            if name in state
+            and (copy := self._copies.get(owned)) is not None
+            and not copy.is_of(buffer)
         }
         return {**state, **changed}
 
 
-def _persistent(module: nn.Module) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+def _persistent(module: nn.Module) -> Iterator[tuple[str, _Owned, torch.Tensor]]:
+    """Names in the module's state, by whom and as what they are held, and their values."""
     for prefix, part in module.named_modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+                yield f"{prefix}.{name}" if prefix else name, (part, name), buffer
 
 
 def plain_states(trainer: Trainer) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class TrainerResume:
         self._stepped = False
         waiting = 1 + loops.ahead(trainer)
         if trainer.accumulate_grad_batches > 1 or not automatic:
-            self._buffers.keep(trainer.lightning_module)
+            self._buffers.keep([trainer.lightning_module])
             callbacks = plain_states(trainer)
         else:
             callbacks = {}

@@ -53,6 +53,8 @@ class FabricSaves(SavesOfBoth):
         named = named_parameters(modules or {"": _unwrapped(self._models)})
         names = {key: names_of(optimizer, named) for key, optimizer in optimizers.items()}
         tree = self._convert_stateful_objects_in_state(state, filter=dict(filter or {}))
+        for run in (obj for obj in state.values() if isinstance(obj, RunState)):
+            run.take_back(tree, modules)
         step = next((state[k] for k in _STEPS if type(state.get(k)) is int), None)
         sizes = {str(axis): size for axis, size in self.mesh.sizes.items()} if modules else {}
         about = About(step, sizes, self._core.settings.data_parallel)

@@ -75,8 +75,8 @@ class Counts(nn.Module):
 def test_buffers_are_those_of_the_beginning_of_the_window() -> None:
     module, buffers = Counts(), Buffers()
     for before in range(4):
-        buffers.keep(module)
-        buffers.keep(module)
+        buffers.keep([module])
+        buffers.keep([module])
         for _ in range(3):
             module.step()
         found = buffers.put_back(dict(module.state_dict()), module)
