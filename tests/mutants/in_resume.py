@@ -79,8 +79,8 @@ RESUME_MUTANTS = (
     Mutant(
         "saved as after batches that no step has used",
         ROOM + "fabric.py",
-        "        if self._begun is None:\n            self._begun = self._now()",
-        "        self._begun = None",
+        "            self._begun = self._now()",
+        "            self._begun = None",
         (f"{FABRIC}[inside a window]",),
         "The window's first batches are lost.",
     ),
