@@ -42,7 +42,7 @@ def share_layers(
         before_data: called before layers exchange anything; a method is held weakly.
 
     Raises:
-        ConfigError: a plan that does not fit the model, or heads that do not divide.
+        ConfigError: a plan that does not fit the model, or heads or dimensions that do not divide.
     """
     if mesh.tp_size == 1 or is_shared(module):
         return
@@ -60,6 +60,7 @@ def share_layers(
         for attention in plan.attention:
             leave_local_heads(attention, mesh.tp_size)
         rank_zero_info(_shown(plan, mesh.tp_size))
+    _require_equal_parts(module, mesh.tp_size)
     _tie(module, tied)
     _tell_checks(module, before_data)
     _make_alike(module, mesh)
@@ -85,6 +86,23 @@ def _call(given: Callable[..., Any], module: nn.Module, mesh: ContextParallelMes
             "tensor_parallel_plan was called and shares nothing: no parameter is a DTensor over the tp axis. "
             "Call parallelize_module(module, device_mesh, {...}) in it, or use tensor_parallel_size=1."
         )
+
+
+def _require_equal_parts(module: nn.Module, size: int) -> None:
+    """Refuse parts of different sizes: FSDP2 shards them as if they were equal.
+
+    Raises:
+        ConfigError: naming the parameter and the dimension.
+    """
+    for name, x in (*module.named_parameters(), *module.named_buffers()):
+        for placement in x.data.placements if isinstance(x.data, DTensor) else ():
+            dim = getattr(placement, "dim", None)
+            if dim is not None and x.shape[dim] % size:
+                raise ConfigError(
+                    f"tensor_parallel_plan shards {name} of shape {list(x.shape)} along its dimension {dim}: "
+                    f"{x.shape[dim]} does not divide by tensor_parallel_size={size}. Leave that module out "
+                    "of the plan, give it a style for another dimension, or make it larger."
+                )
 
 
 def _tied(module: nn.Module) -> list[list[str]]:
