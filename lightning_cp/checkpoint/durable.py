@@ -7,15 +7,23 @@ the old one is set aside under a name that :func:`found` knows until the new one
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
 import secrets
 import shutil
 import socket
+import time
 from pathlib import Path
 
+from lightning_cp.checkpoint.failures import failed_later
+from lightning_cp.comm.objects import told
+
 SAVING, BEFORE, REMOVED = "saving", "before", "removed"
+_A_DAY = 86_400.0
+_NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES)
+"""What file systems say that cannot sync folders, such as some of FUSE and CIFS; or of folders not to be read."""
 _LEFT = re.compile(
     r"^\.(?P<name>.+)\.(?P<why>saving|before|removed)-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-"
 )
@@ -35,19 +43,35 @@ def write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk."""
-    opened = os.open(path, os.O_RDONLY)
+def sync(folder: Path) -> None:
+    """Have the names in a folder on the disk, where the file system can be told to."""
     try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        if error.errno not in _NOT_FOR_FOLDERS:
+            raise
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and what it is in, and have their names on the disk."""
+    missing = [x for x in (folder, *folder.parents) if not x.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync(made.parent)
 
 
 def put_in_place(staged: Path, target: Path) -> None:
     """Give what was written completely its name; whatever had that name is removed afterwards.
 
     What was there is put back if anything comes in between, Ctrl-C included.
+
+    Raises:
+        OSError: it has not got its name.
+        CheckpointError: it has.
     """
     if staged.is_dir():
         sync(staged)
@@ -55,7 +79,15 @@ def put_in_place(staged: Path, target: Path) -> None:
     if staged.is_dir() or (target.is_dir() and not target.is_symlink()):
         aside = beside(target, BEFORE)
     _exchange(staged, target, aside)
-    sync(target.parent)
+    _keep_name(target, aside)
+
+
+def _keep_name(target: Path, aside: Path | None) -> None:
+    """Once it is on the disk, what had that name before goes."""
+    try:
+        sync(target.parent)
+    except OSError as error:
+        raise failed_later(target, f"may not be after a power cut: {told(error)}") from error
     if aside is not None:
         discard(aside)
 
@@ -101,9 +133,7 @@ def replace_link(link: Path, to: Path) -> None:
         _exchange(staged, link, aside)
     finally:
         staged.unlink(missing_ok=True)
-    sync(link.parent)
-    if aside is not None:
-        discard(aside)
+    _keep_name(link, aside)
 
 
 def remove(target: Path) -> None:
@@ -141,7 +171,7 @@ def leftovers(folder: Path) -> list[tuple[Path, tuple[str, str]]]:
 
 
 def sweep(folder: Path) -> None:
-    """Tidy up after processes of this machine that are gone, and put back what they had set aside."""
+    """Tidy up after processes that are gone, and put back what they had set aside."""
     for path, (name, why) in leftovers(folder):
         if _is_alive(path):
             continue
@@ -160,18 +190,25 @@ def _set_aside(target: Path, why: str) -> Path | None:
 
 
 def _is_alive(path: Path) -> bool:
-    """Whether the process that has left this may still be writing: of another machine nobody knows."""
+    """Whether the process that has left this may still be writing.
+
+    Of another machine nobody knows, and another process may have its number: then the last change tells.
+    """
     match = _LEFT.match(path.name)
     assert match is not None
-    if match["host"] != this_machine():
-        return True
     try:
-        os.kill(int(match["pid"]), 0)
-    except ProcessLookupError:
+        if match["host"] == this_machine():
+            os.kill(int(match["pid"]), 0)
+        return time.time() - _changed(path) < _A_DAY
+    except (ProcessLookupError, FileNotFoundError):
         return False
-    except PermissionError:
+    except OSError:  # another user's
         return True
-    return True
+
+
+def _changed(path: Path) -> float:
+    """When anything of it was written or renamed last, by the file system's clock."""
+    return max(x.lstat().st_ctime for x in (path, *path.rglob("*")))
 
 
 def this_machine() -> str:

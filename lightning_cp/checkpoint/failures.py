@@ -6,9 +6,18 @@ from pathlib import Path
 
 from lightning_cp.errors import CheckpointError, without_home
 
+_PLACED = " is complete and in its place, but "
+
+
+def failed_later(target: Path, why: str) -> CheckpointError:
+    """The error of a save that has ended, and of which something else did not."""
+    return CheckpointError(f"{shown(target)}{_PLACED}{why.rstrip('.')}.")
+
 
 def failed_save(target: Path, why: str) -> CheckpointError:
-    """The error of a save that did not end; says what is left."""
+    """The error of a save that did not end, in its background or on another rank; says what is left."""
+    if _PLACED in why:
+        return CheckpointError(why)
     return CheckpointError(
         f"cannot save {shown(target)}: {why.rstrip('.')}. What was saved there before is still there, and "
         "the state of the run is unchanged."

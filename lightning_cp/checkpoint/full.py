@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.checkpoint.durable import SAVING, beside, discard, put_in_place
+from lightning_cp.checkpoint.durable import SAVING, beside, discard, make_folder, put_in_place
 from lightning_cp.checkpoint.failures import failed_save
 from lightning_cp.checkpoint.full_file import write_file
 from lightning_cp.checkpoint.latest import point_to
@@ -62,7 +62,7 @@ class FullSave:
         """
         if self.tree is None:
             return
-        self.target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.target.parent)
         self.staged = beside(self.target, SAVING)
         write_file(self.tree, self.staged, self.about)
 

@@ -6,8 +6,9 @@ from os import PathLike
 from pathlib import Path
 
 from lightning_cp.checkpoint.durable import found, replace_text
-from lightning_cp.checkpoint.failures import shown
+from lightning_cp.checkpoint.failures import failed_later, shown
 from lightning_cp.checkpoint.in_the_way import require_replaceable
+from lightning_cp.comm.objects import told
 from lightning_cp.errors import CheckpointError
 
 NAME = "latest"
@@ -32,10 +33,14 @@ def point_to(target: Path) -> None:
     """Say that ``target`` is the newest complete checkpoint of its folder.
 
     Raises:
-        CheckpointError: something else has the name of the file that says so.
+        CheckpointError: it cannot be said, or something else has the name of the file that says so.
     """
-    _require_ours(target.with_name(NAME))
-    replace_text(target.with_name(NAME), target.name + "\n")
+    try:
+        _require_ours(target.with_name(NAME))
+        replace_text(target.with_name(NAME), target.name + "\n")
+    except (OSError, CheckpointError) as error:
+        why = f"{NAME} beside it was not written and may name the one before: {told(error)}"
+        raise failed_later(target, why) from error
 
 
 def latest_checkpoint(folder: str | PathLike[str]) -> Path | None:

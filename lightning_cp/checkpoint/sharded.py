@@ -28,6 +28,7 @@ from lightning_cp.checkpoint.durable import (
     beside,
     discard,
     leave_note,
+    make_folder,
     put_in_place,
     sync,
     write_durably,
@@ -194,7 +195,7 @@ def plan_sharded(
             tensors = {key: x for key, x in tensors.items() if isinstance(x, DTensor)}
         planner.set_up_planner(tensors, is_coordinator=world.rank == 0)
         if world.rank == 0:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(target.parent)
             staging.mkdir()
         return planner.create_local_plan(), staging.name, secrets.token_hex(8)
 

@@ -1,0 +1,142 @@
+"""What is on the disk when a save has ended, what is said where that failed, and what goes of leftovers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_cp.checkpoint import durable
+from lightning_cp.checkpoint.latest import latest_checkpoint
+from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.checkpoint.save import Background, plan, save_checkpoint
+from lightning_cp.errors import CheckpointError
+from tests.checkpoint.states import same, state_of
+from tests.pool import run_ranks
+
+FORMS = ("full", "sharded")
+own_fsync = os.fsync
+
+
+def failing(number: int, *, folder: Path) -> Any:
+    """``fsync`` of a folder, which fails; not of what is in it."""
+
+    def fsync(opened: int) -> None:
+        found = os.fstat(opened)
+        if stat.S_ISDIR(found.st_mode) and os.path.samestat(found, folder.stat()):
+            raise OSError(number, os.strerror(number))
+        own_fsync(opened)
+
+    return fsync
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+@pytest.mark.parametrize("form", FORMS)
+def test_file_systems_that_cannot_sync_folders(
+    form: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable.os, "fsync", failing(number, folder=tmp_path))
+    for step in (1, 2):
+        save_checkpoint(state_of(step), tmp_path / "a", form=form)
+        assert same(open_checkpoint(tmp_path / "a").read(), state_of(step))
+
+
+def saved(target: Path, form: str, *, background: bool) -> None:
+    if not background:
+        save_checkpoint(state_of(2), target, form=form)
+        return
+    running = Background(plan(state_of(2), target, form=form)[0])
+    running.wait()
+    if (error := running.error) is not None:
+        raise error
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("place", ["the folder", "latest"])
+def test_what_fails_after_the_rename_is_told_as_that(
+    form: str, background: bool, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(state_of(1), tmp_path / "a", form=form)
+    if place == "latest":
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/home/somebody/latest")
+        monkeypatch.setattr("lightning_cp.checkpoint.latest.replace_text", raising(full))
+    else:
+        monkeypatch.setattr(durable.os, "fsync", failing(errno.EIO, folder=tmp_path))
+    with pytest.raises(CheckpointError, match="a is complete and in its place, but ") as raised:
+        saved(tmp_path / "a", form, background=background)
+    said = str(raised.value)
+    assert "cannot save" not in said
+    assert "still there" not in said
+    assert "/home" not in said
+    assert ("No space left" if place == "latest" else "Input/output error") in said
+    monkeypatch.undo()
+    assert same(open_checkpoint(tmp_path / "a").read(), state_of(2))
+    assert sorted(x.name for x in tmp_path.glob("[!.]*")) == ["a", "latest"]
+
+
+def raising(error: Exception) -> Any:
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail
+
+
+def fails_on_the_first(rank: int, world: int) -> str:
+    patch = pytest.MonkeyPatch()
+    if rank == 0:
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "latest")
+        patch.setattr("lightning_cp.checkpoint.latest.replace_text", raising(full))
+    try:
+        with pytest.raises(CheckpointError) as raised:
+            save_checkpoint(state_of(1), Path("a"))
+    finally:
+        patch.undo()
+    return str(raised.value)
+
+
+def test_other_ranks_are_told_the_same() -> None:
+    for said in run_ranks(2, fails_on_the_first):
+        assert "a is complete and in its place, but latest" in said
+        assert "cannot save" not in said
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_new_folders_are_on_the_disk_too(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[Path] = set()
+    own = durable.sync
+    monkeypatch.setattr(durable, "sync", lambda path: (synced.add(path), own(path)))
+    save_checkpoint(state_of(1), tmp_path / "x" / "y" / "a", form=form)
+    assert synced >= {tmp_path, tmp_path / "x", tmp_path / "x" / "y"}
+
+
+@pytest.mark.parametrize(
+    "owner", [f"deadbeef-{os.getpid()}", f"{durable.this_machine()}-{os.getpid()}"]
+)
+def test_leftovers_that_nobody_writes_go_after_a_day(
+    owner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another machine, and of a number that a living process of this one has again."""
+    staging, aside = tmp_path / f".a.saving-{owner}-00", tmp_path / f".b.before-{owner}-00"
+    save_checkpoint(state_of(1), tmp_path / "b", form="sharded")
+    (tmp_path / "b").rename(aside)
+    staging.mkdir()
+    (staging / "shard").write_bytes(b"x")
+    os.utime(staging / "shard", (0, 0))  # what was copied is old from the start
+    durable.sweep(tmp_path)
+    assert staging.is_dir()
+    assert aside.is_dir()
+    later = time.time() + 100_000
+    monkeypatch.setattr(durable.time, "time", lambda: later)
+    (staging / "shard").unlink()
+    durable.sweep(tmp_path)
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["b", "latest"]
+    assert same(open_checkpoint(tmp_path / "b").read(), state_of(1))
+    assert latest_checkpoint(tmp_path) == tmp_path / "b"
