@@ -23,7 +23,7 @@ from lightning_cp.comm.objects import told
 SAVING, BEFORE, REMOVED = "saving", "before", "removed"
 _A_DAY = 86_400.0
 _NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES)
-"""What file systems say that cannot sync folders, such as some of FUSE and CIFS; or of folders not to be read."""
+"""Of file systems that cannot sync folders, such as some of FUSE and CIFS; or of folders not to be read."""
 _LEFT = re.compile(
     r"^\.(?P<name>.+)\.(?P<why>saving|before|removed)-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-"
 )
