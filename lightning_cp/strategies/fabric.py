@@ -130,7 +130,8 @@ class UlyssesRingStrategy(FabricSetup):
         """Step along gradients that are complete.
 
         Raises:
-            ConfigError: parameters that are trained got no gradient, so others were not averaged.
+            ConfigError: parameters that are trained got no gradient, so others were not averaged; or no
+                backward of the window was outside of ``no_backward_sync``.
             NonFiniteError: on every rank, if some loss or gradient is not finite; nothing has changed.
         """
         closure = kwargs.get("closure")
@@ -175,15 +176,31 @@ class UlyssesRingStrategy(FabricSetup):
         self._engine.clip_value(self.precision.main_params(optimizer), clip_val)
 
     def _complete(self, optimizer: Optimizer) -> None:
-        """Several backward passes may have filled the gradients; now they are averaged, in final size."""
+        """Several backward passes may have filled the gradients; now they are averaged, in final size.
+
+        Raises:
+            ConfigError: they are not averaged.
+        """
         try:
             self._engine.require_averaged()
+            self._refuse_kept_back(optimizer)
             self._core.end_window(optimizer)
             model = self._models[0] if len(self._models) == 1 else self._models
             self._before_step(self._steps + 1, optimizer, model, self.precision)
         except LightningCPError:
             self._core.end_step()
             raise
+
+    def _refuse_kept_back(self, optimizer: Optimizer) -> None:
+        stepped = (p for group in optimizer.param_groups for p in group["params"])
+        kept = self._engine.kept_back(stepped)
+        if kept:
+            raise ConfigError(
+                f"gradients of {len(kept)} parameters of this {type(optimizer).__name__} are this rank's "
+                "alone: the last backward that came to them was within fabric.no_backward_sync, and none "
+                "since has averaged them. Go through the last micro-batch of every window outside of it "
+                "(enabled=False), so that its backward averages all of them; then clip, and step."
+            )
 
     @override
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

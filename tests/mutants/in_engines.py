@@ -18,6 +18,17 @@ ENGINE_MUTANTS = (
         "What FSDP2 ignores is trained apart by every rank.",
     ),
     Mutant(
+        "steps along gradients that stayed on their ranks",
+        "lightning_cp/strategies/fabric.py",
+        "            self._refuse_kept_back(optimizer)\n",
+        "",
+        (
+            "tests/strategies/test_fabric_kept_back.py"
+            "::test_a_window_that_is_never_averaged_is_refused[steps-ddp]",
+        ),
+        "Copies of the model come apart.",
+    ),
+    Mutant(
         "zeros in place of no gradient",
         ENGINES + "root.py",
         "if not count and id(parameter) in self._filled:",

@@ -86,6 +86,10 @@ class Engine(Protocol):
         """Parameters with gradients of this rank alone, where these are not in ``grad`` yet."""
         ...
 
+    def kept_back(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of them whose gradients, as ``accumulating`` has left them, are this rank's alone."""
+        ...
+
     def after_step(self) -> None:
         """An optimizer has changed parameters, maybe within a step of the model."""
         ...

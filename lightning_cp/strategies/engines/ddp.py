@@ -10,6 +10,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +22,7 @@ from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.engines.averages import average_present
 from lightning_cp.strategies.engines.buckets import bucket_options
 from lightning_cp.strategies.engines.comm_hooks import CommHook
+from lightning_cp.strategies.engines.kept import KeptBack
 
 
 class DDPEngine:
@@ -37,6 +39,7 @@ class DDPEngine:
         self._finds_unused: dict[int, ref[nn.Module]] = {}  # likewise; pickled with the strategy
         self._wrapped: dict[int, ref[DistributedDataParallel]] = {}  # by their modules
         self._called: dict[int, bool] = {}  # likewise: forward came, and no backward since
+        self._kept: dict[int, KeptBack] = {}  # likewise
 
     def wrap(
         self,
@@ -66,6 +69,7 @@ class DDPEngine:
         self._hook.register(wrapped, mesh.group(Flat.LOSS))
         self._wrapped[id(module)] = ref(wrapped)
         self._called.pop(id(module), None)
+        self._kept[id(module)] = KeptBack()
         wrapped.register_forward_hook(self._note_forward)
         return wrapped
 
@@ -85,6 +89,11 @@ class DDPEngine:
     def unreduced(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
         """None: all that there is of gradients is in ``grad``."""
         return ()
+
+    def kept_back(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of them that no backward has averaged since one without averaging."""
+        asked = list(parameters)
+        return [p for x in self._alive() for p in self._kept[id(x.module)].among(asked)]
 
     def after_step(self) -> None:
         """Parameters are changed in place."""
@@ -113,9 +122,13 @@ class DDPEngine:
         DistributedDataParallel averages what comes with the first one, and leaves what the others add on its
         rank.
         """
-        for wrapped in self._syncing():
-            if not self._called.pop(id(wrapped.module), False) and _unfinished(wrapped) is None:
+        for wrapped in self._alive():
+            module, syncs = wrapped.module, wrapped.require_backward_grad_sync
+            called = self._called.pop(id(module), False)
+            if syncs and not called and _unfinished(wrapped) is None:
                 prepare_for_backward(wrapped, loss)
+            if dist.get_world_size(wrapped.process_group) > 1:
+                self._kept[id(module)].begins(module, averages=syncs or called)
 
     def require_averaged(self) -> None:
         """After backward: refuse gradients that stayed on their ranks.
@@ -133,8 +146,11 @@ class DDPEngine:
 
     def _syncing(self) -> list[DistributedDataParallel]:
         """The wrappers whose gradients are averaged in the next backward, or were in the last."""
-        alive = (kept() for kept in self._wrapped.values())
-        return [x for x in alive if x is not None and x.require_backward_grad_sync]
+        return [wrapped for wrapped in self._alive() if wrapped.require_backward_grad_sync]
+
+    def _alive(self) -> list[DistributedDataParallel]:
+        alive = (known() for known in self._wrapped.values())
+        return [wrapped for wrapped in alive if wrapped is not None]
 
     def _without_gradient(self, module: nn.Module, said: str) -> str:
         """The names of the parameters that DistributedDataParallel numbers."""

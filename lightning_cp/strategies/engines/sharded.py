@@ -49,7 +49,7 @@ class ShardedEngine:
 
     def __init__(self, settings: Settings) -> None:
         self.name = settings.data_parallel
-        self.before_data: Callable[[], object] = _nothing
+        self.before_data: Callable[[], object] = list  # nobody wants to know
         self._settings = settings
         self._roots: list[Root] = []
         self._successors = Successors()
@@ -208,6 +208,11 @@ class ShardedEngine:
         for root in self._alive():
             yield from root.unreduced()
 
+    def kept_back(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of them that are not reduced yet: an optimizer would not see their gradients at all."""
+        asked = {id(p) for p in parameters}
+        return [p for p, _ in self.unreduced() if id(p) in asked]
+
     def after_step(self) -> None:
         """Within a method, what is gathered is out of date."""
         for root in self._alive():
@@ -242,7 +247,3 @@ class ShardedEngine:
 def _states(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.parameters()
     yield from module.buffers()
-
-
-def _nothing() -> None:
-    pass
