@@ -44,7 +44,7 @@ class _Reporting:
                     return parent.launch(_Noting(function, self._strategy), *args, **kwargs)
             except ProcessException as error:
                 verdict = _said(Path(folder))
-                if passed and verdict is None and isinstance(error, ProcessExitedException):
+                if verdict is None and _was_stopped(error, passed):
                     raise SystemExit(STATUS) from None
                 if verdict is None or _same_end(verdict, str(error)):
                     raise
@@ -113,6 +113,12 @@ class _Noting:
             if isinstance(error, RankFailure):
                 time.sleep(LET_OTHERS_END)
             raise
+
+
+def _was_stopped(error: ProcessException, passed: list[int]) -> bool:
+    """Whether the workers ended because of SIGTERM, to this process or to one of them."""
+    ended = isinstance(error, ProcessExitedException)
+    return ended and (bool(passed) or error.exit_code == STATUS)
 
 
 def _said(folder: Path) -> str | None:
