@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_cp.fabric import UlyssesRingStrategy
+from lightning_cp.strategies.watch.launchers import FabricLauncher, ReportingFabricLauncher
 from tests.launch.start import SCRIPTS, Done, all_succeeded, free_port, ranks, torchrun_variables
 
 SCRIPT, LOOP = SCRIPTS / "stopped.py", SCRIPTS / "stopped_fabric.py"
@@ -137,3 +139,17 @@ def test_sigterm_is_left_to_loops_that_do_not_ask() -> None:
         assert not strategy.should_stop  # nobody has stepped since
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("status", [143, 1])
+def test_a_worker_that_was_stopped_ends_its_parent_as_it_ended(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(*args: Any, **kwargs: Any) -> None:
+        raise ProcessExitedException("ended", error_index=0, error_pid=1, exit_code=status)
+
+    monkeypatch.setattr(FabricLauncher, "launch", launch)
+    error = SystemExit if status == 143 else ProcessExitedException
+    with pytest.raises(error) as ended:
+        ReportingFabricLauncher(None, "spawn").launch(print)  # type: ignore[arg-type]
+    assert error is ProcessExitedException or getattr(ended.value, "code", None) == 143
