@@ -24,7 +24,7 @@ from lightning_cp.checkpoint.durable import (
     write_durably,
 )
 from lightning_cp.checkpoint.paths import local_path
-from lightning_cp.checkpoint.pretrained.export_plan import Export, plan_export
+from lightning_cp.checkpoint.pretrained.export_plan import Export, Joined, plan_export
 from lightning_cp.checkpoint.pretrained.incomplete import require_complete
 from lightning_cp.checkpoint.pretrained.index import INDEX
 from lightning_cp.checkpoint.pretrained.names import unwrapped
@@ -41,8 +41,8 @@ from lightning_cp.comm.outcome import share_outcome
 from lightning_cp.errors import CheckpointError, ConfigError
 
 FILE_BYTES = 5_000_000_000
-REPLACED = (".safetensors", ".json")
-"""What may be in a folder that is replaced."""
+REPLACED = (INDEX, "config.json", "generation_config.json")
+"""What may be in a folder that is replaced, beside safetensors files."""
 
 
 def export_pretrained(
@@ -67,7 +67,7 @@ def export_pretrained(
         config: has ``save_pretrained``; by default the network's own, if it has one.
         dtype: of floating-point tensors in the files; by default their own.
         keys: as for ``load_pretrained``: parameter names to names in the files. A fused parameter cannot be
-            taken apart, since nothing says where.
+            taken apart, since nothing says where; parts of equal shapes say how they are joined (``+0``).
         prefix: of the model's names, to be left away; by default that of the network from transformers in it.
         file_bytes: a file is not longer, unless one tensor is.
         overwrite: replace a folder that is there, if it holds nothing but such files.
@@ -112,16 +112,20 @@ def _require_free(target: Path, overwrite: bool) -> None:
         return
     if target.is_symlink() or not target.is_dir():
         raise ConfigError(f"{target.name} is there, and no folder. Name another one.")
-    others = [x.name for x in target.iterdir() if x.is_dir() or x.suffix not in REPLACED]
+    others = [x.name for x in target.iterdir() if x.is_dir() or not _is_replaced(x)]
     if others and (overwrite or any(target.iterdir())):
         raise ConfigError(
-            f"the folder {target.name} holds {others[0]}, which is no part of a checkpoint: it is not "
-            "replaced. Name another one."
+            f"the folder {target.name} holds {others[0]}, which no export writes and which would be lost: "
+            "the folder is not replaced. Name another one, or move that file away."
         )
     if any(target.iterdir()) and not overwrite:
         raise ConfigError(
             f"the folder {target.name} is not empty. Name another one, or pass overwrite=True."
         )
+
+
+def _is_replaced(file: Path) -> bool:
+    return file.suffix == ".safetensors" or file.name in REPLACED
 
 
 class _Writer:
@@ -159,8 +163,7 @@ class _Writer:
             self.try_to(partial(self._begin, name, shapes))
             try:
                 for key in aligned(shapes):
-                    for x in made.parts[key]:
-                        self._add(assembled(x), shapes[key].dtype)
+                    self._add_all(made.parts[key], shapes[key].dtype)
                 self.try_to(lambda _: self._file and self._file.sync())
             finally:
                 if self._file is not None:
@@ -170,10 +173,23 @@ class _Writer:
     def _begin(self, name: str, shapes: Mapping[str, Shape], folder: Path) -> None:
         self._file = TensorFile(folder / name, shapes)
 
-    def _add(self, x: torch.Tensor, dtype: torch.dtype) -> None:
+    def _add_all(self, joined: Joined, dtype: torch.dtype) -> None:
+        if joined.dim == 0:  # then they follow each other in the file
+            for x in joined.tensors:
+                self._add([assembled(x)], 0, dtype)
+        else:
+            self._add([assembled(x) for x in joined.tensors], joined.dim, dtype)
+
+    def _add(self, parts: list[torch.Tensor], dim: int, dtype: torch.dtype) -> None:
         file = self._file
         if file is not None:
-            self.try_to(lambda _: file.write(x.cpu().to(dtype)))
+            self.try_to(
+                lambda _: file.write(_side_by_side([x.cpu() for x in parts], dim).to(dtype))
+            )
+
+
+def _side_by_side(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
 def _write(made: Export, staged: Path | None, target: Path, config: Any) -> CheckpointError | None:

@@ -8,10 +8,33 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lightning_cp.checkpoint.pretrained.keys import Rule, names_for, require_used, rules_of
+from lightning_cp.checkpoint.pretrained.keys import (
+    Rule,
+    joinable,
+    require_used,
+    rule_for,
+    rules_of,
+)
 from lightning_cp.checkpoint.pretrained.names import plain, tensors_of
 from lightning_cp.checkpoint.pretrained.write import Shape, in_files
 from lightning_cp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Parameters that are written as one tensor."""
+
+    tensors: tuple[torch.Tensor, ...]
+    dim: int = 0
+    """Along which they lie side by side."""
+
+    def shape(self, dtype: torch.dtype | None) -> Shape:
+        """In the file."""
+        first, shape = self.tensors[0], list(self.tensors[0].shape)
+        if len(self.tensors) > 1:
+            shape[self.dim] = sum(x.shape[self.dim] for x in self.tensors)
+        made = dtype if dtype is not None and first.is_floating_point() else first.dtype
+        return Shape(made, tuple(shape))
 
 
 @dataclass(frozen=True)
@@ -19,8 +42,7 @@ class Export:
     """What is written where."""
 
     network: nn.Module
-    parts: dict[str, list[torch.Tensor]]
-    """Key -> the parameters that make it up, side by side along dimension 0."""
+    parts: dict[str, Joined]
     shapes: dict[str, Shape]
     files: dict[str, list[str]]
 
@@ -48,7 +70,7 @@ def plan_export(
     rules = rules_of(keys)
     require_used(rules, held)
     parts = _parts(held, rules)
-    shapes = {key: _shape(key, tensors, dtype) for key, tensors in parts.items()}
+    shapes = {key: joined.shape(dtype) for key, joined in parts.items()}
     return Export(network, parts, shapes, in_files(shapes, file_bytes))
 
 
@@ -62,41 +84,40 @@ def _network(model: nn.Module, prefix: str | None) -> tuple[str, nn.Module]:
     return prefix or "", model
 
 
-def _parts(
-    held: Mapping[str, torch.Tensor], rules: Sequence[Rule]
-) -> dict[str, list[torch.Tensor]]:
-    parts: dict[str, list[torch.Tensor]] = {}
+def _parts(held: Mapping[str, torch.Tensor], rules: Sequence[Rule]) -> dict[str, Joined]:
+    parts: dict[str, Joined] = {}
     for name in held:
-        parameters, keys = names_for(name, rules)
-        key = keys[0]
+        rule = rule_for(name, rules)
+        key, keys = rule.sources[0], rule.sources
         if len(keys) > 1:
             raise ConfigError(
                 f"{name} cannot be written as {' + '.join(keys)}: nothing says where one ends and the next "
                 "begins. Leave that line of keys out, and have the fused name in the files."
             )
-        missing = [other for other in parameters if other not in held]
-        if missing:
-            raise ConfigError(f"{key} is made of {missing[0]} too, which the model does not have.")
-        made_of = [held[other] for other in parameters]
-        if key in parts and [id(x) for x in parts[key]] != [id(x) for x in made_of]:
+        made_of = tuple(held[other] for other in rule.parameters)
+        if key in parts and [id(x) for x in parts[key].tensors] != [id(x) for x in made_of]:
             raise ConfigError(
                 f"{name} cannot be written as {key}, which is the name of other parameters already: one of "
                 "them would be lost. Give it a name of its own in keys."
             )
-        parts[key] = made_of
+        parts[key] = Joined(made_of, _dim(key, made_of, rule.dim))
     return parts
 
 
-def _shape(key: str, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> Shape:
-    first = tensors[0]
-    if any((x.dtype, x.shape[1:]) != (first.dtype, first.shape[1:]) for x in tensors):
+def _dim(key: str, tensors: Sequence[torch.Tensor], wanted: int | None) -> int:
+    """Along which the file has them side by side."""
+    if len(tensors) == 1:
+        return 0
+    dims = joinable([tuple(x.shape) for x in tensors], wanted)
+    shapes = ", ".join(str(list(x.shape)) for x in tensors)
+    if not dims or len({x.dtype for x in tensors}) > 1:
         raise ConfigError(
-            f"{key} cannot be made of tensors of shapes {', '.join(str(list(x.shape)) for x in tensors)}: "
-            "only the first dimension may differ."
+            f"{key} cannot be made of tensors of shapes {shapes}: they have one dtype, and lie side by side "
+            "along one dimension, the only one that may differ."
         )
-    own = first.dtype
-    made = dtype if dtype is not None and own.is_floating_point else own
-    shape = list(first.shape)
-    if len(tensors) > 1:
-        shape[0] = sum(len(x) for x in tensors)
-    return Shape(made, tuple(shape))
+    if len(dims) > 1:
+        raise ConfigError(
+            f"{key}: parts of shapes {shapes} fit along dimension {' and '.join(map(str, dims))}. Say which "
+            "it is in keys: 'a +0 b' joins rows (outputs of nn.Linear), 'a +1 b' columns."
+        )
+    return dims[0]

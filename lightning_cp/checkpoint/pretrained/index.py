@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from lightning_cp.checkpoint.durable import found
 from lightning_cp.checkpoint.failures import shown
+from lightning_cp.checkpoint.paths import local_path
 from lightning_cp.checkpoint.pretrained.header import (
     HEADER_LIMIT,
     Entry,
@@ -45,8 +46,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     Raises:
         CheckpointError: there is none, it is damaged, not safetensors, or leads out of its directory.
+        ConfigError: it is no path.
     """
-    path = found(Path(path))
+    path = found(local_path(path))
     if not path.exists():
         raise CheckpointError(
             f"there is no checkpoint at {shown(path)!r}. Give a directory with {SINGLE} or {INDEX}. Names of "

@@ -5,6 +5,8 @@ A user's ``keys`` maps parameter names to checkpoint keys. ``*`` stands for anyt
 
     {"blocks.*.qkv.weight": "model.layers.*.self_attn.q_proj.weight + model.layers.*.self_attn.k_proj.weight"}
     {"q.weight + k.weight + v.weight": "qkv.weight"}
+
+Which dimension that is follows from the shapes when loading; ``+1`` says it, for exports of equal shapes.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from lightning_cp.checkpoint.pretrained.header import Entry
 from lightning_cp.errors import CheckpointError, ConfigError
 
 Shape = tuple[int, ...]
+_JOIN, _JOIN_DIM = re.compile(r" \+\d* "), re.compile(r" \+(\d*) ")
 
 
 @dataclass(frozen=True)
@@ -38,19 +41,20 @@ class Rule:
 
     parameters: tuple[str, ...]
     sources: tuple[str, ...]
+    dim: int | None = None
+    """Along which several lie side by side; ``None``: whichever their shapes allow."""
 
-    def names(self, name: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    def of(self, name: str) -> Rule | None:
         """The parameters and checkpoint keys that go together, if ``name`` is one of the former."""
         for pattern in self.parameters:
             found = re.fullmatch(_regex(pattern), name)
             if found is not None:
-                filled = [tuple(_fill(x, found.groups()) for x in side) for side in self._sides]
-                return filled[0], filled[1]
+                left, right = (
+                    tuple(_fill(x, found.groups()) for x in side)
+                    for side in (self.parameters, self.sources)
+                )
+                return Rule(left, right, self.dim)
         return None
-
-    @property
-    def _sides(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return self.parameters, self.sources
 
 
 def rules_of(keys: Mapping[str, str] | None) -> tuple[Rule, ...]:
@@ -67,7 +71,10 @@ def rules_of(keys: Mapping[str, str] | None) -> tuple[Rule, ...]:
     for left, right in (keys or {}).items():
         if not isinstance(left, str) or not isinstance(right, str):
             raise ConfigError(f"keys maps text to text, got {left!r}: {right!r}.")
-        sides = [tuple(part.strip() for part in side.split(" + ")) for side in (left, right)]
+        sides = [tuple(part.strip() for part in _JOIN.split(side)) for side in (left, right)]
+        dims = {int(dim) if dim else None for dim in _JOIN_DIM.findall(left + right)}
+        if len(dims) > 1:
+            raise ConfigError(f"a line of keys joins along one dimension, got {left!r}: {right!r}.")
         if min(map(len, sides)) > 1 or not all(all(side) for side in sides):
             raise ConfigError(
                 f"keys joins several names by ' + ' on one side only, got {left!r}: {right!r}."
@@ -77,32 +84,31 @@ def rules_of(keys: Mapping[str, str] | None) -> tuple[Rule, ...]:
             raise ConfigError(
                 f"every name of a line of keys has as many stars as the others, got {left!r}: {right!r}."
             )
-        rules.append(Rule(sides[0], sides[1]))
+        rules.append(Rule(sides[0], sides[1], *dims))
     return tuple(rules)
 
 
 def require_used(rules: Iterable[Rule], names: Collection[str]) -> None:
-    """Refuse a line of ``keys`` that no parameter has.
+    """Refuse a line of ``keys`` of which the model lacks a parameter.
 
     Raises:
         ConfigError: naming it.
     """
+    known = set(names)
     for rule in rules:
-        if not any(rule.names(name) for name in names):
+        found = [made for name in names if (made := rule.of(name)) is not None]
+        lacking = [x for made in found for x in made.parameters if x not in known]
+        if not found or lacking:
             raise ConfigError(
-                f"keys has a line for {' + '.join(rule.parameters)}, and no parameter of the model is called "
-                f"that: there are {', '.join(list(names)[:3])}, ... On the left stand the model's names, "
-                "without prefix."
+                f"keys has a line for {lacking[0] if lacking else ' + '.join(rule.parameters)}, and no "
+                f"parameter of the model is called that: there are {', '.join(list(names)[:3])}, ... On the "
+                "left stand the model's names, without prefix."
             )
 
 
-def names_for(name: str, rules: Iterable[Rule]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def rule_for(name: str, rules: Iterable[Rule]) -> Rule:
     """Parameters that share checkpoint tensors with ``name`` (itself among them), and those tensors."""
-    for rule in rules:
-        found = rule.names(name)
-        if found is not None:
-            return found
-    return (name,), (name,)
+    return next((made for rule in rules if (made := rule.of(name))), Rule((name,), (name,)))
 
 
 def sources_of(
@@ -119,7 +125,8 @@ def sources_of(
     Raises:
         CheckpointError: shapes that do not fit, naming both.
     """
-    parameters, keys = names_for(name, rules)
+    rule = rule_for(name, rules)
+    parameters, keys = rule.parameters, rule.sources
     shape, parts = shapes[name], [entries[key] for key in keys]
     if len(parts) == len(parameters) == 1:
         if parts[0].shape != shape:
@@ -130,32 +137,38 @@ def sources_of(
             )
         return (Source(parts[0]),)
     if len(parts) > 1:
-        dim = _joined(shape, [part.shape for part in parts], f"{name} <- {' + '.join(keys)}")
+        shapes_of = [part.shape for part in parts]
+        dim = _joined(shape, shapes_of, f"{name} <- {' + '.join(keys)}", rule.dim)
         starts = _starts([part.shape[dim] for part in parts])
         return tuple(
             Source(part, dim, 0, start, part.shape[dim])
             for part, start in zip(parts, starts, strict=True)
         )
     sizes = [shapes[other] for other in parameters]
-    dim = _joined(parts[0].shape, sizes, f"{' + '.join(parameters)} <- {keys[0]}")
+    dim = _joined(parts[0].shape, sizes, f"{' + '.join(parameters)} <- {keys[0]}", rule.dim)
     start = _starts([size[dim] for size in sizes])[parameters.index(name)]
     return (Source(parts[0], dim, start, 0, shape[dim]),)
 
 
-def _joined(whole: Shape, parts: Sequence[Shape], what: str) -> int:
+def _joined(whole: Shape, parts: Sequence[Shape], what: str, wanted: int | None) -> int:
     """The dimension along which the parts make up the whole."""
-    for dim in range(len(whole)):
-        rests = {(*part[:dim], *part[dim + 1 :]) for part in parts if len(part) == len(whole)}
-        if (
-            len({len(part) for part in parts} | {len(whole)}) == 1
-            and rests == {(*whole[:dim], *whole[dim + 1 :])}
-            and sum(part[dim] for part in parts) == whole[dim]
-        ):
+    for dim in joinable(parts, wanted):
+        size = sum(part[dim] for part in parts)
+        if whole == (*parts[0][:dim], size, *parts[0][dim + 1 :]):
             return dim
+    along = "any dimension" if wanted is None else f"dimension {wanted}"
     raise CheckpointError(
         f"{what}: shapes {', '.join(str(list(part)) for part in parts)} side by side do not make "
-        f"{list(whole)} along any dimension."
+        f"{list(whole)} along {along}."
     )
+
+
+def joinable(parts: Sequence[Shape], wanted: int | None = None) -> list[int]:
+    """The dimensions along which tensors of these shapes may lie side by side; only ``wanted``, if given."""
+    if len({len(part) for part in parts}) > 1:
+        return []
+    rests = [{(*part[:dim], *part[dim + 1 :]) for part in parts} for dim in range(len(parts[0]))]
+    return [dim for dim, rest in enumerate(rests) if len(rest) == 1 and wanted in (None, dim)]
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

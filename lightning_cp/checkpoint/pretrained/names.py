@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from lightning_cp.checkpoint.pretrained.keys import Rule, rule_for
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """Parts of names that wrappers of PyTorch put in."""
@@ -69,7 +71,9 @@ def prefixes(model: nn.Module) -> list[str]:
     return ["", *sorted(set(paths), key=lambda path: (path.count("."), len(path)))]
 
 
-def find_prefix(model: nn.Module, keys: Collection[str], depth: int = 3) -> tuple[str, str]:
+def find_prefix(
+    model: nn.Module, keys: Collection[str], rules: Sequence[Rule] = (), depth: int = 3
+) -> tuple[str, str]:
     """What to take away from a parameter's name, and put in front instead, to get a key of the checkpoint.
 
     A LightningModule calls its network ``self.model``, say; and a checkpoint of a bare encoder lacks the
@@ -78,6 +82,7 @@ def find_prefix(model: nn.Module, keys: Collection[str], depth: int = 3) -> tupl
     Args:
         model: the user's.
         keys: of the checkpoint.
+        rules: other names, which have nothing put in front.
         depth: how many modules deep the network may be.
 
     Returns:
@@ -89,8 +94,11 @@ def find_prefix(model: nn.Module, keys: Collection[str], depth: int = 3) -> tupl
     best, most = ("", ""), -1
     for taken in (path for path in prefixes(model) if path.count(".") <= depth):
         rest = [name[len(taken) :] for name in names if name.startswith(taken)]
+        made = [(name, rule_for(name, rules).sources) for name in rest]
+        renamed = sum(known.issuperset(x) for name, x in made if x != (name,))
+        same = [name for name, x in made if x == (name,)]
         for put in ("", *sorted(starts)):
-            hits = sum(put + name in known for name in rest)
+            hits = renamed + sum(put + name in known for name in same)
             if hits > most:
                 best, most = (taken, put), hits
     return best

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +40,15 @@ def check_options(options: Mapping[str, Any]) -> Options:
             f"unknown option(s) of pretrained: {', '.join(sorted(unknown))}. There are: "
             f"{', '.join(Options.__dataclass_fields__)}."
         )
-    chosen = Options(**options)
+    given = {name: x for name, x in options.items() if x is not None}  # an empty line of YAML
+    chosen = Options(**given)
     for name in ("strict", "check_finite", "progress"):
         if type(getattr(chosen, name)) is not bool:
             raise ConfigError(f"{name} must be True or False, got {getattr(chosen, name)!r}.")
     for name in ("allow_missing", "allow_unexpected"):
         given = getattr(chosen, name)
-        if isinstance(given, str) or not all(isinstance(x, str) for x in given):
+        listed = isinstance(given, Iterable) and not isinstance(given, str)
+        if not listed or not all(isinstance(x, str) for x in given):
             raise ConfigError(f"{name} must be a list of patterns, got {given!r}.")
     if chosen.prefix is not None and not isinstance(chosen.prefix, str):
         raise ConfigError(f"prefix must be text, or None to have it found, got {chosen.prefix!r}.")

@@ -15,8 +15,8 @@ from lightning_cp.checkpoint.pretrained.index import Checkpoint
 from lightning_cp.checkpoint.pretrained.keys import (
     Rule,
     Source,
-    names_for,
     require_used,
+    rule_for,
     sources_of,
 )
 from lightning_cp.checkpoint.pretrained.local import LocalParts, Runs
@@ -88,7 +88,7 @@ def plan_load(
         CheckpointError: names or shapes that do not fit.
         ConfigError: a prefix that no parameter has, or placements that nothing can be loaded into.
     """
-    taken, put = find_prefix(model, checkpoint.entries) if prefix is None else (prefix, "")
+    taken, put = find_prefix(model, checkpoint.entries, rules) if prefix is None else (prefix, "")
     tensors = tensors_of(model, taken)
     if not tensors.by_name:
         raise ConfigError(f"no parameter of the model begins with prefix={taken!r}.")
@@ -143,7 +143,7 @@ def _present(
 
 
 def _keys(name: str, rules: Sequence[Rule], put: str) -> tuple[str, ...]:
-    _, keys = names_for(name, rules)
+    keys = rule_for(name, rules).sources
     return (put + name,) if keys == (name,) else keys
 
 
@@ -164,7 +164,7 @@ def _slices(
         if known is None:
             continue
         alias, keys = known
-        if names_for(alias, rules)[1] == (alias,) and keys != (alias,):
+        if rule_for(alias, rules).sources == (alias,) and keys != (alias,):
             rules_here: Sequence[Rule] = (Rule((alias,), keys),)
         else:
             rules_here = rules

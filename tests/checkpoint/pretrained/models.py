@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -17,6 +18,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lightning_cp import ContextParallelMesh
+from lightning_cp.checkpoint import load_pretrained
+from lightning_cp.checkpoint.pretrained.incomplete import require_complete
+from lightning_cp.errors import CheckpointError
 
 
 def config(**changes: Any) -> Any:
@@ -61,6 +65,20 @@ def without(path: Path, *names: str) -> None:
     for name in names:
         del weights[name]
     save_file(weights, path / "model.safetensors")
+
+
+def load(model: nn.Module, path: Path, **options: Any) -> Any:
+    return load_pretrained(model, path, progress=False, **options)
+
+
+def refuse(model: nn.Module, path: Path, says: str, **options: Any) -> None:
+    """A refused load leaves the model as it was."""
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=says):
+        load(model, path, **options)
+    for name, x in model.state_dict().items():
+        assert x.is_meta or torch.equal(x, before[name])
+    require_complete(model)
 
 
 class Wrapped(nn.Module):

@@ -22,10 +22,6 @@ from lightning_cp.errors import CheckpointError, ConfigError, RankFailure
 from tests.checkpoint.cases import cases
 from tests.checkpoint.pretrained.models import (
     MESHES,
-    PARTS,
-    WHOLE,
-    Apart,
-    Fused,
     Wrapped,
     make,
     save,
@@ -129,16 +125,6 @@ def test_tensors_of_all_kinds_begin_where_their_dtype_may(tmp_path: Path) -> Non
     assert all(torch.equal(x, found[name]) for name, x in again.state_dict().items())
 
 
-def test_parts_are_written_as_one(tmp_path: Path) -> None:
-    apart = Apart(device="cpu")
-    export_pretrained(apart, tmp_path / "made", keys={PARTS: WHOLE})
-    layer: Any = apart.layers[1]
-    wanted = torch.cat([layer[name].weight for name in "qkv"])
-    assert torch.equal(stored(tmp_path / "made")["layers.1.qkv.weight"], wanted)
-    with pytest.raises(ConfigError, match="nothing says where one ends"):
-        export_pretrained(Fused(device="cpu"), tmp_path / "other", keys={WHOLE: PARTS})
-
-
 def interrupted(rank: int, world: int, target: Path, how: str) -> str:
     """The third tensor cannot be written, on rank 0; the other one is told."""
     model = make(device="cpu")
@@ -202,12 +188,14 @@ def test_folders_that_are_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the folder made is not empty"):
         export_pretrained(model, target)
     export_pretrained(model, target, overwrite=True)
-    (target / "thesis.tex").write_text("years of work")
-    with pytest.raises(ConfigError, match=r"made holds thesis.tex, which is no part"):
-        export_pretrained(model, target, overwrite=True)
-    assert (target / "thesis.tex").read_text() == "years of work"
-    with pytest.raises(ConfigError, match="is there, and no folder"):
-        export_pretrained(model, target / "thesis.tex")
+    for name in ("thesis.tex", "tokenizer.json", "model.safetensors.bak"):
+        (target / name).write_text("years of work")
+        with pytest.raises(ConfigError, match=f"made holds {name}, which no export writes"):
+            export_pretrained(model, target, overwrite=True)
+        assert (target / name).read_text() == "years of work"
+        with pytest.raises(ConfigError, match="is there, and no folder"):
+            export_pretrained(model, target / name)
+        (target / name).unlink()
     (tmp_path / "empty").mkdir()
     export_pretrained(model, tmp_path / "empty")
 
@@ -222,8 +210,8 @@ def test_folders_that_are_there(tmp_path: Path) -> None:
         ({"config": 3}, "config must have save_pretrained"),
         ({"keys": {"nothing": "w"}}, "keys has a line for nothing, and no parameter"),
         ({"prefix": "x."}, "no parameter of the model begins with"),
-        ({"keys": {"weight + nothing": "w"}}, "made of nothing too"),
-        ({"keys": {"weight + bias": "w"}}, "only the first dimension may differ"),
+        ({"keys": {"weight + nothing": "w"}}, "nothing, and no parameter of the model"),
+        ({"keys": {"weight + bias": "w"}}, "side by side along one dimension"),
         (
             {"keys": {"weight": "w", "bias": "w"}},
             "bias cannot be written as w, which is the name of",

@@ -10,13 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lightning_cp.checkpoint import load_pretrained
-from lightning_cp.errors import CheckpointError
-from tests.checkpoint.pretrained.models import PARTS, WHOLE, Apart, Fused
-
-
-def load(model: nn.Module, path: Path, **options: Any) -> Any:
-    return load_pretrained(model, path, progress=False, **options)
+from lightning_cp.errors import CheckpointError, ConfigError
+from tests.checkpoint.pretrained.models import PARTS, WHOLE, Apart, Fused, load
 
 
 def test_a_fused_parameter_is_put_together(tmp_path: Path) -> None:
@@ -59,3 +54,28 @@ def test_other_names_are_declared(tmp_path: Path) -> None:
     load(model, tmp_path, keys={"weight": "old.w", "bias": "old.b"})
     assert torch.equal(model.weight, made.weight)
     assert torch.equal(model.bias, made.bias)
+
+
+def test_a_network_inside_a_module_is_found_by_other_names_too(tmp_path: Path) -> None:
+    weight = torch.arange(12.0).view(6, 2)
+    save_file({"qkv.weight": weight}, tmp_path / "model.safetensors")
+    names = " + ".join(f"{name}.weight" for name in "qkv")
+    layers = {name: nn.Linear(2, 2, bias=False) for name in "qkv"}
+    load(nn.ModuleDict({"net": nn.ModuleDict(layers)}), tmp_path, keys={names: "qkv.weight"})
+    assert torch.equal(torch.cat([layers[name].weight for name in "qkv"]), weight)
+
+
+def test_a_line_with_a_parameter_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
+    save_file({"qkv.weight": torch.zeros(6, 2)}, tmp_path / "model.safetensors")
+    model = nn.ModuleDict({"q": nn.Linear(2, 2, bias=False), "k": nn.Linear(2, 2, bias=False)})
+    keys = {"q.weight + k.weight + v.weight": "qkv.weight"}
+    with pytest.raises(ConfigError, match=r"keys has a line for v.weight, and no parameter"):
+        load(model, tmp_path, keys=keys)
+
+
+def test_a_dimension_in_keys_is_the_only_one(tmp_path: Path) -> None:
+    save_file(dict(Apart(device="cpu").state_dict()), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"do not make \[14, 5\] along dimension 1"):
+        load(Fused(), tmp_path, keys={WHOLE: PARTS.replace(" + ", " +1 ")})
+    with pytest.raises(ConfigError, match="joins along one dimension"):
+        load(Fused(), tmp_path, keys={WHOLE: "layers.*.q.weight +0 layers.*.k.weight +1 x.*"})

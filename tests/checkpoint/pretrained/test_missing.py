@@ -18,8 +18,11 @@ from lightning_cp.errors import CheckpointError
 from tests.checkpoint.cases import cases
 from tests.checkpoint.pretrained.models import (
     MESHES,
+    Wrapped,
     forget_meshes,
+    load,
     make,
+    refuse,
     save,
     shard,
     whole,
@@ -27,6 +30,49 @@ from tests.checkpoint.pretrained.models import (
     world_of,
 )
 from tests.pool import run_ranks
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    without(tmp_path, "lm_head.weight", "model.norm.weight")
+    refuse(
+        make(), tmp_path, r"lacks 2 parameters of the model \(model.norm.weight, lm_head.weight\)"
+    )
+    refuse(make(), tmp_path, r"1 parameters of the model \(model.n", allow_missing=["lm_head.*"])
+    model = make()
+    kept = model.lm_head.weight.clone()
+    loaded = load(model, tmp_path, allow_missing=["lm_head.*", "model.norm.*"])
+    assert set(loaded.missing) == {"lm_head.weight", "model.norm.weight"}
+    assert torch.equal(model.lm_head.weight, kept)
+
+
+def test_what_is_missing_on_the_meta_device_is_initialised(tmp_path: Path) -> None:
+    without(tmp_path, "lm_head.weight", "model.norm.weight")
+    model = make(device="meta")
+    load(model, tmp_path, strict=False)
+    assert model.model.norm.weight.eq(1).all()  # as transformers' _init_weights says
+    assert 0.01 < model.lm_head.weight.std() < 0.04
+
+
+def test_what_is_beside_the_network_on_the_meta_device_gets_values_too(tmp_path: Path) -> None:
+    save(tmp_path)
+    with torch.device("meta"):
+        model = Wrapped(make(device="meta"))
+    load(model, tmp_path, allow_missing=["metric.*"])
+    torch.manual_seed(0)
+    for name, x in model.metric.named_parameters():  # within what nn.Linear draws, and not garbage
+        assert 0 < x.abs().max() < 1, name
+    with torch.device("meta"):
+        model.metric = Bare()  # type: ignore[assignment]
+    refuse(model, tmp_path, r"metric \(Bare\) has .* does not hold \(weight, rates\)", strict=False)
+
+
+class Bare(nn.Module):
+    """A parameter and a buffer that no checkpoint holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("rates", torch.arange(3.0), persistent=False)
 
 
 def missing(rank: int, world: int, path: Path, kind: str) -> tuple[torch.Tensor, torch.Tensor]:

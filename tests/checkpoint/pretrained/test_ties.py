@@ -1,0 +1,30 @@
+"""Tied weights: one parameter of the model under several names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from lightning_cp.checkpoint.pretrained.index import open_checkpoint
+from tests.checkpoint.pretrained.models import load, make, save
+
+
+def test_tied_weights_are_read_once_and_stay_tied(tmp_path: Path) -> None:
+    wanted = save(tmp_path, seed=6, tie_word_embeddings=True)
+    assert "lm_head.weight" not in open_checkpoint(tmp_path).entries
+    model = make(device="meta", tie_word_embeddings=True)
+    loaded = load(model, tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(torch.equal(x, wanted[name]) for name, x in model.state_dict().items())
+    assert loaded.nbytes == open_checkpoint(tmp_path).nbytes
+
+
+def test_a_tie_is_found_under_its_other_name(tmp_path: Path) -> None:
+    weights = {name: x.clone() for name, x in make(seed=6).state_dict().items()}
+    del weights["model.embed_tokens.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    model = make(device="meta", tie_word_embeddings=True)
+    load(model, tmp_path)
+    assert torch.equal(model.model.embed_tokens.weight, weights["lm_head.weight"])
