@@ -32,6 +32,7 @@ class FullSave:
         about: for the manifest.
         world: all ranks.
         tree: plain, its tensors on the CPU; on the first rank.
+        live: storages of the state that was given, by their addresses.
         staged: what was written so far.
         newest: ``latest`` is to name it.
     """
@@ -40,14 +41,17 @@ class FullSave:
     about: About
     world: World
     tree: dict[str, Any] | None
+    live: frozenset[int] = frozenset()
     staged: Path | None = None
     newest: bool = True
 
     def copy(self) -> None:
-        """Take the values as they are now."""
+        """Take the values as they are now; what was gathered is ours already."""
         copies: dict[tuple[Any, ...], torch.Tensor] = {}
 
         def copied(place: Place, x: torch.Tensor) -> torch.Tensor:
+            if x.untyped_storage().data_ptr() not in self.live:
+                return x
             memory = (x.data_ptr(), x.shape, x.stride(), x.dtype)
             return copies.setdefault(memory, x.clone()) if x.numel() else x.clone()
 
@@ -111,7 +115,9 @@ def plan_full(tree: dict[str, Any], ours: dict[str, Any], target: Path, about: A
     gathered = _Gathered(keeps=world.rank == 0)
     for place, tensor in spread.items():
         gathered.add(place, assembled(tensor))
-    save = FullSave(target, about, world, None)
+    live: set[int] = set()
+    map_leaves(tree, lambda _, x: live.add(_storage_of(x)))
+    save = FullSave(target, about, world, None, frozenset(live))
 
     def complete() -> None:
         if world.rank == 0:
@@ -162,6 +168,11 @@ def _require_same(hashes: list[str], target: Path) -> None:
     if len(set(hashes)) > 1:
         odd = next(rank for rank, each in enumerate(hashes) if each != hashes[0])
         raise failed_save(target, f"rank {odd} has other sharded tensors than rank 0")
+
+
+def _storage_of(x: torch.Tensor) -> int:
+    held = x.to_local() if isinstance(x, DTensor) else x
+    return held.untyped_storage().data_ptr()
 
 
 def _own(x: torch.Tensor) -> torch.Tensor:

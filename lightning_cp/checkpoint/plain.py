@@ -20,6 +20,8 @@ from lightning_cp.errors import CheckpointError
 
 Place = tuple[Any, ...]
 """The keys and numbers that lead to an item of a tree."""
+_EXACTLY = {int: int.__int__, float: float.__float__, str: str.__str__}
+"""The value itself of a subclass, whatever that makes of ``str(value)``."""
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -106,9 +108,9 @@ class _Maker:
             return tuple(items) if isinstance(value, tuple) else items
         if isinstance(value, (set, frozenset)):
             return {self.make(item, (*place, "a set's member")) for item in value}
-        for kind in (bool, int, float, str):  # their subclasses, such as enumerations of strings
+        for kind, exactly in _EXACTLY.items():  # their subclasses, such as enumerations of strings
             if isinstance(value, kind):
-                return kind(value)
+                return exactly(value)
         raise CheckpointError(
             f"{dotted(place)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
             "saved: checkpoints hold tensors, numbers, strings and plain containers, so that loading one "
@@ -116,7 +118,7 @@ class _Maker:
         )
 
     def _special(self, value: Any, place: Place) -> tuple[Any] | None:
-        kind, made = _kind_of(value)
+        kind, made = _kind_of(value, place)
         if kind is None:
             return None
         made = self.make(made, place)
@@ -154,7 +156,7 @@ def _dense(value: torch.Tensor, place: Place) -> torch.Tensor:
     return value
 
 
-def _kind_of(value: Any) -> tuple[str | None, Any]:
+def _kind_of(value: Any, place: Place) -> tuple[str | None, Any]:
     omegaconf = sys.modules.get("omegaconf")  # what has it was made by it
     if omegaconf is not None:
         for kind in ("DictConfig", "ListConfig"):
@@ -166,10 +168,24 @@ def _kind_of(value: Any) -> tuple[str | None, Any]:
     if isinstance(value, PurePath):
         return "path", str(value)
     if isinstance(value, np.ndarray) and value.dtype != object:
-        return "array", torch.from_numpy(np.ascontiguousarray(value).copy())
-    if isinstance(value, np.generic):
+        return _array(value, place)
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
         return "number", value.item()
     return None, None
+
+
+def _array(value: np.ndarray[Any, Any], place: Place) -> tuple[str, Any]:
+    for letter, kind in (("U", "array of str"), ("S", "array of bytes")):
+        if value.dtype.kind == letter:
+            return kind, value.tolist()
+    try:
+        native = value.astype(value.dtype.newbyteorder("="), order="C", copy=True)
+        return "array", torch.from_numpy(native)
+    except TypeError:
+        raise CheckpointError(
+            f"{dotted(place)} is a NumPy array of {value.dtype}, which is no dtype of PyTorch's. Keep it out "
+            "of the state, or save it as numbers or strings."
+        ) from None
 
 
 def _config(value: Any) -> Any:
@@ -193,6 +209,8 @@ _RESTORE: dict[str, Callable[[Any], Any]] = {
     "class DictConfig": _class("DictConfig"),
     "class ListConfig": _class("ListConfig"),
     "array": lambda value: value.numpy(),
+    "array of str": lambda value: np.array(value, dtype=np.str_),
+    "array of bytes": lambda value: np.array(value, dtype=np.bytes_),
 }
 """Paths and numbers stay the strings and numbers that they were written as."""
 

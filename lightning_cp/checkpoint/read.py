@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,16 +12,17 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.checkpoint.durable import found, this_machine
-from lightning_cp.checkpoint.encode import decode, dtype_named
+from lightning_cp.checkpoint.encode import decode
 from lightning_cp.checkpoint.failures import shown
 from lightning_cp.checkpoint.full import OURS
 from lightning_cp.checkpoint.full_file import load_file, manifest_of_file, verify_file
+from lightning_cp.checkpoint.index import INDEX, stored_in
 from lightning_cp.checkpoint.manifest import NAME as MANIFEST
 from lightning_cp.checkpoint.manifest import Manifest, read_manifest, verify
 from lightning_cp.checkpoint.plain import Place, map_leaves, name_of, restored
-from lightning_cp.checkpoint.shard_file import mapped, said_by
-from lightning_cp.checkpoint.sharded import INDEX, STATE
-from lightning_cp.checkpoint.tensors import Chunk, Stored, fill, like, stored_whole
+from lightning_cp.checkpoint.shard_file import said_by
+from lightning_cp.checkpoint.sharded import STATE
+from lightning_cp.checkpoint.tensors import Stored, fill, like, stored_whole
 from lightning_cp.comm.objects import World, told
 from lightning_cp.errors import CheckpointError
 
@@ -206,7 +206,7 @@ def _in_folder(path: Path, manifest: Manifest | None) -> tuple[Any, dict[str, An
     try:
         index = json.loads((path / INDEX).read_text())["tensors"]
         state = json.loads((path / STATE).read_text())
-        stored = {key: _stored_in(path, key, entry, manifest) for key, entry in index.items()}
+        stored = {key: stored_in(path, key, entry, manifest) for key, entry in index.items()}
         tree = decode(state["tree"], lambda key: stored[key])
         ours = decode(state["ours"], lambda key: stored[key])
     except (KeyError, ValueError, TypeError) as error:
@@ -216,25 +216,6 @@ def _in_folder(path: Path, manifest: Manifest | None) -> tuple[Any, dict[str, An
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{shown(path)} cannot be read ({told(error)}). Nothing was loaded.")
-
-
-def _stored_in(folder: Path, key: str, entry: dict[str, Any], manifest: Manifest) -> Stored:
-    for x in entry["chunks"]:
-        if x["file"] not in manifest.files:
-            raise CheckpointError(
-                f"{shown(folder / INDEX)} says that {key} is in {x['file']!r}, which the manifest does not "
-                "name. Nothing was loaded."
-            )
-    dtype = dtype_named(entry["dtype"])
-    chunks = [
-        Chunk(
-            tuple(x["offsets"]),
-            tuple(x["sizes"]),
-            partial(mapped, folder / x["file"], x["begin"], x["sizes"], dtype),
-        )
-        for x in entry["chunks"]
-    ]
-    return Stored(dtype, tuple(entry["shape"]), tuple(chunks))
 
 
 def _stored(tree: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,11 +129,3 @@ def _place(block: Block, file: str, at: int) -> Written:
 def _bytes_of(x: torch.Tensor) -> memoryview:
     flat = x.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
     return flat.numpy().data
-
-
-def blocks_by_key(written: Sequence[Written]) -> Iterator[tuple[str, list[Written]]]:
-    """The blocks of each tensor."""
-    found: dict[str, list[Written]] = {}
-    for item in written:
-        found.setdefault(item.key, []).append(item)
-    yield from found.items()

@@ -35,14 +35,15 @@ from lightning_cp.checkpoint.durable import (
 )
 from lightning_cp.checkpoint.encode import encode
 from lightning_cp.checkpoint.failures import failed_save
+from lightning_cp.checkpoint.index import INDEX, index_of
 from lightning_cp.checkpoint.latest import point_to
 from lightning_cp.checkpoint.manifest import NAME, About, FileEntry, Manifest, hash_of
 from lightning_cp.checkpoint.plain import Place, name_of
-from lightning_cp.checkpoint.shard_file import Block, Written, blocks_by_key, write_shard
+from lightning_cp.checkpoint.shard_file import Block, Written, write_shard
 from lightning_cp.comm.objects import World, told
 from lightning_cp.errors import CheckpointError
 
-INDEX, STATE = "index.json", "state.json"
+STATE = "state.json"
 _NOTE, _PAUSE = "done-", 0.02
 
 
@@ -106,7 +107,7 @@ class ShardedSave:
             OSError: it could not be completed; what was there before still is.
         """
         entries = {part.file: FileEntry(part.sha256, part.bytes) for part in parts if part.file}
-        index = _index([block for part in parts for block in part.blocks])
+        index = index_of([block for part in parts for block in part.blocks])
         for name, content in ((INDEX, index), (STATE, self.state)):
             path = self.staging / name
             write_durably(path, json.dumps(content).encode())
@@ -237,14 +238,3 @@ def _block(item: WriteItem, planner: DefaultSavePlanner) -> Block:
             "not known. Tensor parallelism has to divide evenly what it shares; checkpoint='full' saves it."
         )
     return Block(item.index.fqn, size, tuple(chunk.offsets), data.detach())
-
-
-def _index(blocks: list[Written]) -> dict[str, Any]:
-    tensors = {}
-    for key, written in blocks_by_key(blocks):
-        chunks = [{k: v for k, v in asdict(w).items() if k in _PLACE} for w in written]
-        tensors[key] = {"dtype": written[0].dtype, "shape": written[0].shape, "chunks": chunks}
-    return {"tensors": tensors}
-
-
-_PLACE = ("offsets", "sizes", "file", "begin")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_cp.checkpoint.durable import BEFORE, beside
 from lightning_cp.checkpoint.manifest import FileEntry, Manifest, hash_of, read_manifest
@@ -55,12 +57,11 @@ def test_a_link_to_nothing_is_named(to: str, tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "last.ckpt")
 
 
-def change_index(folder: Path, file: str) -> None:
-    """Say that tensors are in this file, and have the manifest agree."""
+def change_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change what is said of each tensor, and have the manifest agree."""
     index = json.loads((folder / "index.json").read_text())
     for tensor in index["tensors"].values():
-        for chunk in tensor["chunks"]:
-            chunk["file"] = file
+        change(tensor)
     (folder / "index.json").write_text(json.dumps(index))
     old = read_manifest(folder)
     own = FileEntry(hash_of(folder / "index.json"), (folder / "index.json").stat().st_size)
@@ -71,9 +72,36 @@ def change_index(folder: Path, file: str) -> None:
 @pytest.mark.parametrize("file", ["../outside", "/etc/passwd", "more.safetensors"])
 def test_tensors_are_read_from_files_that_were_verified(file: str, tmp_path: Path) -> None:
     save_checkpoint(state_of(1), tmp_path / "a", form="sharded")
-    change_index(tmp_path / "a", file)
+    change_index(tmp_path / "a", lambda tensor: tensor["chunks"][0].update(file=file))
     with pytest.raises(CheckpointError, match=rf"a/index.json says that .* is in '{file}'"):
         open_checkpoint(tmp_path / "a")
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "no block": (lambda x: x["chunks"].clear(), "are not all of its shape"),
+    "a larger shape": (lambda x: x["shape"].__setitem__(0, 38), "are not all of its shape"),
+    "another dimension": (lambda x: x["shape"].append(1), "are not all of its shape"),
+    "twice": (lambda x: x["chunks"].append(x["chunks"][0]), "are not all of its shape"),
+    "moved": (lambda x: x["chunks"][0]["offsets"].__setitem__(0, 1), "are not all of its shape"),
+    "negative": (lambda x: x["chunks"][0]["offsets"].__setitem__(0, -1), "are not all of its"),
+    "before its file": (
+        lambda x: x["chunks"][0].update(begin=-8),
+        "a block of w is outside shard-",
+    ),
+    "after its file": (
+        lambda x: x["chunks"][0].update(begin=10**6),
+        "a block of w is outside shard-",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "says"), CHANGES.values(), ids=CHANGES)
+def test_blocks_have_to_be_the_tensor(change: Any, says: str, tmp_path: Path) -> None:
+    """What no block fills would be uninitialised memory."""
+    save_checkpoint({"w": torch.ones(37, 2)}, tmp_path / "a", form="sharded")
+    change_index(tmp_path / "a", change)
+    with pytest.raises(CheckpointError, match=f"a/index.json says that .*{says}"):
+        open_checkpoint(tmp_path / "a").read()
 
 
 @pytest.mark.parametrize("function", ["read_manifest", "decode", "verify"])

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lightning_cp.checkpoint.read import open_checkpoint
-from lightning_cp.checkpoint.save import save_checkpoint
+from lightning_cp.checkpoint.save import plan, save_checkpoint
 from lightning_cp.comm.objects import World
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.meshes import mesh_of
@@ -46,6 +46,33 @@ def has_the_same_dotted_names(rank: int, world: int, form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_dotted_name_twice(form: str) -> None:
     run_ranks(2, has_the_same_dotted_names, form)
+
+
+def copies(rank: int, world: int) -> None:
+    """Of a spread tensor the first rank has a whole one that nobody else has, but of a replica."""
+    mesh = mesh_of(world)
+    value = torch.arange(8.0)
+    tree = {
+        "spread": distribute_tensor(value.clone(), mesh, [Shard(0)]),
+        "replica": distribute_tensor(value.clone(), mesh, [Replicate()]),
+        "plain": value.clone(),
+        "part": value.clone()[2:4],
+    }
+    planned: Any = plan(tree, Path("a"))[0]
+    if rank:
+        planned.copy()
+        return
+    before = dict(planned.tree)
+    planned.copy()
+    for name, x in tree.items():
+        taken = planned.tree[name]
+        assert (taken is before[name]) == (name in ("spread", "part")), name
+        (x.to_local() if isinstance(x, DTensor) else x).zero_()
+        assert torch.equal(taken, value[2:4] if name == "part" else value), name
+
+
+def test_what_was_gathered_is_not_copied_again() -> None:
+    run_ranks(2, copies)
 
 
 def refused(tensor: DTensor) -> str:
