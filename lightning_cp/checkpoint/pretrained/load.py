@@ -29,6 +29,7 @@ from lightning_cp.checkpoint.pretrained.plan import LoadPlan, Slice, plan_load
 from lightning_cp.checkpoint.pretrained.progress import Progress
 from lightning_cp.checkpoint.pretrained.reader import BUFFER, SliceReader
 from lightning_cp.checkpoint.pretrained.rest import LOADING, Rest
+from lightning_cp.checkpoint.pretrained.twins import require_same
 from lightning_cp.comm.outcome import share_outcome, summed_over_world
 from lightning_cp.errors import CheckpointError
 from lightning_cp.mesh import ContextParallelMesh
@@ -154,10 +155,12 @@ def _read(model: nn.Module, plan: LoadPlan, options: Options, progress: Progress
     with torch.no_grad(), SliceReader(progress.add, bad.look) as reader:
         for one in plan.slices:
             progress.now(one.parameter)
-            local = local_part(tensors[one.parameter])
-            place = tuple(slice(at, at + n) for at, n in zip(one.at, one.lengths, strict=True))
-            reader.read(one.entry, one.offsets, local[place])
+            into = local_part(tensors[one.parameter])[one.place]
+            reader.read(one.entry, one.offsets, into)
             bad.require_none(one)
+    with torch.no_grad(), SliceReader() as reader:
+        for one in plan.twins:
+            require_same(one, tensors, reader)
 
 
 def _first_without_memory(model: nn.Module, dtype: torch.dtype | None) -> tuple[str, torch.Tensor]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -21,6 +20,7 @@ from lightning_cp.checkpoint.pretrained.keys import (
 )
 from lightning_cp.checkpoint.pretrained.local import LocalParts, Runs
 from lightning_cp.checkpoint.pretrained.names import Tensors, find_prefix, plain, tensors_of
+from lightning_cp.checkpoint.pretrained.same_names import matches, require_names, some
 from lightning_cp.errors import CheckpointError, ConfigError
 
 
@@ -34,6 +34,11 @@ class Slice:
     lengths: tuple[int, ...]
     at: tuple[int, ...]
     """Where it begins in the local tensor."""
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """Of the box that it fills."""
+        return tuple(slice(at, at + n) for at, n in zip(self.at, self.lengths, strict=True))
 
     @property
     def nbytes(self) -> int:
@@ -54,6 +59,8 @@ class LoadPlan:
     beside: tuple[str, ...]
     """Parameters outside of the prefix that was found, by their whole names, that were allowed to be."""
     unexpected: tuple[str, ...]
+    twins: tuple[Slice, ...]
+    """What the files have of tied parameters under their other names, which is to be the same."""
     model_bytes: int
     """Of the tensors in the files that the model takes, each counted once."""
 
@@ -99,8 +106,16 @@ def plan_load(
     used = {key for known in chosen.values() if known is not None for key in known[1]}
     named = {key for names in tensors.aliases.values() for name in names for key in (put + name,)}
     unexpected = [key for key in entries if key not in used and key not in named]
+    twins = _twins(chosen, tensors, entries, rules, put)
+    left = [
+        key
+        for _, (_, keys) in twins
+        for key in keys
+        if not strict or matches(key, allow_unexpected)
+    ]
+    unexpected += left
     beside = _beside(model, taken, tensors) if prefix is None else []
-    _require_names(
+    require_names(
         [*missing, *beside] if strict else [],
         unexpected if strict else [],
         allow_missing,
@@ -111,12 +126,14 @@ def plan_load(
     if not used:
         raise CheckpointError(
             f"the checkpoint {checkpoint.path.name!r} and the model have no name in common. In the files: "
-            f"{_some(list(entries))}; in the model: {_some(list(tensors.by_name))}. Give prefix= or keys=."
+            f"{some(list(entries))}; in the model: {some(list(tensors.by_name))}. Give prefix= or keys=."
         )
     slices = _slices(chosen, tensors, entries, rules, put)
+    others = [{name: known} for name, known in twins if not set(left) & set(known[1])]
+    same = tuple(x for known in others for x in _slices(known, tensors, entries, rules, put))
     model_bytes = sum(entries[key].nbytes for key in used)
     return LoadPlan(
-        slices, tensors, taken, tuple(missing), tuple(beside), tuple(unexpected), model_bytes
+        slices, tensors, taken, tuple(missing), tuple(beside), tuple(unexpected), same, model_bytes
     )
 
 
@@ -140,6 +157,23 @@ def _present(
         if all(key in entries for key in keys):
             return alias, keys
     return None
+
+
+def _twins(
+    chosen: Mapping[str, Known | None],
+    tensors: Tensors,
+    entries: Mapping[str, Entry],
+    rules: Sequence[Rule],
+    put: str,
+) -> list[tuple[str, Known]]:
+    """What the checkpoint has of tied tensors beside what is loaded."""
+    found: dict[tuple[str, ...], tuple[str, Known]] = {}
+    for name, known in chosen.items():
+        for alias in tensors.aliases[name] if known is not None else ():
+            keys = _keys(alias, rules, put)
+            if known is not None and keys != known[1] and all(key in entries for key in keys):
+                found[keys] = name, (alias, keys)
+    return list(found.values())
 
 
 def _keys(name: str, rules: Sequence[Rule], put: str) -> tuple[str, ...]:
@@ -204,37 +238,3 @@ def _require_kind(name: str, x: torch.Tensor, entry: Entry) -> None:
         f"{name} has dtype {x.dtype}, but {entry.name!r} in {entry.file.name} has {entry.dtype}. Only "
         "floating-point numbers are converted, to other ones."
     )
-
-
-def _require_names(
-    missing: Iterable[str],
-    unexpected: Iterable[str],
-    allow_missing: Sequence[str],
-    allow_unexpected: Sequence[str],
-    checkpoint: Checkpoint,
-    prefix: str,
-) -> None:
-    missing = [name for name in missing if not _matches(name, allow_missing)]
-    unexpected = [key for key in unexpected if not _matches(key, allow_unexpected)]
-    if not missing and not unexpected:
-        return
-    said = []
-    if missing:
-        said.append(f"it lacks {len(missing)} parameters of the model ({_some(missing)})")
-    if unexpected:
-        said.append(f"it has {len(unexpected)} tensors that the model lacks ({_some(unexpected)})")
-    at = f" under {prefix!r}" if prefix else ""
-    raise CheckpointError(
-        f"the checkpoint {checkpoint.path.name!r} is not of this model{at}: {'; '.join(said)}. Nothing was "
-        "loaded. Other names are declared with keys=, what may be left out with allow_missing= and "
-        "allow_unexpected= (or strict=False); "
-        "prefix= says which part of the model it is of."
-    )
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _some(names: Sequence[str], at_most: int = 5) -> str:
-    return ", ".join(names[:at_most]) + (", ..." if len(names) > at_most else "")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from lightning_cp.checkpoint.pretrained.index import open_checkpoint
+from lightning_cp.errors import CheckpointError
 from tests.checkpoint.pretrained.models import load, make, save
 
 
@@ -28,3 +30,18 @@ def test_a_tie_is_found_under_its_other_name(tmp_path: Path) -> None:
     model = make(device="meta", tie_word_embeddings=True)
     load(model, tmp_path)
     assert torch.equal(model.model.embed_tokens.weight, weights["lm_head.weight"])
+
+
+def test_tied_weights_that_differ_in_the_files_are_refused(tmp_path: Path) -> None:
+    weights = {name: x.clone() for name, x in make(seed=6).state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    model = make(device="meta", tie_word_embeddings=True)
+    says = "'lm_head.weight' has other values than 'model.embed_tokens.weight', .* one parameter"
+    with pytest.raises(CheckpointError, match=says):
+        load(model, tmp_path)
+    loaded = load(model, tmp_path, allow_unexpected=["lm_head.*"])
+    assert loaded.unexpected == ("lm_head.weight",)
+    assert torch.equal(model.lm_head.weight, weights["model.embed_tokens.weight"])
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors")
+    assert load(model, tmp_path).unexpected == ()
