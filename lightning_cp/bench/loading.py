@@ -28,7 +28,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lightning_cp.bench import table
 from lightning_cp.bench.llama_files import KINDS, layers_for, make_checkpoint, network, shard
@@ -36,6 +35,7 @@ from lightning_cp.bench.processes import on_ranks
 from lightning_cp.checkpoint.pretrained.index import open_checkpoint
 from lightning_cp.checkpoint.pretrained.load import load_pretrained
 from lightning_cp.checkpoint.pretrained.plan import LoadPlan, plan_load
+from lightning_cp.comm.local import local_part
 from lightning_cp.errors import ConfigError
 
 HEAD = (
@@ -97,7 +97,7 @@ def load(
     else:
         load_pretrained(model, folder, dtype=dtype, check_finite=way == "checked", progress=False)
     spent = Spent.now().since(started)
-    size = sum(_local(x).nbytes for x in model.parameters())
+    size = sum(local_part(x).nbytes for x in model.parameters())
     return Found(size, largest, status("VmHWM") - before, spent)
 
 
@@ -108,10 +108,6 @@ def _load_by_dcp(model: nn.Module, folder: Path) -> None:
 
     model.to_empty(device="cpu")
     load_checkpoint(dict(model.state_dict()), storage_reader=HuggingFaceStorageReader(str(folder)))
-
-
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def read_plainly(folder: Path, layers: int, kind: str) -> Spent:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_cp.comm.local import local_part
 from lightning_cp.comm.reduce import from_first
 
 Initialize = Callable[[nn.Module], object]
@@ -116,12 +117,6 @@ def _any_nan(x: torch.Tensor) -> bool:
 def computable(x: torch.Tensor) -> torch.Tensor:
     """The same values in a dtype that PyTorch computes with: few functions know numbers of 8 bits."""
     return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
-
-
-def local_part(x: torch.Tensor) -> torch.Tensor:
-    """The memory of this rank's part."""
-    held = x.to_local() if isinstance(x, DTensor) else x
-    return held.detach()
 
 
 @contextmanager

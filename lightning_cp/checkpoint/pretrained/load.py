@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.checkpoint.pretrained.fresh import computable, local_part, materialize
+from lightning_cp.checkpoint.pretrained.fresh import computable, materialize
 from lightning_cp.checkpoint.pretrained.incomplete import incomplete_until_done
 from lightning_cp.checkpoint.pretrained.index import open_checkpoint
 from lightning_cp.checkpoint.pretrained.keys import rules_of
@@ -30,6 +30,7 @@ from lightning_cp.checkpoint.pretrained.progress import Progress
 from lightning_cp.checkpoint.pretrained.reader import BUFFER, SliceReader
 from lightning_cp.checkpoint.pretrained.rest import LOADING, Rest
 from lightning_cp.checkpoint.pretrained.twins import require_same
+from lightning_cp.comm.local import local_part
 from lightning_cp.comm.outcome import share_outcome, summed_over_world
 from lightning_cp.errors import CheckpointError
 from lightning_cp.mesh import ContextParallelMesh

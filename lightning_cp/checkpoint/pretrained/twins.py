@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
-from lightning_cp.checkpoint.pretrained.fresh import computable, local_part
+from lightning_cp.checkpoint.pretrained.fresh import computable
 from lightning_cp.checkpoint.pretrained.plan import Slice
 from lightning_cp.checkpoint.pretrained.reader import STRAIGHT, SliceReader
+from lightning_cp.comm.local import local_part
 from lightning_cp.errors import CheckpointError
 
 

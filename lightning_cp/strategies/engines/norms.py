@@ -14,16 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_cp.comm.local import local_part
 from lightning_cp.comm.reduce import all_max, all_sum
 from lightning_cp.errors import NonFiniteError
 
 _Key = tuple[str, tuple[dist.ProcessGroup, ...]]
-
-
-def local_part(x: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of ``x``: sharing its memory, and all of it where it is no DTensor."""
-    with torch.no_grad():
-        return x.to_local() if isinstance(x, DTensor) else x.detach()
 
 
 def gradient_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:

@@ -28,13 +28,14 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
+from lightning_cp.comm.local import local_part
 from lightning_cp.comm.reduce import from_first
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import Axis, ContextParallelMesh, Flat
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.engines.checks import precision_of
 from lightning_cp.strategies.engines.fresh import initialise, is_on_meta
-from lightning_cp.strategies.engines.norms import clip_norm, clip_value, local_part
+from lightning_cp.strategies.engines.norms import clip_norm, clip_value
 from lightning_cp.strategies.engines.root import Root
 from lightning_cp.strategies.engines.successors import Successors, dropping_when_zeroed
 from lightning_cp.strategies.engines.tensor_parallel import share_layers

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from lightning_cp.comm.local import local_part
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError
-from lightning_cp.strategies.engines.norms import local_part
 
 Unreduced = Iterable[tuple[torch.nn.Parameter, torch.Tensor]]
 """Parameters, and gradients of this rank alone that are not in their ``grad`` yet."""

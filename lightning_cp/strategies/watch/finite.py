@@ -21,11 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lightning_cp.comm.agreement import gathered_lists, tell
+from lightning_cp.comm.local import local_part
 from lightning_cp.comm.vote import tally
 from lightning_cp.containers import tensors_of
 from lightning_cp.errors import NonFiniteError
@@ -126,9 +126,7 @@ def _local_gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
     """What this rank holds of it."""
-    local = gradient.detach()
-    if isinstance(local, DTensor):
-        local = local.to_local()
+    local = local_part(gradient)
     return local.coalesce().values() if local.is_sparse else local
 
 
