@@ -118,7 +118,9 @@ def test_new_folders_are_on_the_disk_too(
 
 
 @pytest.mark.parametrize(
-    "owner", [f"deadbeef-{os.getpid()}", f"{durable.this_machine()}-{os.getpid()}"]
+    "owner",
+    [f"deadbeef-{os.getpid()}", f"{durable.this_machine()}-{os.getpid()}"],
+    ids=["another machine", "a number used again"],
 )
 def test_leftovers_that_nobody_writes_go_after_a_day(
     owner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
