@@ -47,7 +47,7 @@ LOADING_MUTANTS = (
         f"{ROOM}/fresh.py",
         "            name for name in names if name not in first and _any_nan(",
         "            name for name in () if name not in first and _any_nan(",
-        (f"{TESTS}/test_options.py::test_buffers_that_are_not_saved_are_made_again",),
+        (f"{TESTS}/test_buffers.py::test_buffers_that_are_not_saved_are_made_again",),
         "Rotary frequencies are garbage, and training goes on with them.",
     ),
     Mutant(
@@ -55,7 +55,7 @@ LOADING_MUTANTS = (
         f"{ROOM}/fresh.py",
         "            _call(way, module, names, mark=1)",
         "            _call(way, module, names, mark=0)",
-        (f"{TESTS}/test_options.py::test_buffers_of_any_type_are_made_again",),
+        (f"{TESTS}/test_buffers.py::test_buffers_of_any_type_are_made_again",),
         "A mask that nothing sets is whatever was in memory.",
     ),
     Mutant(
