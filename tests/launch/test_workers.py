@@ -56,6 +56,15 @@ def test_workers_of_fabric(tmp_path: Path) -> None:
     came_to_the_same(tmp_path)
 
 
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_forked_worker_that_ends_before_the_others_is_not_taken_for_killed(
+    late: int, tmp_path: Path
+) -> None:
+    """Python calls nothing of ``atexit`` there."""
+    all_succeeded(ranks(tmp_path, [{}], SCRIPTS / "fabric_workers.py", tmp_path, "fork", late))
+    came_to_the_same(tmp_path)
+
+
 @pytest.mark.parametrize("callbacks", [[], [ContextParallelCallback()]], ids=["ours", "the user's"])
 def test_what_spawned_workers_are_sent_can_be_pickled(callbacks: list[Any]) -> None:
     settings: Any = {"mode": "ring", "sequence_dims": {"a": 1}, "token_weighting": "global"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch.distributed as dist
@@ -40,8 +40,9 @@ class Processes:
         if not self._ends_watch:  # there may be many stages
             self._ends_watch = True
             # Not the core's method: the core knows the model, that the Trainer, and that this strategy.
-            weakref.finalize(self, self._core.watch.stop)
-            weakref.finalize(self, self._core.progress.forget)
+            # Nor weakref.finalize: a forked process ends without atexit, and would be taken for killed.
+            Finalize(self, self._core.watch.stop, exitpriority=1)
+            Finalize(self, self._core.progress.forget, exitpriority=1)
 
     def _chosen_besides(self: Any) -> dict[str, object]:
         """What ranks have to agree on, and is no setting of ours."""
