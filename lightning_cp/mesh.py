@@ -82,6 +82,9 @@ class ContextParallelMesh:
         self._control = self._control_groups()
         if device_type == "cuda" and ring_size > 1:
             warm_up(self._groups[Axis.RING], torch.device("cuda", torch.cuda.current_device()))
+        dist.barrier(
+            self.everyone
+        )  # who destroys it at once would hang up on a rank that still connects
         self._destroyed = False
         # PyTorch's meshes refer to each other in circles, and to their groups.
         registries = [getattr(mesh, "_pg_registry", {}) for mesh in self._meshes.values()]

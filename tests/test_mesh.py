@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -312,6 +313,26 @@ def groups_made(rank: int, world_size: int, sizes: dict[str, Any]) -> int:
 def test_axes_of_the_same_ranks_share_a_group(sizes: dict[str, int], made: int) -> None:
     """Each gloo group keeps threads that wake up a hundred times a second."""
     assert run_ranks(4, groups_made, sizes) == [made] * 4
+
+
+def made_and_returned(rank: int, world_size: int) -> tuple[float, float]:
+    own, made = ContextParallelMesh._control_groups, 0.0
+
+    def groups(mesh: ContextParallelMesh) -> Any:
+        nonlocal made
+        time.sleep(0.2 * (rank == 1))
+        made = time.monotonic()
+        return own(mesh)
+
+    with mock.patch.object(ContextParallelMesh, "_control_groups", groups):
+        ContextParallelMesh(ring_size=2, ulysses_size=2)
+    return made, time.monotonic()
+
+
+def test_no_rank_has_a_mesh_before_all_have_made_their_groups() -> None:
+    """Gloo connects on one side first: a rank that destroyed its groups at once cut the others off."""
+    made, returned = zip(*run_ranks(4, made_and_returned), strict=True)
+    assert max(made) < min(returned)
 
 
 def warm(rank: int, world_size: int, sizes: dict[str, int]) -> list[list[int]]:
