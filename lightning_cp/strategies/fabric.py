@@ -196,7 +196,7 @@ class UlyssesRingStrategy(FabricSetup):
         kept = self._engine.kept_back(stepped)
         if kept:
             raise ConfigError(
-                f"gradients of {len(kept)} parameters of this {type(optimizer).__name__} are this rank's "
+                f"gradients of {kept} parameters of this {type(optimizer).__name__} are this rank's "
                 "alone: the last backward that came to them was within fabric.no_backward_sync, and none "
                 "since has averaged them. Go through the last micro-batch of every window outside of it "
                 "(enabled=False), so that its backward averages all of them; then clip, and step."

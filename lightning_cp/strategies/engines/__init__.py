@@ -86,8 +86,11 @@ class Engine(Protocol):
         """Parameters with gradients of this rank alone, where these are not in ``grad`` yet."""
         ...
 
-    def kept_back(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of them whose gradients, as ``accumulating`` has left them, are this rank's alone."""
+    def kept_back(self, parameters: Iterable[torch.Tensor]) -> int:
+        """How many of them have gradients that are this rank's alone, as ``accumulating`` has left them.
+
+        All ranks come here together.
+        """
         ...
 
     def after_step(self) -> None:

@@ -22,7 +22,7 @@ from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.engines.averages import average_present
 from lightning_cp.strategies.engines.buckets import bucket_options
 from lightning_cp.strategies.engines.comm_hooks import CommHook
-from lightning_cp.strategies.engines.kept import KeptBack
+from lightning_cp.strategies.engines.kept import KeptBack, unequal
 
 
 class DDPEngine:
@@ -40,6 +40,7 @@ class DDPEngine:
         self._wrapped: dict[int, ref[DistributedDataParallel]] = {}  # by their modules
         self._called: dict[int, bool] = {}  # likewise: forward came, and no backward since
         self._kept: dict[int, KeptBack] = {}  # likewise
+        self._mesh: ref[ContextParallelMesh] | None = None
 
     def wrap(
         self,
@@ -50,6 +51,7 @@ class DDPEngine:
         methods: Sequence[str] = (),
     ) -> DistributedDataParallel:
         """Broadcast the weights of the group's first rank, and average gradients from then on."""
+        self._mesh = ref(mesh)
         for parameter in module.parameters():
             self._averaged.pop(id(parameter), None)
             if parameter.requires_grad:
@@ -90,10 +92,14 @@ class DDPEngine:
         """None: all that there is of gradients is in ``grad``."""
         return ()
 
-    def kept_back(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of them that no backward has averaged since one without averaging."""
-        asked = list(parameters)
-        return [p for x in self._alive() for p in self._kept[id(x.module)].among(asked)]
+    def kept_back(self, parameters: Iterable[torch.Tensor]) -> int:
+        """How many nobody has averaged since a backward without averaging."""
+        asked, kept = list(parameters), [self._kept[id(x.module)] for x in self._alive()]
+        mesh = self._mesh() if self._mesh is not None else None
+        if mesh is None or not any(each.follows for each in kept):
+            return 0
+        count = sum(len(each.among(asked)) for each in kept)
+        return unequal(count, asked, mesh.control_group(Flat.LOSS))
 
     def after_step(self) -> None:
         """Parameters are changed in place."""

@@ -209,10 +209,10 @@ class ShardedEngine:
         for root in self._alive():
             yield from root.unreduced()
 
-    def kept_back(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of them that are not reduced yet: an optimizer would not see their gradients at all."""
+    def kept_back(self, parameters: Iterable[torch.Tensor]) -> int:
+        """How many are not reduced yet: an optimizer would not see their gradients at all."""
         asked = {id(p) for p in parameters}
-        return [p for p, _ in self.unreduced() if id(p) in asked]
+        return sum(id(p) in asked for p, _ in self.unreduced())
 
     def after_step(self) -> None:
         """Within a method, what is gathered is out of date."""
