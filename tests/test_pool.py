@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from lightning_cp.faults.watch import SWITCH
 from tests.pool import rank_pids, run_ranks
 
 
@@ -55,6 +56,16 @@ def test_processes_and_group_are_kept_between_cases() -> None:
 def test_world_size_beyond_the_pool_is_refused() -> None:
     with pytest.raises(ValueError, match="1 to 8 ranks, got world_size=9"):
         run_ranks(9, same_group)
+
+
+def switch(rank: int, world_size: int) -> str | None:
+    return os.environ.get(SWITCH)
+
+
+def test_only_its_ranks_have_the_watch_switched_off() -> None:
+    """Programs that other tests start inherit the environment of this process."""
+    assert run_ranks(2, switch) == ["0", "0"]
+    assert SWITCH not in os.environ
 
 
 def leave_a_mess(rank: int, world_size: int) -> None:

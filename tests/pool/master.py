@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_cp.faults.watch import SWITCH
 from tests.pool.handle import Worker, gather, report_of, succeeded
 from tests.pool.isolation import current_filters
 from tests.pool.report import RankReport
@@ -55,7 +54,6 @@ class Pool:
         self._groups = itertools.count()
         self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
         os.environ["OMP_NUM_THREADS"] = "1"
-        os.environ[SWITCH] = "0"  # the pool sees to ranks that hang, and outlives their errors
         os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(PRELOAD))

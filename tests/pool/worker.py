@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_cp.faults.watch import SWITCH
 from tests.pool.isolation import Filters, Unraisables, isolated
 
 STACK_SIGNAL = signal.SIGUSR2
@@ -81,6 +82,7 @@ def serve(rank: int, requests: Connection, alive: Connection, log: str, stacks: 
     _detach(log, stacks)
     threading.Thread(target=die_with_parent, args=(alive,), daemon=True).start()
     torch.set_num_threads(1)
+    os.environ[SWITCH] = "0"  # the pool sees to ranks that hang, and outlives their errors
     gc.freeze()  # what the fork server imported is never garbage; this keeps collections short
     worker = _Worker(rank)
     requests.send_bytes(pickle.dumps(Reply(ok=True)))
