@@ -12,7 +12,7 @@ from tests.faults.table import Row
 
 TIMEOUT = 10.0
 BOUND = TIMEOUT + 5
-CRAWL = 3.0
+CRAWL = 4.0
 """Seconds; forward and backward of a rank that crawls take longer, each by itself."""
 
 
@@ -54,7 +54,7 @@ def _run(way: str, fault: str, rank: int, where: str, folder: Path) -> Outcome:
 
 
 def crawling(way: str, ranks: int, *settings: str) -> Row:
-    """A rank takes long for everything, longer than the timeout for a step, and nobody is ended."""
+    """A rank takes long for everything, in all twice the timeout for a step, and nobody is ended."""
 
     def check(done: Outcome) -> None:
         assert all(text.rstrip().endswith("ENDED WELL") for text in done.outputs), done.output
