@@ -29,6 +29,17 @@ ENGINE_MUTANTS = (
         "Copies of the model come apart.",
     ),
     Mutant(
+        "what a program has averaged itself is not compared",
+        ENGINES + "kept.py",
+        "if not total or vote([_checksum(p.grad) for p in parameters], group):",
+        "if not total:",
+        (
+            "tests/strategies/test_fabric_kept_back.py"
+            "::test_what_was_averaged_by_hand_is_stepped_along[summed_in_place-{}]",
+        ),
+        "Gradients that are right are refused.",
+    ),
+    Mutant(
         "zeros in place of no gradient",
         ENGINES + "root.py",
         "if not count and id(parameter) in self._filled:",

@@ -80,4 +80,15 @@ FAULT_MUTANTS = (
         ("tests/faults/test_signs.py",),
         "A save on a slow disk is taken for a hang, and cut.",
     ),
+    Mutant(
+        "who ends well in a forked process does not say so",
+        "lightning_cp/strategies/launch/processes.py",
+        "            Finalize(self, self._core.watch.stop, exitpriority=1)\n",
+        "",
+        (
+            "tests/launch/test_workers.py"
+            "::test_a_forked_worker_that_ends_before_the_others_is_not_taken_for_killed",
+        ),
+        "The others take it for killed, and end with status 1.",
+    ),
 )
