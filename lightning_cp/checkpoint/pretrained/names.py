@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-from lightning_cp.checkpoint.pretrained.keys import Rule, rule_for
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """Parts of names that wrappers of PyTorch put in."""
@@ -63,42 +61,3 @@ def unwrapped(model: nn.Module) -> nn.Module:
         if within is None:
             return model
         model = within
-
-
-def prefixes(model: nn.Module) -> list[str]:
-    """Where in the model the checkpoint's may be: itself, or a module of it, outer ones first."""
-    paths = [plain(f"{path}.") for path, _ in model.named_modules() if path]
-    return ["", *sorted(set(paths), key=lambda path: (path.count("."), len(path)))]
-
-
-def find_prefix(
-    model: nn.Module, keys: Collection[str], rules: Sequence[Rule] = (), depth: int = 3
-) -> tuple[str, str]:
-    """What to take away from a parameter's name, and put in front instead, to get a key of the checkpoint.
-
-    A LightningModule calls its network ``self.model``, say; and a checkpoint of a bare encoder lacks the
-    name that the encoder has in a larger model, or has one more.
-
-    Args:
-        model: the user's.
-        keys: of the checkpoint.
-        rules: other names, which have nothing put in front.
-        depth: how many modules deep the network may be.
-
-    Returns:
-        The pair with most names in common; the shortest of those.
-    """
-    names = list(tensors_of(model).by_name)
-    known = set(keys)
-    starts = {key.split(".")[0] + "." for key in known if "." in key}
-    best, most = ("", ""), -1
-    for taken in (path for path in prefixes(model) if path.count(".") <= depth):
-        rest = [name[len(taken) :] for name in names if name.startswith(taken)]
-        made = [(name, rule_for(name, rules).sources) for name in rest]
-        renamed = sum(known.issuperset(x) for name, x in made if x != (name,))
-        same = [name for name, x in made if x == (name,)]
-        for put in ("", *sorted(starts)):
-            hits = renamed + sum(put + name in known for name in same)
-            if hits > most:
-                best, most = (taken, put), hits
-    return best

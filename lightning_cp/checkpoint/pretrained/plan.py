@@ -11,16 +11,12 @@ from torch import nn
 
 from lightning_cp.checkpoint.pretrained.header import Entry
 from lightning_cp.checkpoint.pretrained.index import Checkpoint
-from lightning_cp.checkpoint.pretrained.keys import (
-    Rule,
-    Source,
-    require_used,
-    rule_for,
-    sources_of,
-)
+from lightning_cp.checkpoint.pretrained.keys import Rule, Source, require_used, rule_for, sources_of
 from lightning_cp.checkpoint.pretrained.local import LocalParts, Runs
-from lightning_cp.checkpoint.pretrained.names import Tensors, find_prefix, plain, tensors_of
-from lightning_cp.checkpoint.pretrained.same_names import matches, require_names, some
+from lightning_cp.checkpoint.pretrained.matching import Keys, Known, Match
+from lightning_cp.checkpoint.pretrained.names import Tensors
+from lightning_cp.checkpoint.pretrained.prefix import find_match
+from lightning_cp.checkpoint.pretrained.same_names import Allowed, require_names, some
 from lightning_cp.errors import CheckpointError, ConfigError
 
 
@@ -63,6 +59,10 @@ class LoadPlan:
     """What the files have of tied parameters under their other names, which is to be the same."""
     model_bytes: int
     """Of the tensors in the files that the model takes, each counted once."""
+    names: Mapping[str, Keys]
+    """Of the model's tensors, and what each is called in the files; nothing, if it is not there."""
+    files: Mapping[str, Entry]
+    """All that they hold."""
 
     @property
     def nbytes(self) -> int:
@@ -92,102 +92,40 @@ def plan_load(
         allow_unexpected: patterns of keys that are left unread.
 
     Raises:
-        CheckpointError: names or shapes that do not fit.
+        CheckpointError: names or shapes that do not fit, or names that fit several parts of the model.
         ConfigError: a prefix that no parameter has, or placements that nothing can be loaded into.
     """
-    taken, put = find_prefix(model, checkpoint.entries, rules) if prefix is None else (prefix, "")
-    tensors = tensors_of(model, taken)
+    allowed = Allowed(allow_missing, allow_unexpected, strict)
+    match, entries = find_match(model, checkpoint, rules, prefix, allowed), checkpoint.entries
+    tensors = match.tensors
     if not tensors.by_name:
-        raise ConfigError(f"no parameter of the model begins with prefix={taken!r}.")
-    entries = checkpoint.entries
+        raise ConfigError(f"no parameter of the model begins with prefix={match.taken!r}.")
     require_used(rules, [name for names in tensors.aliases.values() for name in names])
-    chosen = {name: _present(name, tensors, entries, rules, put) for name in tensors.by_name}
-    missing = [name for name, known in chosen.items() if known is None]
-    used = {key for known in chosen.values() if known is not None for key in known[1]}
-    named = {key for names in tensors.aliases.values() for name in names for key in (put + name,)}
-    unexpected = [key for key in entries if key not in used and key not in named]
-    twins = _twins(chosen, tensors, entries, rules, put)
-    left = [
-        key
-        for _, (_, keys) in twins
-        for key in keys
-        if not strict or matches(key, allow_unexpected)
-    ]
-    unexpected += left
-    beside = _beside(model, taken, tensors) if prefix is None else []
-    require_names(
-        [*missing, *beside] if strict else [],
-        unexpected if strict else [],
-        allow_missing,
-        allow_unexpected,
-        checkpoint,
-        taken,
-    )
-    if not used:
+    require_names(*match.refused(allowed), checkpoint.path, match.taken)
+    if not match.used:
         raise CheckpointError(
             f"the checkpoint {checkpoint.path.name!r} and the model have no name in common. In the files: "
             f"{some(list(entries))}; in the model: {some(list(tensors.by_name))}. Give prefix= or keys=."
         )
-    slices = _slices(chosen, tensors, entries, rules, put)
-    others = [{name: known} for name, known in twins if not set(left) & set(known[1])]
-    same = tuple(x for known in others for x in _slices(known, tensors, entries, rules, put))
-    model_bytes = sum(entries[key].nbytes for key in used)
+    twins = (_slices({name: known}, match, entries) for name, known in match.twins(allowed))
     return LoadPlan(
-        slices, tensors, taken, tuple(missing), tuple(beside), tuple(unexpected), same, model_bytes
+        _slices(match.chosen, match, entries),
+        tensors,
+        match.taken,
+        tuple(match.missing),
+        tuple(match.beside),
+        tuple(match.unexpected(allowed)),
+        tuple(one for slices in twins for one in slices),
+        sum(entries[key].nbytes for key in match.used),
+        match.same_names(),
+        entries,
     )
 
 
-def _beside(model: nn.Module, prefix: str, tensors: Tensors) -> list[str]:
-    """Parameters that are not in the network that was found, and are not tied to one that is."""
-    known = {id(x) for x in tensors.by_name.values()}
-    names = ((plain(name), x) for name, x in model.named_parameters())
-    return [name for name, x in names if not name.startswith(prefix) and id(x) not in known]
-
-
-Known = tuple[str, tuple[str, ...]]
-"""The name of a tensor that the checkpoint knows it by, and the keys that it takes."""
-
-
-def _present(
-    name: str, tensors: Tensors, entries: Mapping[str, Entry], rules: Sequence[Rule], put: str
-) -> Known | None:
-    """The first name of a tensor of which the checkpoint has everything."""
-    for alias in tensors.aliases[name]:
-        keys = _keys(alias, rules, put)
-        if all(key in entries for key in keys):
-            return alias, keys
-    return None
-
-
-def _twins(
-    chosen: Mapping[str, Known | None],
-    tensors: Tensors,
-    entries: Mapping[str, Entry],
-    rules: Sequence[Rule],
-    put: str,
-) -> list[tuple[str, Known]]:
-    """What the checkpoint has of tied tensors beside what is loaded."""
-    found: dict[tuple[str, ...], tuple[str, Known]] = {}
-    for name, known in chosen.items():
-        for alias in tensors.aliases[name] if known is not None else ():
-            keys = _keys(alias, rules, put)
-            if known is not None and keys != known[1] and all(key in entries for key in keys):
-                found[keys] = name, (alias, keys)
-    return list(found.values())
-
-
-def _keys(name: str, rules: Sequence[Rule], put: str) -> tuple[str, ...]:
-    keys = rule_for(name, rules).sources
-    return (put + name,) if keys == (name,) else keys
-
-
 def _slices(
-    chosen: Mapping[str, Known | None],
-    tensors: Tensors,
-    entries: Mapping[str, Entry],
-    rules: Sequence[Rule],
-    put: str,
+    chosen: Mapping[str, Known | None], match: Match, entries: Mapping[str, Entry]
 ) -> tuple[Slice, ...]:
+    tensors, rules = match.tensors, match.rules
     shapes = {
         alias: tuple(x.shape)
         for name, x in tensors.by_name.items()

@@ -4,26 +4,48 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from lightning_cp.checkpoint.pretrained.index import Checkpoint
 from lightning_cp.errors import CheckpointError
 
 
+@dataclass(frozen=True)
+class Allowed:
+    """What one side may lack."""
+
+    missing: Sequence[str] = ()
+    """Patterns (``*`` is anything) of parameters that need not be in the files."""
+    unexpected: Sequence[str] = ()
+    """Patterns of keys that may be left unread."""
+    strict: bool = True
+    """Nothing else may be."""
+
+    def by_lists(self) -> Allowed:
+        """What the lists say, as they do not where everything is allowed."""
+        return replace(self, strict=True)
+
+    def unread(self, key: str) -> bool:
+        """Whether a key of the files need not be read, nor compared."""
+        return not self.strict or _matches(key, self.unexpected)
+
+    def refused_missing(self, names: Iterable[str]) -> list[str]:
+        """Those that are not allowed."""
+        return [name for name in names if self.strict and not _matches(name, self.missing)]
+
+    def refused_unexpected(self, keys: Iterable[str]) -> list[str]:
+        """Those that are not allowed."""
+        return [key for key in keys if not self.unread(key)]
+
+
 def require_names(
-    missing: Iterable[str],
-    unexpected: Iterable[str],
-    allow_missing: Sequence[str],
-    allow_unexpected: Sequence[str],
-    checkpoint: Checkpoint,
-    prefix: str,
+    missing: Sequence[str], unexpected: Sequence[str], checkpoint: Path, prefix: str
 ) -> None:
-    """Refuse names that only one side has, where no pattern allows it.
+    """Refuse names that only one side has, and that are not allowed.
 
     Raises:
         CheckpointError: naming them.
     """
-    missing = [name for name in missing if not matches(name, allow_missing)]
-    unexpected = [key for key in unexpected if not matches(key, allow_unexpected)]
     if not missing and not unexpected:
         return
     said = []
@@ -33,14 +55,14 @@ def require_names(
         said.append(f"it has {len(unexpected)} tensors that the model lacks ({some(unexpected)})")
     at = f" under {prefix!r}" if prefix else ""
     raise CheckpointError(
-        f"the checkpoint {checkpoint.path.name!r} is not of this model{at}: {'; '.join(said)}. Nothing was "
+        f"the checkpoint {checkpoint.name!r} is not of this model{at}: {'; '.join(said)}. Nothing was "
         "loaded. Other names are declared with keys=, what may be left out with allow_missing= and "
         "allow_unexpected= (or strict=False); "
         "prefix= says which part of the model it is of."
     )
 
 
-def matches(name: str, patterns: Sequence[str]) -> bool:
+def _matches(name: str, patterns: Sequence[str]) -> bool:
     """Whether one of the patterns is of this name."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 

@@ -79,3 +79,26 @@ def test_a_dimension_in_keys_is_the_only_one(tmp_path: Path) -> None:
         load(Fused(), tmp_path, keys={WHOLE: PARTS.replace(" + ", " +1 ")})
     with pytest.raises(ConfigError, match="joins along one dimension"):
         load(Fused(), tmp_path, keys={WHOLE: "layers.*.q.weight +0 layers.*.k.weight +1 x.*"})
+
+
+def test_a_parameters_own_name_is_unexpected_where_keys_say_another(tmp_path: Path) -> None:
+    old, new = torch.ones(2, 2), torch.zeros(2, 2)
+    save_file({"weight": new, "old": old}, tmp_path / "model.safetensors")
+    model = nn.Linear(2, 2, bias=False)
+    with pytest.raises(CheckpointError, match=r"it has 1 tensors that the model lacks \(weight\)"):
+        load(model, tmp_path, keys={"weight": "old"})
+    loaded = load(model, tmp_path, keys={"weight": "old"}, allow_unexpected=["weight"])
+    assert loaded.unexpected == ("weight",)
+    assert torch.equal(model.weight, old)
+
+
+def test_every_tensor_of_the_files_is_used_compared_or_unexpected(tmp_path: Path) -> None:
+    held = ("a.weight", "b.weight", "c", "d")
+    save_file({name: torch.ones(2, 2) for name in held}, tmp_path / "model.safetensors")
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "ab"})
+    tied: Any = model["b"]
+    tied.weight = model["a"].weight
+    loaded = load(model, tmp_path, strict=False, keys={"a.weight": "c"})
+    assert set(loaded.unexpected) == {"a.weight", "b.weight", "d"}  # the second as a twin
+    loaded = load(model, tmp_path, keys={"a.weight": "c"}, allow_unexpected=["a.*", "d"])
+    assert set(loaded.unexpected) == {"a.weight", "d"}
