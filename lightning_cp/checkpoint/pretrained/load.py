@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_cp.checkpoint.pretrained.agreed import require_same_plan
 from lightning_cp.checkpoint.pretrained.fresh import computable, materialize
 from lightning_cp.checkpoint.pretrained.incomplete import incomplete_until_done
 from lightning_cp.checkpoint.pretrained.index import open_checkpoint
@@ -89,6 +90,7 @@ def load_pretrained(
         plan = _plan(model, path, chosen)
         rest = Rest(model, plan, chosen.initialize)
         wanted = _require_room(model, dtype_of(chosen.dtype), own_device)
+    require_same_plan(plan)
     require_memory_together(wanted, own_device)
     rest.require_same()
     (total,) = summed_over_world([plan.nbytes], reach.type)
