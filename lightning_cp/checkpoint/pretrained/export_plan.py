@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from lightning_cp.checkpoint.pretrained.keys import (
     rule_for,
     rules_of,
 )
-from lightning_cp.checkpoint.pretrained.names import plain, tensors_of
+from lightning_cp.checkpoint.pretrained.names import Tensors, plain, tensors_of
 from lightning_cp.checkpoint.pretrained.write import Shape, in_files
 from lightning_cp.errors import ConfigError
 
@@ -64,11 +64,11 @@ def plan_export(
     if prefix is not None and not isinstance(prefix, str):
         raise ConfigError(f"prefix must be text, or None to have it found, got {prefix!r}.")
     path, network = _network(model, prefix)
-    held = tensors_of(model, path).by_name
-    if not held:
+    held = tensors_of(model, path)
+    if not held.by_name:
         raise ConfigError(f"no parameter of the model begins with prefix={path!r}.")
     rules = rules_of(keys)
-    require_used(rules, held)
+    require_used(rules, [name for names in held.aliases.values() for name in names])
     parts = _parts(held, rules)
     shapes = {key: joined.shape(dtype) for key, joined in parts.items()}
     return Export(network, parts, shapes, in_files(shapes, file_bytes))
@@ -84,17 +84,17 @@ def _network(model: nn.Module, prefix: str | None) -> tuple[str, nn.Module]:
     return prefix or "", model
 
 
-def _parts(held: Mapping[str, torch.Tensor], rules: Sequence[Rule]) -> dict[str, Joined]:
+def _parts(held: Tensors, rules: Sequence[Rule]) -> dict[str, Joined]:
     parts: dict[str, Joined] = {}
-    for name in held:
-        rule = rule_for(name, rules)
+    tensors = {alias: x for name, x in held.by_name.items() for alias in held.aliases[name]}
+    for name, rule in _rules(held, rules):
         key, keys = rule.sources[0], rule.sources
         if len(keys) > 1:
             raise ConfigError(
                 f"{name} cannot be written as {' + '.join(keys)}: nothing says where one ends and the next "
                 "begins. Leave that line of keys out, and have the fused name in the files."
             )
-        made_of = tuple(held[other] for other in rule.parameters)
+        made_of = tuple(tensors[other] for other in rule.parameters)
         if key in parts and [id(x) for x in parts[key].tensors] != [id(x) for x in made_of]:
             raise ConfigError(
                 f"{name} cannot be written as {key}, which is the name of other parameters already: one of "
@@ -102,6 +102,13 @@ def _parts(held: Mapping[str, torch.Tensor], rules: Sequence[Rule]) -> dict[str,
             )
         parts[key] = Joined(made_of, _dim(key, made_of, rule.dim))
     return parts
+
+
+def _rules(held: Tensors, rules: Sequence[Rule]) -> Iterator[tuple[str, Rule]]:
+    """How each is written: tied ones under the first of their names that has a line in ``keys``."""
+    for names in held.aliases.values():
+        found = ((name, made) for name in names for rule in rules if (made := rule.of(name)))
+        yield next(found, (names[0], rule_for(names[0], ())))
 
 
 def _dim(key: str, tensors: Sequence[torch.Tensor], wanted: int | None) -> int:

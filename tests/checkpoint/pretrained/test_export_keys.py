@@ -55,3 +55,36 @@ def test_parts_whose_shapes_do_not_say_how_they_are_joined_are_refused(tmp_path:
         export_pretrained(model, tmp_path / "made", keys={" + ".join(names): "c.weight"})
     with pytest.raises(ConfigError, match=r"side by side along one dimension"):
         export_pretrained(model, tmp_path / "made", keys={" +2 ".join(names): "c.weight"})
+
+
+class Tied(nn.Module):
+    """A weight under two names, and one beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 5, bias=False)
+        self.mid = nn.Linear(3, 2, bias=False)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        ({"head.weight": "output.weight"}, {"output.weight", "mid.weight"}),
+        ({"embed.weight": "wte.weight"}, {"wte.weight", "mid.weight"}),
+        ({"embed.weight": "wte", "head.weight": "output"}, {"wte", "mid.weight"}),
+        ({"head.weight + mid.weight": "both"}, {"both"}),
+        ({"*.weight": "*.w"}, {"embed.w", "mid.w"}),
+    ],
+)
+def test_tied_weights_are_written_under_the_keys_that_load_takes(
+    keys: dict[str, str], names: set[str], tmp_path: Path
+) -> None:
+    model = Tied()
+    export_pretrained(model, tmp_path / "made", keys=keys)
+    assert stored(tmp_path / "made").keys() == names
+    again = Tied()
+    assert load_pretrained(again, tmp_path / "made", keys=keys, progress=False).missing == ()
+    assert again.head.weight is again.embed.weight
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
