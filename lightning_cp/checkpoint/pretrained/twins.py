@@ -31,7 +31,8 @@ def require_same(one: Slice, tensors: Mapping[str, torch.Tensor], reader: SliceR
             raise CheckpointError(
                 f"in the files {one.entry.name!r} has other values than {one.parameter!r}, and in the model "
                 "both are one parameter. Build the model without the tie (tie_word_embeddings=False), or "
-                f"leave one unread: allow_unexpected=[{one.entry.name!r}]."
+                f"leave {one.entry.name!r} unread (the model then has the values of the other): "
+                f"allow_unexpected=[{one.entry.name!r}]."
             )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from lightning_cp.checkpoint.pretrained.index import open_checkpoint
 from lightning_cp.errors import CheckpointError
@@ -39,9 +41,25 @@ def test_tied_weights_that_differ_in_the_files_are_refused(tmp_path: Path) -> No
     says = "'lm_head.weight' has other values than 'model.embed_tokens.weight', .* one parameter"
     with pytest.raises(CheckpointError, match=says):
         load(model, tmp_path)
-    loaded = load(model, tmp_path, allow_unexpected=["lm_head.*"])
-    assert loaded.unexpected == ("lm_head.weight",)
+    for options in ({"allow_unexpected": ["lm_head.*"]}, {"strict": False}):
+        loaded = load(model, tmp_path, **options)
+        assert loaded.unexpected == ("lm_head.weight",)
     assert torch.equal(model.lm_head.weight, weights["model.embed_tokens.weight"])
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, tmp_path / "model.safetensors")
     assert load(model, tmp_path).unexpected == ()
+
+
+def test_what_the_error_says_of_twins_helps(tmp_path: Path) -> None:
+    save_file(
+        {"weight": torch.ones(2, 2), "other": torch.zeros(2, 2)}, tmp_path / "model.safetensors"
+    )
+    model: Any = nn.Linear(2, 2, bias=False)
+    model.other = model.weight
+    with pytest.raises(
+        CheckpointError, match=r"'other' .* leave 'other' unread .*\['other'\]"
+    ) as raised:
+        load(model, tmp_path, allow_unexpected=["weight"])  # which is read: it comes first
+    assert "or leave one unread" not in str(raised.value)
+    load(model, tmp_path, allow_unexpected=["other"])
+    assert model.other.eq(1).all()
