@@ -94,8 +94,8 @@ class RunState:
     def take_back(self, tree: dict[str, Any], modules: Mapping[str, nn.Module]) -> None:
         """Of what is about to be saved: buffers are those of the point that ``state_dict`` gives."""
         if self._begun is not None:
-            for key, module in modules.items():
-                tree[key] = self._buffers.put_back(tree[key], module)
+            for key in modules:
+                tree[key] = self._buffers.put_back(tree[key])
 
     def follow(self, shared: SharedLoader) -> None:
         """One more loader, in the order of the script."""

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_cp.comm.local import local_part
 
 _PLAIN = (int, float, str, bool, type(None))
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """A buffer's value when it was this tensor, in this version of it."""
-
-    buffer: torch.Tensor
-    version: int
-    value: torch.Tensor
-
-    @classmethod
-    def of(cls, buffer: torch.Tensor) -> _Copy:
-        return cls(buffer, buffer._version, buffer.detach().clone())
-
-    def is_of(self, buffer: torch.Tensor) -> bool:
-        return buffer is self.buffer and buffer._version == self.version
 
 
 _Owned = tuple[nn.Module, str]
@@ -36,54 +22,130 @@ _Owned = tuple[nn.Module, str]
 
 
 class Buffers:
-    """Copies of modules' persistent buffers; taken anew only of those that have changed."""
+    """Copies of modules' persistent buffers, as they were when they were kept last."""
 
     def __init__(self) -> None:
-        self._copies: dict[_Owned, _Copy] = {}
+        self._copies: dict[_Owned, torch.Tensor] = {}
 
     def keep(self, modules: Iterable[nn.Module]) -> None:
-        """Copy what has changed since it was copied last."""
-        copies: dict[_Owned, _Copy] = {}
-        parts: list[nn.Module | None] = list(modules)
-        while parts:  # several times as fast as Module.modules(), and every step may come here
-            part = parts.pop()
-            if part is None:
+        """Copy all of them, into the memory of the copies before.
+
+        Which have changed is not asked: batch norm and ``.data`` write past a tensor's version, and comparing
+        takes longer than copying, on a GPU with a wait for each.
+        """
+        copies: dict[_Owned, torch.Tensor] = {}
+        values: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for owned, buffer in _persistent(modules):
+            if owned in copies:
                 continue
-            parts.extend(part._modules.values())
-            for name, buffer in _persistent(part):
-                known = self._copies.get((part, name))
-                fits = known is not None and known.is_of(buffer)
-                copies[part, name] = known if fits and known else _Copy.of(buffer)
+            own = self._copies.get(owned)
+            if own is None or not _holds(own, buffer):
+                copies[owned] = buffer.detach().clone()
+                continue
+            copies[owned] = own
+            into, of = values.setdefault((own.device, own.dtype), ([], []))
+            into.append(_here(own))
+            of.append(_here(buffer))
+        with torch.no_grad():
+            for into, of in values.values():  # a GPU copies those of one dtype at once
+                torch._foreach_copy_(into, of)
         self._copies = copies
 
-    def put_back(self, state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-        """A module's state with the copies in place of what changed since."""
-        changed: dict[str, torch.Tensor] = {}
-        for prefix, part in module.named_modules():
-            for name, buffer in _persistent(part):
-                full = f"{prefix}.{name}" if prefix else name
-                copy = self._copies.get((part, name))
-                if full in state and copy is not None and not copy.is_of(buffer):
-                    changed[full] = copy.value
-        return {**state, **changed}
+    def put_back(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state of these modules with the copies in place of buffers.
+
+        Which value is a buffer is told by its memory: modules may have several names, and wrappers and hooks
+        of a state give others.
+        """
+        kept: dict[Hashable, torch.Tensor] = {}
+        for (part, name), copy in self._copies.items():
+            buffer = part._buffers.get(name)
+            if buffer is not None and (memory := _memory(buffer)) is not None:
+                kept[memory] = copy
+        return {
+            name: kept.get(_memory(x), x) if isinstance(x, torch.Tensor) else x
+            for name, x in state.items()
+        }
 
 
-def _persistent(part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of the module itself."""
-    for name, buffer in part._buffers.items():
-        if buffer is not None and name not in part._non_persistent_buffers_set:
-            yield name, buffer
+def _holds(copy: torch.Tensor, buffer: torch.Tensor) -> bool:
+    """Whether a buffer's value can be copied into that."""
+    return (
+        copy.shape == buffer.shape
+        and copy.dtype == buffer.dtype
+        and copy.device == buffer.device
+        and isinstance(copy, DTensor) == isinstance(buffer, DTensor)
+    )
 
 
-def plain_states(trainer: Trainer) -> dict[str, Any]:
+def _here(x: torch.Tensor) -> torch.Tensor:
+    return local_part(x) if isinstance(x, DTensor) else x
+
+
+def _memory(x: torch.Tensor) -> Hashable:
+    """Equal for tensors that are the same values in the same place; ``None`` if they are nowhere."""
+    x = _here(x)
+    if x.layout != torch.strided or not x.data_ptr():
+        return None
+    return x.device, x.data_ptr(), x.shape, x.stride(), x.dtype
+
+
+def _persistent(modules: Iterable[nn.Module]) -> Iterator[tuple[_Owned, torch.Tensor]]:
+    """Of the modules and all that they have; a part of several names comes as often."""
+    parts: list[nn.Module | None] = list(modules)
+    while parts:  # several times as fast as Module.modules(), and every step comes here
+        part = parts.pop()
+        if part is None:
+            continue
+        parts.extend(part._modules.values())
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield (part, name), buffer
+
+
+class PlainStates:
     """States of callbacks that are numbers and strings in containers; not of those that keep files."""
-    states: dict[str, Any] = {}
-    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    for callback in callbacks:
-        state = {} if isinstance(callback, Checkpoint) else callback.state_dict()
-        if state and _is_plain(state):
-            states[callback.state_key] = deepcopy(state)
-    return states
+
+    def __init__(self) -> None:
+        self._others: set[int] = set()
+
+    def of(self, trainer: Trainer) -> dict[str, Any]:
+        """Copies of them; a callback whose state was found to hold more is not asked again."""
+        states: dict[str, Any] = {}
+        callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        for callback in callbacks:
+            if isinstance(callback, Checkpoint) or id(callback) in self._others:
+                continue
+            try:
+                state = _copied(callback.state_dict())
+            except _NotPlainError:
+                self._others.add(id(callback))
+                continue
+            if state:
+                states[callback.state_key] = state
+        return states
+
+
+class _NotPlainError(Exception):
+    pass
+
+
+def _copied(state: Any) -> Any:
+    """A deep copy; every step may come here with all that a callback has noted, so it has to be fast.
+
+    Raises:
+        _NotPlainError: it holds more than numbers and strings in containers.
+    """
+    kind = type(state)
+    if kind in _PLAIN:
+        return state
+    if kind is dict:
+        return {_copied(key): _copied(value) for key, value in state.items()}
+    if kind is list or kind is tuple:
+        return kind([x if type(x) in _PLAIN else _copied(x) for x in state])
+    if not _is_plain(state):
+        raise _NotPlainError
+    return deepcopy(state)
 
 
 def _is_plain(state: Any) -> bool:

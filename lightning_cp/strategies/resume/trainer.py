@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
@@ -19,7 +19,7 @@ from lightning_cp.strategies.resume.buckets import lay_out, orders_of
 from lightning_cp.strategies.resume.place import at_pass
 from lightning_cp.strategies.resume.random_state import Moment
 from lightning_cp.strategies.resume.record import Point, Record, point_of, record_of
-from lightning_cp.strategies.resume.taken_back import Buffers, plain_states
+from lightning_cp.strategies.resume.taken_back import Buffers, PlainStates
 from lightning_cp.strategies.step.run_mesh import RunMesh
 
 KEY = "lightning_cp_resume"
@@ -42,7 +42,7 @@ class TrainerResume:
         self._window: _Window | None = None
         self._stepped = True
         self._before_validation: Moment | None = None
-        self._buffers = Buffers()
+        self._buffers, self._callbacks = Buffers(), PlainStates()
         self._loaded: Record | None = None
         self._point: Point | None = None
         self._to_place: list[dict[str, Any]] = []
@@ -58,7 +58,7 @@ class TrainerResume:
         waiting = 1 + loops.ahead(trainer)
         if trainer.accumulate_grad_batches > 1 or not automatic:
             self._buffers.keep([trainer.lightning_module])
-            callbacks = plain_states(trainer)
+            callbacks = self._callbacks.of(trainer)
         else:
             callbacks = {}
         self._window = _Window(
@@ -101,7 +101,7 @@ class TrainerResume:
         else:
             record = record_of(lambda: window.point, run.mesh)
             place = {"kind": loops.BETWEEN, "over": False}
-            self._go_back(checkpoint, trainer.lightning_module, window)
+            self._go_back(checkpoint, window)
         record["buckets"] = orders_of([trainer.model])
         record["place"] = {"kind": place["kind"], "over": place["over"]}
         checkpoint[KEY] = record
@@ -122,12 +122,10 @@ class TrainerResume:
             return False
         return loops.accumulates(trainer) or (place["inside"] and not self._stepped)
 
-    def _go_back(
-        self, checkpoint: dict[str, Any], module: LightningModule, window: _Window
-    ) -> None:
+    def _go_back(self, checkpoint: dict[str, Any], window: _Window) -> None:
         checkpoint["loops"] = loops.go_back(checkpoint["loops"], window.counts)
         checkpoint["callbacks"] = {**checkpoint["callbacks"], **window.callbacks}
-        checkpoint["state_dict"] = self._buffers.put_back(checkpoint["state_dict"], module)
+        checkpoint["state_dict"] = self._buffers.put_back(checkpoint["state_dict"])
 
     # -- resuming --------------------------------------------------------------------------------
 

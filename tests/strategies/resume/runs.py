@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -77,6 +78,18 @@ def loader_of(kind: str, rows: int = ROWS) -> DataLoader[Any]:
     return made[kind]()
 
 
+class Statistics(nn.BatchNorm1d):
+    """Running statistics, which batch norm writes without a new version of the tensors; of a number only."""
+
+    context_parallel_local = True
+
+    def __init__(self) -> None:
+        super().__init__(1, affine=False)
+
+    def note(self, number: torch.Tensor) -> None:
+        self(number * torch.tensor([[0.0], [1.0]]).to(number))
+
+
 class Dropping(Small):
     """Drops activations at random, logs, validates; notes what it was shown."""
 
@@ -87,11 +100,13 @@ class Dropping(Small):
         self.seen: list[list[int]] = []
         self.validated: list[list[float]] = []
         self.register_buffer("count", torch.zeros(()))
+        self.statistics = Statistics()
+        self.again = self.statistics  # what is loaded last is what counts
 
     def loss(self, batch: Batch) -> torch.Tensor:
         ids = batch["input_ids"]
         if self.training:
-            self.get_buffer("count").add_(1)
+            self.statistics.note(self.get_buffer("count").add_(1))
         positions = batch.get("position_ids", torch.arange(ids.shape[1])[None])
         x = self.model(ids, positions)
         x = F.dropout(x, 0.2, training=self.training)
@@ -144,6 +159,23 @@ class SaveAt(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
+class Counter(pl.Callback):
+    """Counts the batches that were begun, in its state."""
+
+    begun = 0
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.begun += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"begun": self.begun}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.begun = state_dict["begun"]
+
+
 @dataclass
 class Outcome:
     """What is compared, bit for bit."""
@@ -186,7 +218,12 @@ def outcome_of(trainer: pl.Trainer, module: Any) -> Outcome:
         digest(module.state_dict()),
         digest(trainer.optimizers[0].state_dict()),
         digest([torch.get_rng_state(), random.getstate(), list(np.random.get_state())]),
-        {**loops, "step": trainer.global_step, "epoch": trainer.current_epoch},
+        {
+            **loops,
+            "step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "begun": [x.begun for x in trainer.callbacks if isinstance(x, Counter)],  # type: ignore[attr-defined]
+        },
         {name: float(value) for name, value in trainer.callback_metrics.items()},
     )
 
@@ -209,7 +246,7 @@ def run(
     np.random.seed(seed)
     saver = SaveAt(*save) if save else None
     defaults: dict[str, Any] = {"max_epochs": 2}
-    callbacks = [saver] if saver else []
+    callbacks = [Counter(), *([saver] if saver else [])]
     trainer = trainer_of(world, settings, callbacks=callbacks, **{**defaults, **options})
     trainer.fit(module, ckpt_path=resume)
     assert saver is None or not saver.left, "nothing was saved"

@@ -18,23 +18,25 @@ from lightning_cp.errors import CheckpointError
 from lightning_cp.fabric import UlyssesRingStrategy
 from tests.pool import run_ranks
 from tests.pool.environment import PoolEnvironment
-from tests.strategies.resume.runs import ROWS, Outcome, Rows, digest, loader_of
+from tests.strategies.resume.runs import ROWS, Outcome, Rows, Statistics, digest, loader_of
 from tests.strategies.small import HYBRID, RING, Small, weights
 
 EPOCHS = 2
 
 
 class Counting(nn.Module):
-    """Counts the batches that it was trained on, in a buffer."""
+    """Counts the batches that it was trained on, in buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.register_buffer("count", torch.zeros(()))
+        self.statistics = Statistics()
+        self.again = self.statistics
 
     def forward(self, *args: Any) -> Any:
         if self.training:
-            self.get_buffer("count").add_(1)
+            self.statistics.note(self.get_buffer("count").add_(1))
         return self.model(*args)
 
 

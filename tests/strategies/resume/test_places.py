@@ -16,7 +16,6 @@ from lightning_cp.errors import CheckpointError
 from lightning_cp.strategies.resume.order import require_same_order
 from lightning_cp.strategies.resume.place import Place, reopen
 from lightning_cp.strategies.resume.record import Point, _seed_anew
-from lightning_cp.strategies.resume.taken_back import Buffers
 from lightning_cp.strategies.saves.reading import spread_of
 
 
@@ -57,33 +56,6 @@ def test_another_batch_size_or_order_on_the_same_mesh_is_refused(other: Any, say
     with pytest.raises(CheckpointError, match=says):
         reopen(other(), saved)
     require_same_order(other(), {**saved, "batches": 0})  # nothing was used
-
-
-class Counts(nn.Module):
-    """A buffer that is changed where it lies, and one that is another tensor each time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("added", torch.zeros(2))
-        self.register_buffer("assigned", torch.zeros(2))
-
-    def step(self) -> None:
-        self.added += 1  # type: ignore[operator]
-        self.assigned = self.assigned + 1
-
-
-def test_buffers_are_those_of_the_beginning_of_the_window() -> None:
-    module, buffers = Counts(), Buffers()
-    for before in range(4):
-        buffers.keep([module])
-        buffers.keep([module])
-        for _ in range(3):
-            module.step()
-        found = buffers.put_back(dict(module.state_dict()), module)
-        assert {name: x.tolist() for name, x in found.items()} == {
-            "added": [3.0 * before] * 2,
-            "assigned": [3.0 * before] * 2,
-        }
 
 
 def drawn_by(data_rank: int) -> tuple[float, float, float]:
