@@ -125,6 +125,17 @@ RESUME_MUTANTS = (
         "Running statistics go back to the first window of the run.",
     ),
     Mutant(
+        "no buffers taken back without accumulation",
+        ROOM + "trainer.py",
+        "        self._buffers.keep([trainer.lightning_module])\n",
+        "        if trainer.accumulate_grad_batches > 1:\n"
+        "            self._buffers.keep([trainer.lightning_module])\n",
+        (
+            "tests/strategies/resume/test_trainer.py::test_wherever_it_was_saved[in a step, no window]",
+        ),
+        "Saved before its step, a batch is counted twice.",
+    ),
+    Mutant(
         "batches are skipped by another size",
         ROOM + "order.py",
         '        _require_same_pass((saved["order"], order), (was, size))',

@@ -29,7 +29,8 @@ EPOCH = "epoch"
 
 _EPOCH = "epoch_progress"
 _BATCH = "epoch_loop.batch_progress"
-_ZEROED = "epoch_loop.automatic_optimization.optim_progress"
+_AUTOMATIC = "epoch_loop.automatic_optimization.optim_progress"
+_MANUAL = "epoch_loop.manual_optimization.optim_step_progress"
 
 
 def place_now(trainer: Trainer) -> dict[str, Any]:
@@ -71,13 +72,14 @@ def counts(trainer: Trainer) -> dict[str, Any]:
     """What changes from one batch of an accumulation window to the next, before a batch begins."""
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
-    optimizer = loop.automatic_optimization.optim_progress.state_dict()["optimizer"]
     return {
         "epochs": trainer.fit_loop.epoch_progress.state_dict(),
         "current": progress.current.ready,
         "total": progress.total.ready,
         "is_last_batch": False,
-        "zero_grad": optimizer["zero_grad"],
+        # A hook within a step comes after that was counted as begun.
+        _AUTOMATIC: loop.automatic_optimization.optim_progress.state_dict(),
+        _MANUAL: loop.manual_optimization.optim_step_progress.state_dict(),
         "stepped": loop._batches_that_stepped,
     }
 
@@ -87,10 +89,10 @@ def go_back(loops: dict[str, Any], to: dict[str, Any]) -> dict[str, Any]:
     loops = deepcopy(loops)
     fit = loops["fit_loop"]
     fit[_EPOCH] = deepcopy(to["epochs"])
+    fit[_AUTOMATIC], fit[_MANUAL] = deepcopy(to[_AUTOMATIC]), deepcopy(to[_MANUAL])
     for name in ("current", "total"):
         fit[_BATCH][name] = dict.fromkeys(fit[_BATCH][name], to[name])
     fit[_BATCH]["is_last_batch"] = to["is_last_batch"]
-    fit[_ZEROED]["optimizer"]["zero_grad"] = deepcopy(to["zero_grad"])
     fit["epoch_loop.state_dict"]["_batches_that_stepped"] = to["stepped"]
     return loops
 

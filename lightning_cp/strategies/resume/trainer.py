@@ -56,13 +56,12 @@ class TrainerResume:
             return
         self._stepped = False
         waiting = 1 + loops.ahead(trainer)
-        if trainer.accumulate_grad_batches > 1 or not automatic:
-            self._buffers.keep([trainer.lightning_module])
-            callbacks = self._callbacks.of(trainer)
-        else:
-            callbacks = {}
+        # Also for windows of one batch: some hook may save between its beginning and its step.
+        self._buffers.keep([trainer.lightning_module])
         self._window = _Window(
-            Point.now(device, _places(trainer, waiting)), loops.counts(trainer), callbacks
+            Point.now(device, _places(trainer, waiting)),
+            loops.counts(trainer),
+            self._callbacks.of(trainer),
         )
 
     def steps(self) -> None:

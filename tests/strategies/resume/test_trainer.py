@@ -37,6 +37,9 @@ SLOW: dict[str, Cell] = {
     "end of an epoch that ends the run": (EPOCH, 6, 6, {"max_steps": 6, "then": {"max_steps": 16}}),
     "limited epochs": (BATCH, 5, 5, {"limit_train_batches": 5}),
     "in a step": ("on_before_zero_grad", 7, 6, THREE),
+    "in a step, no window": ("on_before_zero_grad", 7, 6, {}),
+    "after backward, no window": ("on_after_backward", 7, 6, {}),
+    "batch begun, no window": ("on_train_batch_start", 7, 6, {}),
     **{
         f"{train}, {name}": (hook, count, count, {"train": train})
         for train in ("ordered", "own generator", "stream", "stateful stream")
