@@ -109,6 +109,7 @@ class FabricSetup(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStra
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self._engine.adopt(optimizer)
         self._optimizers.append(optimizer)
+        self._run_state.follow_optimizer(optimizer)
         return super().setup_optimizer(optimizer)
 
     @override

@@ -93,6 +93,14 @@ RESUME_MUTANTS = (
         "Counters and running statistics count replayed batches twice.",
     ),
     Mutant(
+        "steps past Fabric's wrapper are not heard of",
+        ROOM + "fabric.py",
+        "            state.has_stepped(optimizer)\n",
+        "            pass\n",
+        (f"{FABRIC}[past the wrapper]",),
+        "Samples are trained on again, with later weights.",
+    ),
+    Mutant(
         "a loader takes the place of another one",
         ROOM + "fabric.py",
         "if saved != there:",

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_cp.errors import CheckpointError
 from lightning_cp.strategies.loaders.proxy import LoaderProxy
@@ -31,14 +33,16 @@ class RunState:
                 ...
 
     The next pass through a loader goes on with the first batch that no optimizer step has used: after a save
-    inside an accumulation window, with the window's first. Buffers of the models that are saved with it are
-    those of that place, too. All ranks save and load together.
+    inside an accumulation window, with the window's first. A step uses all batches that were read before it.
+    Buffers of the models that are saved with it are those of that place, too. All ranks save and load
+    together.
     """
 
     def __init__(self, run: RunMesh) -> None:
         self._run = run
         self._loaders: list[weakref.ref[SharedLoader]] = []
         self._wrapped: list[weakref.ref[nn.Module]] = []
+        self._optimizers: list[weakref.ref[Optimizer]] = []
         self._begun: Point | None = None
         self._buffers = Buffers()
         self.device = torch.device("cpu")
@@ -111,7 +115,13 @@ class RunState:
 
     def follow_model(self, wrapped: nn.Module) -> None:
         """One more model, in the order of the script."""
+        if not self._wrapped:
+            _follow_steps(self)
         self._wrapped.append(weakref.ref(wrapped))
+
+    def follow_optimizer(self, optimizer: Optimizer) -> None:
+        """One more optimizer."""
+        self._optimizers.append(weakref.ref(optimizer))
 
     @property
     def _followed(self) -> list[SharedLoader]:
@@ -125,6 +135,15 @@ class RunState:
         """An optimizer did: what was read so far is used."""
         self._begun = None
 
+    def has_stepped(self, optimizer: Optimizer) -> None:
+        """It did, whosever it is: one that Fabric was never given may step parameters of a model."""
+        if not any(known() is optimizer for known in self._optimizers):
+            own = {id(p) for model in self._models for p in model.parameters()}
+            if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                return
+            self.follow_optimizer(optimizer)
+        self.steps()
+
     def _begins_batch(self) -> None:
         if self._begun is None:
             self._begun = self._now()
@@ -132,6 +151,18 @@ class RunState:
 
     def _now(self) -> Point:
         return Point.now(self.device, [loader.saved_place() for loader in self._followed])
+
+
+def _follow_steps(state: RunState) -> None:
+    """Tell of the steps of all optimizers, also where a user calls one itself, past Fabric's wrapper."""
+    known = weakref.ref(state)
+
+    def after_step(optimizer: Optimizer, *_: Any) -> None:
+        state = known()
+        if state is not None:
+            state.has_stepped(optimizer)
+
+    weakref.finalize(state, register_optimizer_step_post_hook(after_step).remove)
 
 
 def _shared(loader: Any) -> SharedLoader:

@@ -2,127 +2,22 @@
 
 from __future__ import annotations
 
-import random
+import gc
 from pathlib import Path
 from typing import Any
 
-import lightning as L
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from lightning_cp.errors import CheckpointError
-from lightning_cp.fabric import UlyssesRingStrategy
+from lightning_cp.strategies.resume.fabric import RunState
+from lightning_cp.strategies.resume.record import Point
 from tests.pool import run_ranks
-from tests.pool.environment import PoolEnvironment
-from tests.strategies.resume.runs import ROWS, Outcome, Rows, Statistics, digest, loader_of
-from tests.strategies.small import HYBRID, RING, Small, weights
-
-EPOCHS = 2
-
-
-class Counting(nn.Module):
-    """Counts the batches that it was trained on, in buffers."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.register_buffer("count", torch.zeros(()))
-        self.statistics = Statistics()
-        self.again = self.statistics
-
-    def forward(self, *args: Any) -> Any:
-        if self.training:
-            self.statistics.note(self.get_buffer("count").add_(1))
-        return self.model(*args)
-
-
-class Script:
-    """A training loop as users write them, with validation after each epoch."""
-
-    def __init__(self, world: int, settings: dict[str, Any], train: str, window: int) -> None:
-        settings = {"labels": "aligned", **settings}
-        strategy = UlyssesRingStrategy(**settings)
-        self.fabric = L.Fabric(
-            accelerator="cpu", devices=world, strategy=strategy, plugins=[PoolEnvironment()]
-        )
-        self.fabric.launch()
-        self.strategy, self.window = strategy, window
-        module = Small()
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-        self.model, self.optimizer = self.fabric.setup(Counting(module.model), optimizer)
-        rows = ROWS // strategy.data_parallel_size  # an epoch has as many batches on every mesh
-        self.train, self.held_out = self.fabric.setup_dataloaders(
-            loader_of(train, rows), DataLoader(Rows(6), rows)
-        )
-        self.state = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "run": self.strategy.run_state,
-        }
-        self.outcome = Outcome()
-
-    def run(self, save: tuple[int, Path] | None) -> None:
-        """From where it is to the end; saved after so many batches of this process."""
-        run, count = self.strategy.run_state, 0
-        for _ in range(run.epoch(self.train), EPOCHS):
-            for index, batch in enumerate(self.train, run.batches(self.train)):
-                self.step(batch, last=(index + 1) % self.window == 0)
-                count += 1
-                if save and count == save[0]:
-                    self.fabric.save(save[1], self.state)
-            self.validate()
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        batch = self.strategy.shard_batch(batch)
-        x = F.dropout(
-            self.model(batch["input_ids"], batch["position_ids"]), 0.2, self.model.training
-        )
-        return F.cross_entropy(x.flatten(0, 1), batch["labels"].flatten())
-
-    def step(self, batch: Any, *, last: bool) -> None:
-        self.outcome.seen.append(batch["number"].flatten().tolist())
-        with self.fabric.no_backward_sync(self.model, enabled=not last):
-            loss = self.loss(batch)
-            self.fabric.backward(loss / self.window)
-        self.outcome.losses.append(float(loss.detach()))
-        if last:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def validate(self) -> None:
-        self.model.eval()
-        with torch.no_grad():
-            self.outcome.validated.append([float(self.loss(batch)) for batch in self.held_out])
-        self.model.train()
-
-
-def run(
-    rank: int,
-    world: int,
-    settings: dict[str, Any],
-    save: tuple[int, Path] | None = None,
-    resume: Path | None = None,
-    seed: int = 5,
-    train: str = "shuffled",
-    window: int = 1,
-) -> Outcome:
-    """The script, from its beginning or from a checkpoint."""
-    script = Script(world, settings, train, window)
-    for draw in (torch.manual_seed, random.seed, np.random.seed):
-        draw(seed)
-    if resume is not None:
-        script.fabric.load(resume, script.state)
-    script.run(save)
-    outcome = script.outcome
-    outcome.weights = digest(script.model.module.state_dict())
-    outcome.optimizer = digest(script.optimizer.optimizer.state_dict())
-    numbers = [torch.get_rng_state(), random.getstate(), list(np.random.get_state())]
-    outcome.random = digest(numbers)
-    return outcome
+from tests.strategies.resume.fabric_runs import Script, run
+from tests.strategies.resume.runs import loader_of
+from tests.strategies.small import HYBRID, RING, weights
 
 
 def compare(
@@ -148,6 +43,9 @@ CELLS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "inside a window of a later pass": (12, 10, {"window": 5}),
     "stateful stream": (14, 10, {"window": 5, "train": "stateful stream"}),
     "own generator": (13, 13, {"train": "own generator"}),
+    "past the wrapper": (7, 5, {"window": 5, "steps": "raw"}),
+    "past Fabric": (7, 5, {"window": 5, "steps": "unknown"}),
+    "read ahead": (7, 7, {"ahead": True}),
 }
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "hybrid": (4, HYBRID),
@@ -157,7 +55,9 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["next epoch", "inside a window"])
+@pytest.mark.parametrize(
+    "name", ["next epoch", "inside a window", "past the wrapper", "past Fabric", "read ahead"]
+)
 def test_goes_on_as_if_nothing_had_happened(name: str, tmp_path: Path) -> None:
     stop, since, options = CELLS[name]
     compare(2, RING, stop, since, tmp_path / "saved.ckpt", **options)
@@ -222,3 +122,25 @@ def test_more_loaders_than_were_saved_are_refused(tmp_path: Path) -> None:
     for message in run_ranks(2, too_few, tmp_path / "saved.ckpt"):
         assert "places of 2 loaders" in message
         assert "there are 3" in message
+
+
+def test_only_steps_of_its_models_are_followed_while_it_is_there() -> None:
+    def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [torch.ones(1)]}, {"params": module.parameters()}])
+
+    before = len(_global_optimizer_post_hooks)
+    models, other = [nn.Linear(1, 1), nn.Linear(1, 1)], nn.Linear(1, 1)
+    run: Any = None  # the mesh is not asked
+    state = RunState(run)
+    for model in models:
+        state.follow_model(model)
+    for module, steps in ((other, False), *((model, True) for model in models)):
+        optimizer = optimizer_of(module)
+        for _ in range(2):
+            state._begun = Point.now(torch.device("cpu"), [])
+            optimizer.step()
+            assert (state._begun is None) == steps
+    assert len(_global_optimizer_post_hooks) == before + 1
+    del state
+    gc.collect()
+    assert len(_global_optimizer_post_hooks) == before
