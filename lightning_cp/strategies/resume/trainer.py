@@ -119,7 +119,13 @@ class TrainerResume:
             return bool(trainer.optimizers) and not self._stepped
         if place["kind"] == loops.EPOCH:
             return False
-        return loops.accumulates(trainer) or (place["inside"] and not self._stepped)
+        begun = place["inside"] or self._has_read_first(trainer)
+        return loops.accumulates(trainer) or (begun and not self._stepped)
+
+    def _has_read_first(self, trainer: Trainer) -> bool:
+        """Of a window, and Lightning has not counted it yet: hooks before its transfer come then."""
+        window = self._window
+        return window is not None and window.counts["total"] == loops.counts(trainer)["total"]
 
     def _go_back(self, checkpoint: dict[str, Any], window: _Window) -> None:
         checkpoint["loops"] = loops.go_back(checkpoint["loops"], window.counts)

@@ -149,9 +149,10 @@ class SaveAt(pl.Callback):
 
     def __init__(self, hook: str, batches: int, path: Path) -> None:
         self.batches, self.path, self.left = batches, path, True
-        setattr(self, hook, self._act)
+        setattr(self, hook, self.act)
 
-    def _act(self, trainer: pl.Trainer, module: Any, *_: Any, **__: Any) -> None:
+    def act(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Save, if it is time."""
         if trainer.sanity_checking or not self.left:
             return
         if trainer.fit_loop.epoch_loop.batch_progress.total.ready == self.batches:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.pool import run_ranks
-from tests.strategies.resume.runs import Batch, Dropping, run
+from tests.strategies.resume.runs import Batch, Dropping, SaveAt, run
 from tests.strategies.resume.test_trainer import BATCH, EPOCH, Cell, compare
 from tests.strategies.small import RING
 
@@ -43,6 +43,18 @@ class Noisy(Dropping):
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         return super().training_step(batch, batch_idx) * (1 + self.noise)
+
+
+class Early(Noisy):
+    """Has a hook that comes before Lightning counts the batch; the Trainer's callbacks have none."""
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        batch = super().on_before_batch_transfer(batch, dataloader_idx)
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if self.trainer.training and isinstance(callback, SaveAt):
+                callback.act(self.trainer)
+        return batch
 
 
 class Manual(Dropping):
@@ -99,6 +111,10 @@ CELLS: dict[str, Cell] = {
     "hooks that draw, first batch of a window": ("on_train_batch_start", 4, 3, NOISY),
     "hooks that draw, in a step": ("on_before_optimizer_step", 6, 3, NOISY),
     "hooks that draw, stream": (BATCH, 5, 3, {**NOISY, "train": "stream"}),
+    "before the transfer": ("on_fit_end", 6, 6, {"kind": Early}),
+    "before the transfer, next epoch": ("on_fit_end", 10, 10, {"kind": Early}),
+    "before the transfer, window": ("on_fit_end", 6, 6, {"kind": Early, **THREE}),
+    "before the transfer, in a window": ("on_fit_end", 5, 3, {"kind": Early, **THREE}),
     "manual, first window": (BATCH, 2, 0, MANUAL),
     "manual, later window": (BATCH, 5, 3, MANUAL),
     "manual, in a step": ("on_before_optimizer_step", 6, 3, MANUAL),
