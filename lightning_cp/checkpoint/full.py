@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.checkpoint.durable import SAVING, beside, discard, make_folder, put_in_place
 from lightning_cp.checkpoint.failures import failed_save
 from lightning_cp.checkpoint.full_file import write_file
-from lightning_cp.checkpoint.latest import point_to
+from lightning_cp.checkpoint.latest import point_to, staying
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.plain import Place, map_leaves
 from lightning_cp.checkpoint.tensors import assembled
@@ -73,7 +73,8 @@ class FullSave:
     def commit(self, parts: object = None) -> None:
         """Give it its name, on the first rank; one of that name is replaced in one step."""
         if self.staged is not None:
-            put_in_place(self.staged, self.target)
+            with staying(self.newest):
+                put_in_place(self.staged, self.target)
             if self.newest:
                 point_to(self.target)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from lightning_cp.errors import CheckpointError
 
 NAME = "latest"
 _LONGEST = 4096
+_STAYS = f"{NAME} beside it was not written and may name the one before"
 
 
 def require_name(target: Path) -> None:
@@ -39,8 +42,27 @@ def point_to(target: Path) -> None:
         _require_ours(target.with_name(NAME))
         replace_text(target.with_name(NAME), target.name + "\n")
     except (OSError, CheckpointError) as error:
-        why = f"{NAME} beside it was not written and may name the one before: {told(error)}"
-        raise failed_later(target, why) from error
+        raise failed_later(target, f"{_STAYS}: {told(error)}") from error
+
+
+@contextmanager
+def staying(wanted: bool) -> Iterator[None]:
+    """Around what gives a checkpoint its name: where that may not be on the disk, ``latest`` is not changed.
+
+    After a power cut it would name nothing, and a run would begin anew beside the checkpoint before.
+
+    Args:
+        wanted: it was going to be.
+
+    Raises:
+        CheckpointError: that of what is done, which says this too.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        if wanted:
+            raise CheckpointError(f"{error} {_STAYS}.") from error
+        raise
 
 
 def latest_checkpoint(folder: str | PathLike[str]) -> Path | None:

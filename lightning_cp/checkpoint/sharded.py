@@ -36,7 +36,7 @@ from lightning_cp.checkpoint.durable import (
 from lightning_cp.checkpoint.encode import encode
 from lightning_cp.checkpoint.failures import failed_save
 from lightning_cp.checkpoint.index import INDEX, index_of
-from lightning_cp.checkpoint.latest import point_to
+from lightning_cp.checkpoint.latest import point_to, staying
 from lightning_cp.checkpoint.manifest import NAME, About, FileEntry, Manifest, hash_of
 from lightning_cp.checkpoint.plain import Place, name_of
 from lightning_cp.checkpoint.shard_file import Block, Written, write_shard
@@ -115,7 +115,8 @@ class ShardedSave:
         sync(self.staging)
         manifest = Manifest("sharded", self.save, self.about, entries)
         write_durably(self.staging / NAME, manifest.render().encode())
-        put_in_place(self.staging, self.target)
+        with staying(self.newest):
+            put_in_place(self.staging, self.target)
         if self.newest:
             point_to(self.target)
 

@@ -30,8 +30,8 @@ CHECKPOINT_MUTANTS = (
     Mutant(
         "latest before the name",
         "lightning_cp/checkpoint/full.py",
-        "            put_in_place(self.staged, self.target)\n            if self.newest:\n",
-        "            point_to(self.target)\n            put_in_place(self.staged, self.target)\n"
+        "                put_in_place(self.staged, self.target)\n            if self.newest:\n",
+        "                point_to(self.target)\n                put_in_place(self.staged, self.target)\n"
         "            if not self.newest:\n",
         (f"{DAMAGE}::test_latest_comes_last[full]",),
         "A kill leaves latest naming a checkpoint that was never completed.",
