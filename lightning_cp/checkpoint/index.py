@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from lightning_cp.errors import CheckpointError
 
 INDEX = "index.json"
 _PLACE = ("offsets", "sizes", "file", "begin")
+_Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where it begins, and its sizes."""
 
 
 def index_of(blocks: Sequence[Written]) -> dict[str, Any]:
@@ -63,18 +67,34 @@ def _chunk(folder: Path, x: dict[str, Any], dtype: torch.dtype) -> Chunk:
     return Chunk(tuple(x["offsets"]), tuple(x["sizes"]), read)
 
 
-def _fills(shape: tuple[int, ...], blocks: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether blocks lie in a tensor, begin at different places, and have as many elements as it has."""
+def _fills(shape: tuple[int, ...], blocks: Sequence[_Box]) -> bool:
+    """Whether blocks lie in a tensor, and each of its elements is in one of them and in no other."""
     for offsets, sizes in blocks:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             return False
         for offset, size, whole in zip(offsets, sizes, shape, strict=True):
             if not 0 <= offset <= offset + size <= whole:
                 return False
-    held = [(offsets, prod(sizes)) for offsets, sizes in blocks if prod(sizes)]
-    return len({offsets for offsets, _ in held}) == len(held) and prod(shape) == sum(
-        count for _, count in held
-    )
+    held = [(offsets, sizes) for offsets, sizes in blocks if prod(sizes)]
+    if prod(shape) != sum(prod(sizes) for _, sizes in held):
+        return False
+    cut = [dim for dim, whole in enumerate(shape) if any(sizes[dim] < whole for _, sizes in held)]
+    begin = (0,) * len(shape)
+    return _corners(held, cut) == _corners([(begin, shape)] if prod(shape) else [], cut)
+
+
+def _corners(boxes: Iterable[_Box], dims: Sequence[int]) -> dict[tuple[int, ...], int]:
+    """How often each corner comes, with its sign: at the end of one dimension ``-``, of two ``+``.
+
+    Sums from the beginning over these are how often each element comes, so two sets of boxes with the same
+    corners have each element equally often; and thousands of boxes need not be compared with each other.
+    """
+    found: Counter[tuple[int, ...]] = Counter()
+    for offsets, sizes in boxes:
+        sides = [((offsets[dim], 1), (offsets[dim] + sizes[dim], -1)) for dim in dims]
+        for corner in product(*sides):
+            found[tuple(at for at, _ in corner)] += prod(sign for _, sign in corner)
+    return {corner: times for corner, times in found.items() if times}
 
 
 def _wrong(folder: Path, what: str) -> CheckpointError:
