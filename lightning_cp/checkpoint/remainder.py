@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
-from typing import Any
+import os
+from collections.abc import ItemsView, Iterable, Iterator, ValuesView
+from typing import Any, Self
 
 from lightning_cp.checkpoint.failures import shown
 from lightning_cp.checkpoint.manifest import read_manifest
-from lightning_cp.checkpoint.read import Checkpoint
+from lightning_cp.checkpoint.read import Checkpoint, map_stored
 from lightning_cp.errors import CheckpointError
 
+_UNREAD = object()
+"""Stands for a value that nobody has looked at yet."""
 
-class Remainder(MutableMapping[Any, Any]):
-    """Some entries of a checkpoint's top level, each read on its first use; by this rank alone.
 
-    So nobody holds a whole model or optimizer that nobody has asked for.
+class Remainder(dict[Any, Any]):
+    """Some entries of a checkpoint's top level; what has tensors is read when it is first used, by this rank.
 
-    Args:
-        opened: the checkpoint.
-        keys: of its top level.
+    So nobody holds a whole model or optimizer that nobody has asked for. It is a dictionary, as Fabric says
+    that a load gives one; what a dictionary does past ``__getitem__`` is done here again. Pickles, and what
+    the module ``copy`` makes, are plain dictionaries of values.
     """
 
-    def __init__(self, opened: Checkpoint, keys: Iterable[Any]) -> None:
-        self._opened = opened.alone()
-        self._read: dict[Any, Any] = {}
-        self._keys = dict.fromkeys(keys)
+    _opened: Checkpoint | None = None
+
+    @classmethod
+    def of(cls, opened: Checkpoint, keys: Iterable[Any]) -> Self:
+        """What is in a checkpoint.
+
+        Args:
+            opened: the checkpoint.
+            keys: of its top level.
+        """
+        made = cls(dict.fromkeys(keys, _UNREAD))
+        made._opened = opened.alone()
+        at_once = [key for key in made if not _has_tensors(opened.tree[key])]
+        made.update(made._opened.read(keys=at_once))
+        return made
 
     def __getitem__(self, key: Any) -> Any:
         """The value, with whole tensors.
@@ -33,39 +46,95 @@ class Remainder(MutableMapping[Any, Any]):
             KeyError: there is none.
             CheckpointError: it cannot be read any more.
         """
-        if key not in self._keys:
-            raise KeyError(key)
-        if key not in self._read:
-            self._require_unchanged(key)
-            self._read[key] = self._opened.read(keys=[key])[key]
-        return self._read[key]
-
-    def _require_unchanged(self, key: Any) -> None:
-        """Refuse a folder that was replaced; a file is held since it was opened."""
-        path, opened = self._opened.path, self._opened.manifest
-        if path.is_file() or (opened is not None and read_manifest(path).save == opened.save):
-            return
-        raise CheckpointError(
-            f"{shown(path)} was replaced after it was opened, so {key!r} cannot be read any more. Load it "
-            "again."
-        )
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._keys[key] = None
-        self._read[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._keys[key]
-        self._read.pop(key, None)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._keys
+        value = super().__getitem__(key)
+        if value is _UNREAD:
+            assert self._opened is not None
+            _require_unchanged(self._opened, key)
+            value = self._opened.read(keys=[key])[key]
+            self[key] = value
+        return value
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._keys)
+        """As any dictionary's: where it is not defined anew, ``dict(rest)`` does not ask for values."""
+        return super().__iter__()
 
-    def __len__(self) -> int:
-        return len(self._keys)
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The value, or ``default`` if there is none."""
+        if key not in self:
+            return default
+        return self[key]
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """The value, which is ``default`` from now on if there is none."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Take one."""
+        if key in self:
+            self[key]  # read
+        return super().pop(key, *default)
+
+    def popitem(self) -> tuple[Any, Any]:
+        """Take the last one."""
+        for key in reversed(self):
+            return key, self.pop(key)
+        raise KeyError("there is nothing left")
+
+    def items(self) -> Any:
+        """A view, each value of which is read when it is come to."""
+        return ItemsView(self)
+
+    def values(self) -> Any:
+        """A view, each value of which is read when it is come to."""
+        return ValuesView(self)
+
+    def __eq__(self, other: object) -> bool:
+        return dict(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return dict(self) != other
+
+    def copy(self) -> Self:
+        """Another one of the same entries, each of which reads for itself."""
+        made = type(self)()
+        made._opened = self._opened
+        dict.update(made, dict.items(self))
+        return made
+
+    def __or__(self, other: Any) -> Any:
+        if not isinstance(other, dict):
+            return NotImplemented
+        made = self.copy()
+        made.update(other)
+        return made
+
+    def __ror__(self, other: Any) -> Any:
+        return {**other, **self} if isinstance(other, dict) else NotImplemented
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
     def __repr__(self) -> str:
-        return f"Remainder({shown(self._opened.path)}: {', '.join(map(str, self))})"
+        where = f"{shown(self._opened.path)}: " if self._opened is not None else ""
+        return f"Remainder({where}{', '.join(map(str, self))})"
+
+
+def _has_tensors(tree: Any) -> bool:
+    found: list[Any] = []
+    map_stored(tree, lambda place, leaf: found.append(place))
+    return bool(found)
+
+
+def _require_unchanged(opened: Checkpoint, key: Any) -> None:
+    """Refuse a folder that is another one now, or gone; a file is held since it was opened."""
+    if opened.manifest is None or opened.manifest.form != "sharded":
+        return
+    is_there = os.path.lexists(opened.path)
+    if opened.path.is_dir() and read_manifest(opened.path).save == opened.manifest.save:
+        return
+    raise CheckpointError(
+        f"{shown(opened.path)} was {'replaced' if is_there else 'removed'} after it was opened, so {key!r} "
+        "cannot be read any more. Load it again, and name in the state what is needed of it."
+    )

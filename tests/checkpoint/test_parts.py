@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +11,7 @@ import torch
 from lightning.fabric import Fabric
 
 from lightning_cp.checkpoint import tensors
-from lightning_cp.checkpoint.read import open_checkpoint
-from lightning_cp.checkpoint.remainder import Remainder
-from lightning_cp.checkpoint.save import save_checkpoint
-from lightning_cp.errors import CheckpointError
 from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
-from tests.checkpoint.states import same, state_of
 from tests.pool import run_ranks
 from tests.pool.environment import PoolEnvironment
 from tests.strategies.engine_runs import Adam, Cell
@@ -113,31 +107,3 @@ def loads_parts(rank: int, world: int, form: str) -> None:
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_fabric_reads_what_is_asked_for(form: str) -> None:
     run_ranks(2, loads_parts, form)
-
-
-@pytest.mark.parametrize("form", ["full", "sharded"])
-def test_the_remainder_is_a_dictionary_of_what_was_saved(form: str, tmp_path: Path) -> None:
-    save_checkpoint(state_of(1), tmp_path / "a", form=form)
-    rest = Remainder(open_checkpoint(tmp_path / "a"), ["state_dict", "nested", "global_step"])
-    want = {key: state_of(1)[key] for key in ("state_dict", "nested", "global_step")}
-    with read_whole() as found:
-        assert rest.pop("global_step") == 1
-        assert (list(rest), len(rest), "state_dict" in rest) == (["state_dict", "nested"], 2, True)
-        assert same(rest["nested"], want["nested"])
-        assert found == []
-        assert same(rest["state_dict"], want["state_dict"])
-        assert rest["state_dict"] is rest["state_dict"]
-        rest["new"] = 1
-        assert dict(rest)["new"] == 1
-        with pytest.raises(KeyError, match="optimizer_states"):
-            rest["optimizer_states"]
-
-
-def test_what_is_replaced_meanwhile_is_not_mixed(tmp_path: Path) -> None:
-    save_checkpoint(state_of(1), tmp_path / "a", form="sharded")
-    rest = Remainder(open_checkpoint(tmp_path / "a"), ["state_dict"])
-    save_checkpoint(state_of(2), tmp_path / "a", form="sharded")
-    with pytest.raises(
-        CheckpointError, match="a was replaced after it was opened, so 'state_dict'"
-    ):
-        rest["state_dict"]

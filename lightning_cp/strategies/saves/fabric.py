@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class FabricSaves(SavesOfBoth):
         state: Any = None,
         strict: bool = True,
         weights_only: bool | None = None,
-    ) -> MutableMapping[str, Any]:
+    ) -> dict[str, Any]:
         """Verify a checkpoint and load it, all or nothing; called on every rank.
 
         Args:
@@ -106,7 +106,7 @@ class FabricSaves(SavesOfBoth):
         optimizers = {(key,): (x, names.get(key, [])) for key, x in _optimizers(state).items()}
         checkpoint = opened.read(spread_of(_modules(state), optimizers), state)
         _restore(state, checkpoint, names, strict=strict)
-        return Remainder(opened, [key for key in opened.tree if key not in state])
+        return Remainder.of(opened, [key for key in opened.tree if key not in state])
 
 
 def _restore(
