@@ -80,6 +80,6 @@ def test_an_optimizer_of_some_of_the_models(saved: str, loaded: str) -> None:
     names = names_of(optimizer, named)
     template = spread_of({key: modules[key] for key in loaded}, {("o",): (fresh, names)})
     assert template(("o", "state", 0, "exp_avg")) is own[-1]
-    _restore(into, checkpoint, {"o": names}, strict=True)
+    _restore(into, checkpoint, {"o": names}, {}, strict=True)
     for parameter in own:
         assert same(fresh.state[parameter], optimizer.state[parameter])

@@ -121,7 +121,7 @@ def test_another_optimizer_is_refused_before_the_model_is_loaded(
     before = copy.deepcopy((dict(module.state_dict()), own.state_dict()))
     state = {"model": module, "optimizer": own, "step": 1}
     with pytest.raises(CheckpointError, match=match):
-        _restore(state, checkpoint, names, strict=True)
+        _restore(state, checkpoint, names, {}, strict=True)
     assert same((dict(module.state_dict()), own.state_dict()), before)
     assert state["step"] == 1
 

@@ -19,6 +19,7 @@ from lightning_cp.comm.objects import World
 from lightning_cp.errors import CheckpointError
 from lightning_cp.strategies.resume.fabric import RunState
 from lightning_cp.strategies.saves.front import SavesOfBoth
+from lightning_cp.strategies.saves.kinds import kinds_of
 from lightning_cp.strategies.saves.optimizers import (
     fitting_state,
     named_parameters,
@@ -58,7 +59,8 @@ class FabricSaves(SavesOfBoth):
         step = next((state[k] for k in _STEPS if type(state.get(k)) is int), None)
         sizes = {str(axis): size for axis, size in self.mesh.sizes.items()} if modules else {}
         about = About(step, sizes, self._core.settings.data_parallel)
-        self._saver.save(tree, path, about, {"parameters": names})
+        kinds = {key: kinds_of(optimizer) for key, optimizer in optimizers.items()}
+        self._saver.save(tree, path, about, {"parameters": names, "kinds": kinds})
 
     def load_checkpoint(
         self: Any,
@@ -93,7 +95,7 @@ class FabricSaves(SavesOfBoth):
             optimizer = {("",): (state, [])} if isinstance(state, Optimizer) else {}
             template = spread_of(_modules(own), optimizer)
             read = opened.read(lambda place: template(("", *place)))
-            _restore(own, {"": read}, {}, strict=strict)
+            _restore(own, {"": read}, {}, {}, strict=strict)
             return {}
         missing = [key for key in state if key not in opened.tree]
         if strict and missing:
@@ -105,12 +107,17 @@ class FabricSaves(SavesOfBoth):
         names = dict(opened.ours.get("parameters", {}))
         optimizers = {(key,): (x, names.get(key, [])) for key, x in _optimizers(state).items()}
         checkpoint = opened.read(spread_of(_modules(state), optimizers), state)
-        _restore(state, checkpoint, names, strict=strict)
+        _restore(state, checkpoint, names, opened.ours.get("kinds", {}), strict=strict)
         return Remainder.of(opened, [key for key in opened.tree if key not in state])
 
 
 def _restore(
-    state: State, checkpoint: State, names: Mapping[str, list[str]], *, strict: bool
+    state: State,
+    checkpoint: State,
+    names: Mapping[str, list[str]],
+    kinds: Mapping[str, list[str]],
+    *,
+    strict: bool,
 ) -> None:
     """Check everything, then load."""
     present = {key: obj for key, obj in state.items() if key in checkpoint}
@@ -118,7 +125,7 @@ def _restore(
     for key, obj in _optimizers(present).items():
         saved = names.get(key, [])
         own = names_as_saved(saved, obj, modules)
-        fitted[key] = fitting_state(checkpoint[key], obj, saved, own)
+        fitted[key] = fitting_state(checkpoint[key], obj, saved, own, kinds.get(key, []))
     for key, obj in present.items():
         if isinstance(obj, RunState):
             obj.fitting(checkpoint[key])

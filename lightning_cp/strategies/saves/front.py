@@ -30,6 +30,7 @@ class SavesOfBoth:
         self._saver = Saver(settings.checkpoint, in_background=settings.async_save)
         self._adopted = Replaced()
         self._saved_names: dict[str, list[str]] = {}
+        self._saved_kinds: dict[str, list[str]] = {}
 
     @property
     def checkpoint_io(self) -> Any:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_cp.checkpoint.tensors import Stored, fill, like, stored_whole
 from lightning_cp.errors import CheckpointError
+from lightning_cp.strategies.saves.kinds import require_kind
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -59,7 +60,11 @@ def names_as_saved(
 
 
 def fitting_state(
-    state: Mapping[str, Any], optimizer: Optimizer, saved: Sequence[str], own: Sequence[str]
+    state: Mapping[str, Any],
+    optimizer: Optimizer,
+    saved: Sequence[str],
+    own: Sequence[str],
+    kinds: Sequence[str] = (),
 ) -> dict[str, Any]:
     """A state dict as this optimizer loads it; nothing is loaded yet.
 
@@ -68,6 +73,7 @@ def fitting_state(
         optimizer: into which it is to go.
         saved: the names that its numbers stood for; empty if nobody knows.
         own: the names of this optimizer's parameters, in its order.
+        kinds: what the saved one was, as ``kinds_of`` says it; empty if nobody knows.
 
     Raises:
         CheckpointError: it is none, or of other parameters, groups, shapes or another kind of optimizer;
@@ -82,7 +88,7 @@ def fitting_state(
             f"the checkpoint's optimizer has parameter groups of {found} parameters, this one of {groups}. "
             "The optimizer was left as it is. Make it as it was when the checkpoint was saved."
         )
-    _require_kind(state["param_groups"], optimizer)
+    require_kind(state["param_groups"], optimizer, kinds)
     entries = {
         at: state["state"][number] for at, number in enumerate(order) if number in state["state"]
     }
@@ -108,27 +114,6 @@ def _require_state(state: object) -> None:
             "what the checkpoint has for an optimizer is no optimizer's state (state and param_groups). The "
             "optimizer was left as it is. Look for its key in the checkpoint, or leave it out."
         )
-
-
-def _require_kind(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
-    """Refuse the state of an optimizer with other options: it would fail at the next step, or be wrong.
-
-    Options that only one of the two has are fine, as new versions of PyTorch add some.
-    """
-    for saved, own in zip(groups, optimizer.param_groups, strict=True):
-        strange = sorted(saved.keys() - own.keys() - _OF_SCHEDULERS)
-        missing = sorted(own.keys() - saved.keys() - _OF_SCHEDULERS)
-        if strange and missing:
-            raise CheckpointError(
-                f"the checkpoint has the state of another kind of optimizer: with {', '.join(strange[:3])}, "
-                f"without {', '.join(missing[:3])}, which {type(optimizer).__name__} has. The optimizer was "
-                "left as it is. Use the one that was saved, or load the weights alone."
-            )
-
-
-_OF_SCHEDULERS = frozenset(
-    ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-)
 
 
 def _order(saved: Sequence[str], own: Sequence[str]) -> list[int]:

@@ -19,6 +19,7 @@ from lightning_cp.comm.objects import World
 from lightning_cp.errors import CheckpointError
 from lightning_cp.strategies.replaced import Replaced
 from lightning_cp.strategies.saves.front import SavesOfBoth
+from lightning_cp.strategies.saves.kinds import kinds_of
 from lightning_cp.strategies.saves.optimizers import fitting_state, names_of
 from lightning_cp.strategies.saves.reading import (
     listed_names,
@@ -65,11 +66,12 @@ class TrainerSaves(SavesOfBoth):
         self._require_complete([self.lightning_module])
         named = dict(self.lightning_module.named_parameters())
         names = [names_of(optimizer, named) for optimizer in self.optimizers]
+        kinds = [kinds_of(optimizer) for optimizer in self.optimizers]
         self._saver.save(
             checkpoint,
             filepath,
             self._about(checkpoint.get("global_step")),
-            {"parameters": listed_names(names)},
+            {"parameters": listed_names(names), "kinds": listed_names(kinds)},
             may_lack=_HYPERPARAMETERS,
             wait=not self._trains_on,
         )
@@ -94,6 +96,7 @@ class TrainerSaves(SavesOfBoth):
                 "against."
             )
         self._saved_names = dict(opened.ours.get("parameters", {}))
+        self._saved_kinds = dict(opened.ours.get("kinds", {}))
         module = self.lightning_module
         fits = module is None or module.trainer.state.fn == TrainerFn.FITTING
         keys = [key for key in opened.tree if fits or key != "optimizer_states"]
@@ -154,6 +157,7 @@ class TrainerSaves(SavesOfBoth):
                 optimizer,
                 self._saved_names.get(f"optimizer_states.{at}", []),
                 names_of(optimizer, named),
+                self._saved_kinds.get(f"optimizer_states.{at}", []),
             )
             for at, (state, optimizer) in enumerate(zip(states, self.optimizers, strict=True))
         ]
