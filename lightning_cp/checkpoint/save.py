@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from lightning_cp.checkpoint.latest import require_name
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.plain import plain
 from lightning_cp.checkpoint.sharded import plan_sharded
+from lightning_cp.checkpoint.unasked import UnaskedError
 from lightning_cp.comm.objects import World, told
 from lightning_cp.errors import CheckpointError
 
@@ -164,7 +163,7 @@ class Background:
 
     Beginning one is collective: training goes on once all ranks have copied their values. That it failed is
     logged at once. If nobody has asked for the error by the end of the program, that ends with status 120
-    (but not in a worker that was forked: Python calls nothing of ``atexit`` there).
+    instead of 0 (but not in a worker that was forked: Python calls nothing of ``atexit`` there).
 
     Args:
         planned: the save; its values are copied before anything goes on.
@@ -176,7 +175,7 @@ class Background:
 
     def __init__(self, planned: Save, limit: float = LIMIT) -> None:
         self.target = planned.target
-        self._error: Exception | None = None
+        self._error = UnaskedError()
         with _or_given_up(planned):
             planned.world.together(planned.copy, _other(planned))
         self._thread = threading.Thread(target=self._run, args=(planned, limit), name="checkpoint")
@@ -188,42 +187,15 @@ class Background:
         except Exception as error:
             made = failed_save(self.target, told(error))
             made.__cause__ = error
-            self._error = made
             _log.error("%s", made)
-            atexit.register(self._end_badly)
+            self._error.have(made)
 
     @property
     def error(self) -> Exception | None:
         """Why it failed; whoever asks sees to it."""
-        atexit.unregister(self._end_badly)
-        return self._error
-
-    def _end_badly(self) -> None:
-        assert self._error is not None
-        sys.stdout = _Unflushable(sys.stdout, self._error)
+        return self._error.ask()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until it has ended; whether it has."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
-
-
-class _Unflushable:
-    """The standard output of a program that is not to end well: with status 120, as Python's documentation of
-    ``sys.exit`` has it for output that cannot be flushed at the end. All else of the end is done.
-    """
-
-    def __init__(self, own: Any, error: Exception) -> None:
-        self._own, self._error = own, error
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
-    def flush(self) -> None:
-        """Python shows the error.
-
-        Raises:
-            Exception: the error.
-        """
-        self._own.flush()
-        raise self._error

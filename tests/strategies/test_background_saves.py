@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -97,3 +99,45 @@ def test_a_script_does_not_end_well_if_its_last_save_failed(
     assert "cannot save a: File too large" in done.stderr
     assert ("CheckpointError: cannot save a" in done.stderr) == bool(status)
     assert list(tmp_path.iterdir()) == []
+
+
+HANDLED = "called by nobody in Python\ntheir handler begins\ntheir handler ends\n"
+WAYS = {
+    "falls off": 120,
+    "exit None": 120,
+    "exit 0": 120,
+    "exit 256": 120,  # the system keeps eight bits
+    "exit 1": 1,
+    "exit 143": 143,
+    "exit 'said'": 1,
+    "error": 1,
+    "interrupted": -signal.SIGINT,
+    "caught": 120,
+    "raised": 120,
+    "put back": 120,
+}
+
+
+@pytest.mark.slow
+def test_a_failed_save_takes_the_place_of_no_other_status(tmp_path: Path) -> None:
+    """A scheduler reads 143; and what others do at the end is done, flushed or not."""
+    wanted = {
+        f"{how}, {when}": status for how, status in WAYS.items() for when in ("quick", "slow")
+    }
+    wanted |= {"exit 0, asks": 0, "closed": 120, "no output": 120}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint.ends", *wanted],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stderr == ""
+    assert dict(zip(wanted, map(int, done.stdout.split()), strict=True)) == wanted
+    for way, status in wanted.items():
+        said = Path(tmp_path, f"{way}<stderr>").read_text()
+        assert said.count("No space left on device") == (2 if status == 120 else 1), said
+        assert said.count("Exception ignored in") == (status == 120), said
+        if way not in ("closed", "no output"):
+            assert Path(tmp_path, f"{way}<stdout>").read_text() == HANDLED, way
