@@ -7,9 +7,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.strategies.engines.fresh import initialise
 from lightning_cp.strategies.engines.units import units_of
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.plain_llama import PlainLlama, RMSNorm
@@ -80,6 +84,37 @@ def test_what_is_built_without_memory_has_the_values_of_one_process(
     for weights, finite in run_ranks(2, empty, engine, offload):
         assert finite
         for name, parameter in model.named_parameters():
+            assert torch.equal(weights[name], parameter.detach()), name
+
+
+class Tied(nn.Module):
+    """A head that is the embedding, and something that is drawn after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+        self.head.weight = self.embedding.weight
+        self.last = nn.Linear(4, 3)
+
+
+def tied(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        model = Tied()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    torch.manual_seed(5 + rank)
+    group = dist.group.WORLD
+    assert group is not None
+    initialise(model, torch.device("cpu"), group)
+    assert model.head.weight is model.embedding.weight
+    return {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+def test_tied_weights_are_drawn_twice_as_in_one_process() -> None:
+    torch.manual_seed(5)
+    wanted = dict(Tied().named_parameters())
+    for weights in run_ranks(2, tied):
+        assert weights.keys() == wanted.keys()
+        for name, parameter in wanted.items():
             assert torch.equal(weights[name], parameter.detach()), name
 
 

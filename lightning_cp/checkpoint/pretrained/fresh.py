@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_cp.comm.local import local_part
 from lightning_cp.comm.reduce import from_first
@@ -117,61 +115,6 @@ def _any_nan(x: torch.Tensor) -> bool:
 def computable(x: torch.Tensor) -> torch.Tensor:
     """The same values in a dtype that PyTorch computes with: few functions know numbers of 8 bits."""
     return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
-
-
-@contextmanager
-def whole_on(device: torch.device, module: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Have a module's own values whole and on ``device``; after the block each rank keeps its part.
-
-    So they can be set as in one process, and draw as many random numbers, on every rank.
-
-    Args:
-        device: where all ranks of the parameters' meshes compute.
-        module: what of it is a ``DTensor`` is whole in the block.
-        names: of what is set there; other parameters are as they were afterwards.
-    """
-    own = {**module._parameters, **module._buffers}
-    kept = {
-        name: x
-        for name, x in own.items()
-        if x is not None and not (name in names and _is_whole_on(device, x))
-        if name in names or name in module._parameters or isinstance(x, DTensor)
-    }
-    _put(module, {name: _stand_in(x, device) for name, x in kept.items()})
-    try:
-        yield
-        for name in kept.keys() & set(names):
-            _keep_part(kept[name], getattr(module, name))
-    finally:
-        _put(module, kept)
-
-
-def _is_whole_on(device: torch.device, x: torch.Tensor) -> bool:
-    return x.device == device and not isinstance(x, DTensor)
-
-
-def _stand_in(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Its shape, and where it is known its values."""
-    if isinstance(x, DTensor):
-        made = torch.empty(x.shape, dtype=x.dtype, device=device)
-    else:
-        made = x.detach().to(device, copy=True)
-    return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
-
-
-def _put(module: nn.Module, states: Mapping[str, torch.Tensor]) -> None:
-    """Have a module's own states replaced, past what its ``__setattr__`` would do."""
-    for name, x in states.items():
-        held: dict[str, Any] = module._buffers if name in module._buffers else module._parameters
-        held[name] = x
-
-
-def _keep_part(part: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy what this rank holds of a tensor that every rank has whole."""
-    if isinstance(part, DTensor):
-        own = distribute_tensor(whole, part.device_mesh, part.placements, src_data_rank=None)
-        whole = own.to_local()
-    local_part(part).copy_(whole)
 
 
 def same_as_first(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +27,10 @@ from lightning_cp.checkpoint.pretrained.options import Options, check_options, d
 from lightning_cp.checkpoint.pretrained.plan import LoadPlan, Slice, plan_load
 from lightning_cp.checkpoint.pretrained.progress import Progress
 from lightning_cp.checkpoint.pretrained.reader import BUFFER, SliceReader
-from lightning_cp.checkpoint.pretrained.rest import LOADING, Rest
+from lightning_cp.checkpoint.pretrained.rest import Rest, together
 from lightning_cp.checkpoint.pretrained.twins import require_same
 from lightning_cp.comm.local import local_part
-from lightning_cp.comm.outcome import share_outcome, summed_over_world
+from lightning_cp.comm.outcome import summed_over_world
 from lightning_cp.errors import CheckpointError
 from lightning_cp.mesh import ContextParallelMesh
 
@@ -86,7 +84,7 @@ def load_pretrained(
     own_device = _device(model, mesh, device)
     reach = _reach(model, own_device)
     started = time.monotonic()
-    with _together(reach):
+    with together(reach):
         plan = _plan(model, path, chosen)
         rest = Rest(model, plan, chosen.initialize)
         wanted = _require_room(model, dtype_of(chosen.dtype), own_device)
@@ -95,26 +93,15 @@ def load_pretrained(
     rest.require_same()
     (total,) = summed_over_world([plan.nbytes], reach.type)
     with incomplete_until_done(model), Progress(plan, total, shown=chosen.progress) as progress:
-        with _together(reach):
+        with together(reach):
             _allocate(model, own_device, dtype_of(chosen.dtype))
         rest.set(reach)
-        with _together(reach):
+        with together(reach):
             _read(model, plan, chosen, progress)
             progress.finish()
     seconds = time.monotonic() - started
     missing = (*plan.missing, *plan.beside)
     return Loaded(plan.nbytes, seconds, peak_bytes(), missing, plan.unexpected)
-
-
-@contextmanager
-def _together(reach: torch.device) -> Iterator[None]:
-    """What raises on one rank in the block raises on all of them after it."""
-    error = None
-    try:
-        yield
-    except Exception as raised:  # whatever it is: the others are not to wait for this rank
-        error = raised
-    share_outcome(error, reach.type, what=LOADING)
 
 
 def _plan(model: nn.Module, path: str | os.PathLike[str], options: Options) -> LoadPlan:

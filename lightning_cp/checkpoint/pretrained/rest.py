@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from lightning_cp.checkpoint.pretrained.fresh import (
     own_on_meta,
     same_as_first,
     ways_to_set,
-    whole_on,
 )
 from lightning_cp.checkpoint.pretrained.names import plain
 from lightning_cp.checkpoint.pretrained.plan import LoadPlan
+from lightning_cp.checkpoint.pretrained.whole import Whole
 from lightning_cp.comm.objects import World
 from lightning_cp.comm.outcome import share_outcome
 from lightning_cp.errors import CheckpointError
@@ -40,9 +41,14 @@ class Rest:
     """
 
     def __init__(self, model: nn.Module, plan: LoadPlan, initialize: Initialize | None) -> None:
-        unset = _not_in_files(model, plan)
+        in_files = {id(x) for k, x in plan.tensors.by_name.items() if k not in plan.missing}
+        unset = _without_values(model, in_files)
         self._owners = [(path, x) for path, x in model.named_modules() if x in unset]
         self._unset = unset
+        self._unread = {
+            module: [name for name, x in module._buffers.items() if id(x) in in_files]
+            for module in unset
+        }
         self._ways = {
             x: [initialize] if initialize is not None else ways_to_set(model, x) for x in unset
         }
@@ -80,27 +86,46 @@ class Rest:
             CheckpointError: a module that left something without a value.
             RankFailure: another rank has raised.
         """
-        for _, module in self._owners:
+        group: Any = dist.group.WORLD if dist.is_initialized() else None
+        for path, module in self._owners:
+            whole = Whole(module, self._unset[module], plain(path), unread=self._unread[module])
             with torch.no_grad():
-                self._set(module, device)
+                self._set(whole, device, group)
 
-    def _set(self, module: nn.Module, device: torch.device) -> None:
-        names, error = self._unset[module], None
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(whole_on(device, module, names))
-                _require_set(module, left_unset(module, names, self._ways[module]))
-            except Exception as raised:  # of the user's function, say: the others do not go on
-                error = raised
-            share_outcome(error, device.type, what=LOADING)
-            group: Any = dist.group.WORLD if dist.is_initialized() else None
+    def _set(self, whole: Whole, device: torch.device, group: Any) -> None:
+        module, names = whole.module, whole.names
+        try:
+            with together(device):
+                whole.enter(device)
+                with whole.must_not_read(CheckpointError):
+                    left = left_unset(module, names, self._ways[module])
+                _require_set(module, left)
             if group is not None:
                 same_as_first(module, names, device, group)
+            with together(device):
+                whole.keep()
+        finally:
+            whole.leave()
 
 
-def _not_in_files(model: nn.Module, plan: LoadPlan) -> Names:
-    """What is on the meta device and stays without values from files, tied ones once."""
-    seen = {id(x) for name, x in plan.tensors.by_name.items() if name not in plan.missing}
+@contextmanager
+def together(device: torch.device) -> Iterator[None]:
+    """What raises on one rank in the block raises on all of them after it.
+
+    Args:
+        device: whose tensors ranks exchange.
+    """
+    error = None
+    try:
+        yield
+    except Exception as raised:  # of the user's function, say: the others are not to wait
+        error = raised
+    share_outcome(error, device.type, what=LOADING)
+
+
+def _without_values(model: nn.Module, in_files: Collection[int]) -> Names:
+    """What is on the meta device and, by its id, in no file; tied ones once."""
+    seen = set(in_files)
     found: Names = {}
     for module, names in own_on_meta(model).items():
         for name in names:

@@ -20,8 +20,8 @@ from lightning_cp.checkpoint.pretrained.fresh import (
     own_on_meta,
     same_as_first,
     ways_to_set,
-    whole_on,
 )
+from lightning_cp.checkpoint.pretrained.whole import Whole
 from lightning_cp.errors import ConfigError
 
 
@@ -68,14 +68,21 @@ def initialise(
         )
     done: set[int] = set()
     for name, module in owners:
-        # tied: the first one's values are kept
+        # tied: the first one's values are kept, and the others are drawn as in one process
         first = [x for x in unset[module] if id(getattr(module, x)) not in done]
         done.update(id(getattr(module, x)) for x in first)
-        with torch.no_grad(), whole_on(device, module, first):
-            _require_set(
-                name or type(module).__name__, left_unset(module, unset[module], ways[module])
-            )
-            same_as_first(module, first, device, group)
+        again = [x for x in unset[module] if x not in first]
+        whole = Whole(module, first, name, again=again)
+        try:
+            with torch.no_grad():
+                whole.enter(device)
+                with whole.must_not_read(ConfigError):
+                    left = left_unset(module, unset[module], ways[module])
+                _require_set(name or type(module).__name__, left)
+                same_as_first(module, first, device, group)
+                whole.keep()
+        finally:
+            whole.leave()
 
 
 def _ways(name: str, module: nn.Module, model: nn.Module) -> list[Initialize]:
