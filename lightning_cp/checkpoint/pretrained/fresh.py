@@ -1,4 +1,4 @@
-"""Memory for what is on the meta device, and values for what no checkpoint holds.
+"""Values for what no checkpoint holds.
 
 ``to_empty`` leaves whatever was in memory in buffers that are not saved, such as rotary embeddings'
 ``inv_freq``: training goes on with them, and is silently wrong. They are made again here, by the module
@@ -8,7 +8,6 @@ that owns them, or the load is refused.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_cp.checkpoint.pretrained.memory import room_for_whole
 from lightning_cp.comm.local import local_part
 from lightning_cp.comm.reduce import from_first
 
@@ -25,6 +25,8 @@ Initialize = Callable[[nn.Module], object]
 Names = dict[nn.Module, list[str]]
 """Modules' own parameters and buffers."""
 
+_AT_ONCE = 2**20
+"""Values that are looked at together, as looking makes copies."""
 _METHODS = ("reset_parameters", "_reset_parameters")
 
 
@@ -57,26 +59,29 @@ def _own(owner: nn.Module, name: str) -> Initialize | None:
     return (lambda _: method()) if callable(method) else None
 
 
-def left_unset(module: nn.Module, names: Collection[str], ways: Iterable[Initialize]) -> list[str]:
+def left_unset(
+    module: nn.Module, names: Collection[str], ways: Iterable[Initialize], path: str = ""
+) -> list[str]:
     """Set a module's own values by the first ways that do; the names of those that are left without.
 
     What is left shows by what was written there before: NaN, or where numbers have none, by two values. A way
     is called once for each, from the same state of PyTorch's random numbers, and what then differs it left.
+    ``path`` is the module's, for an error.
     """
     left = list(names)
     for way in ways:
-        left = _left_by(way, module, left)
+        left = _left_by(way, module, left, path)
         if not left:
             break
     return left
 
 
-def _left_by(way: Initialize, module: nn.Module, names: Sequence[str]) -> list[str]:
-    marked = [name for name in names if not _has_nan(_own_part(module, name))]
+def _left_by(way: Initialize, module: nn.Module, names: Sequence[str], path: str) -> list[str]:
+    marked = [name for name in names if not has_nan(_own_part(module, name))]
     devices = {_own_part(module, name).device for name in names}
     with torch.no_grad(), _random_state_kept(devices, keep=bool(marked)):
         _call(way, module, names, mark=0)
-        first = {name: _own_part(module, name).clone() for name in marked}
+        first = {name: _copied(module, name, path) for name in marked}
     with torch.no_grad():
         if marked:
             _call(way, module, names, mark=1)
@@ -89,8 +94,14 @@ def _left_by(way: Initialize, module: nn.Module, names: Sequence[str]) -> list[s
 def _call(way: Initialize, module: nn.Module, names: Sequence[str], mark: int) -> None:
     for name in names:
         x = _own_part(module, name)
-        x.fill_(math.nan if _has_nan(x) else mark)
+        x.fill_(math.nan if has_nan(x) else mark)
     way(module)
+
+
+def _copied(module: nn.Module, name: str, path: str) -> torch.Tensor:
+    x = _own_part(module, name)
+    with room_for_whole(f"{path}.{name}" if path else name, x, x.device):
+        return x.clone()
 
 
 @contextmanager
@@ -104,12 +115,13 @@ def _own_part(module: nn.Module, name: str) -> torch.Tensor:
     return local_part(getattr(module, name))
 
 
-def _has_nan(x: torch.Tensor) -> bool:
+def has_nan(x: torch.Tensor) -> bool:
+    """Whether its dtype has a NaN, by which can be seen what was not written."""
     return x.is_floating_point() or x.is_complex()
 
 
 def _any_nan(x: torch.Tensor) -> bool:
-    return bool(computable(x).isnan().any())
+    return any(bool(computable(some).isnan().any()) for some in x.reshape(-1).split(_AT_ONCE))
 
 
 def computable(x: torch.Tensor) -> torch.Tensor:
@@ -134,49 +146,3 @@ def same_as_first(
         from_first([sent], group)
         if sent is not own:
             own.copy_(sent)
-
-
-def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Give meta tensors memory, uninitialised, and floating-point parameters their dtype; ties are kept.
-
-    Args:
-        model: plain, or sharded by FSDP2, whose own records follow.
-        device: for what is on the meta device.
-        dtype: of floating-point parameters and saved buffers; ``None`` leaves theirs.
-    """
-    ties = _ties(model)
-    saved = _saved(model)
-
-    def give(x: torch.Tensor) -> torch.Tensor:
-        wanted = (
-            dtype if dtype is not None and x.is_floating_point() and id(x) in saved else x.dtype
-        )
-        if x.is_meta:
-            return torch.empty_like(x, device=device, dtype=wanted)
-        return x if x.dtype == wanted else x.to(wanted)
-
-    with torch.no_grad():
-        model._apply(give)
-    for (first, name), *others in ties:
-        for module, other in others:
-            setattr(module, other, getattr(first, name))
-
-
-def _saved(model: nn.Module) -> set[int]:
-    """Parameters and persistent buffers, by id."""
-    found = {id(x) for x in model.parameters()}
-    for module in model.modules():
-        for name, x in module._buffers.items():
-            if x is not None and name not in module._non_persistent_buffers_set:
-                found.add(id(x))
-    return found
-
-
-def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Places of one parameter or buffer, where there are several."""
-    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for module in model.modules():
-        for name, x in (*module._parameters.items(), *module._buffers.items()):
-            if x is not None:
-                places[id(x)].append((module, name))
-    return [found for found in places.values() if len(found) > 1]

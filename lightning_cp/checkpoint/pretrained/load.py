@@ -12,12 +12,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.checkpoint.pretrained.agreed import require_same_plan
-from lightning_cp.checkpoint.pretrained.fresh import computable, materialize
+from lightning_cp.checkpoint.pretrained.allocate import dtypes, materialize
+from lightning_cp.checkpoint.pretrained.fresh import computable
 from lightning_cp.checkpoint.pretrained.incomplete import incomplete_until_done
 from lightning_cp.checkpoint.pretrained.index import open_checkpoint
 from lightning_cp.checkpoint.pretrained.keys import rules_of
 from lightning_cp.checkpoint.pretrained.memory import (
-    no_room,
+    Part,
     peak_bytes,
     require_memory,
     require_memory_together,
@@ -87,14 +88,14 @@ def load_pretrained(
     with together(reach):
         plan = _plan(model, path, chosen)
         rest = Rest(model, plan, chosen.initialize)
-        wanted = _require_room(model, dtype_of(chosen.dtype), own_device)
+        wanted = _require_room(model, rest, dtype_of(chosen.dtype), own_device, reach)
     require_same_plan(plan)
     require_memory_together(wanted, own_device)
     rest.require_same()
     (total,) = summed_over_world([plan.nbytes], reach.type)
     with incomplete_until_done(model), Progress(plan, total, shown=chosen.progress) as progress:
         with together(reach):
-            _allocate(model, own_device, dtype_of(chosen.dtype))
+            materialize(model, own_device, dtype_of(chosen.dtype))
         rest.set(reach)
         with together(reach):
             _read(model, plan, chosen, progress)
@@ -116,28 +117,25 @@ def _plan(model: nn.Module, path: str | os.PathLike[str], options: Options) -> L
     )
 
 
-def _require_room(model: nn.Module, dtype: torch.dtype | None, device: torch.device) -> int:
-    """The bytes that are going to be allocated, which have to be there."""
-    parts = []
+def _require_room(
+    model: nn.Module,
+    rest: Rest,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    reach: torch.device,
+) -> int:
+    """The bytes that are going to be allocated on ``device``, which have to be there."""
+    parts, dtype_of = [], dtypes(model, dtype)
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if x.is_meta:
             local = local_part(x)
-            parts.append((plain(name), local.shape, local.numel() * _dtype_for(x, dtype).itemsize))
-    if parts:
-        require_memory(sum(size for _, _, size in parts), device, parts)
-    return sum(size for _, _, size in parts)
-
-
-def _dtype_for(x: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and x.is_floating_point() else x.dtype
-
-
-def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    try:
-        materialize(model, device, dtype)
-    except (RuntimeError, MemoryError) as error:  # torch's out of memory is a RuntimeError
-        name, x = _first_without_memory(model, dtype)
-        raise no_room(name, x, _dtype_for(x, dtype), device, error) from error
+            nbytes = local.numel() * dtype_of(x).itemsize
+            parts.append(Part(plain(name), local.shape, nbytes))
+    apart = device != reach
+    passing = rest.parts(apart, dtype_of)
+    if apart:
+        require_memory([], reach, passing)
+    return require_memory(parts, device, [] if apart else passing)
 
 
 def _read(model: nn.Module, plan: LoadPlan, options: Options, progress: Progress) -> None:
@@ -151,14 +149,6 @@ def _read(model: nn.Module, plan: LoadPlan, options: Options, progress: Progress
     with torch.no_grad(), SliceReader() as reader:
         for one in plan.twins:
             require_same(one, tensors, reader)
-
-
-def _first_without_memory(model: nn.Module, dtype: torch.dtype | None) -> tuple[str, torch.Tensor]:
-    """What was to be allocated, or to get another dtype, and was not."""
-    for name, x in (*model.named_parameters(), *model.named_buffers()):
-        if x.is_meta or x.dtype != _dtype_for(x, dtype):
-            return plain(name), local_part(x)
-    return "a parameter", torch.empty(0)
 
 
 class _NotFinite:

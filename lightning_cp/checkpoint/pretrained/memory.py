@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import resource
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -40,26 +42,43 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a tensor takes on this rank."""
+
+    name: str
+    shape: torch.Size
+    nbytes: int
+
+
 def require_memory(
-    wanted: int, device: torch.device, parts: list[tuple[str, torch.Size, int]]
-) -> None:
+    parts: Sequence[Part], device: torch.device, passing: Sequence[Part] = ()
+) -> int:
     """Refuse what cannot fit, before the first byte is read.
 
     Args:
-        wanted: bytes on this rank.
+        parts: of the model on this rank.
         device: where.
-        parts: of those, the name, the local shape and the bytes of each.
+        passing: what is there for a while, beside all of it.
+
+    Returns:
+        The bytes that are wanted at once.
 
     Raises:
-        CheckpointError: naming the largest part.
+        CheckpointError: naming the largest parts.
     """
-    free = free_bytes(device)
+    more = sum(part.nbytes for part in passing)
+    wanted, free = sum(part.nbytes for part in parts) + more, free_bytes(device)
     if free is not None and wanted > free:
-        name, shape, size = max(parts, key=lambda part: part[2])
+        largest = max((*parts, *passing), key=lambda part: part.nbytes)
+        shown = max(passing, key=lambda part: part.nbytes).name if passing else ""
+        beside = f" ({more:,} of them while {shown} is set: {WHOLE_HELP})" if more else ""
         raise CheckpointError(
-            f"this rank's part of the model takes {wanted:,} bytes on {device}, and {free:,} are free; its "
-            f"largest tensor is {name} of shape {list(shape)} here, {size:,} bytes. {HELP}"
+            f"this rank's part of the model takes {wanted:,} bytes on {device}, and {free:,} are free"
+            f"{beside}; its largest tensor is {largest.name} of shape {list(largest.shape)} here, "
+            f"{largest.nbytes:,} bytes. {HELP}"
         )
+    return wanted
 
 
 def require_memory_together(wanted: int, device: torch.device) -> None:
@@ -88,20 +107,44 @@ def require_memory_together(wanted: int, device: torch.device) -> None:
 
 
 def no_room(
-    name: str, x: torch.Tensor, dtype: torch.dtype, device: torch.device, error: BaseException
+    name: str,
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    error: BaseException,
+    help_: str = "",
 ) -> CheckpointError:
     """The error for a tensor that could not be allocated in this dtype."""
     free = free_bytes(device)
     wanted = x.numel() * dtype.itemsize
     return CheckpointError(
         f"no memory for {name} of shape {list(x.shape)} ({dtype}) on this rank: {wanted:,} bytes wanted on "
-        f"{device}, {'unknown' if free is None else f'{free:,}'} free ({type(error).__name__}). {HELP}"
+        f"{device}, {'unknown' if free is None else f'{free:,}'} free ({type(error).__name__}). "
+        f"{help_ or HELP}"
     )
+
+
+@contextmanager
+def room_for_whole(name: str, x: torch.Tensor, device: torch.device) -> Iterator[None]:
+    """Say what had no memory where all of ``x`` is allocated, or copied.
+
+    Raises:
+        CheckpointError: there was none.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        help_ = WHOLE_HELP[0].upper() + WHOLE_HELP[1:] + "."
+        raise no_room(name, x, x.dtype, device, error, help_) from error
 
 
 HELP = (
     "More shards take less on each rank: data_parallel='fsdp' with a larger context_parallel_size, "
     "data_parallel_size or tensor_parallel_size; dtype='bfloat16' halves it."
+)
+WHOLE_HELP = (
+    "what no file holds is set whole on every rank, one module at a time, however it is sharded; "
+    "dtype='bfloat16' halves it, and a checkpoint that holds it takes none of that"
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_cp.checkpoint.pretrained.fresh import (
     same_as_first,
     ways_to_set,
 )
+from lightning_cp.checkpoint.pretrained.memory import Part
 from lightning_cp.checkpoint.pretrained.names import plain
 from lightning_cp.checkpoint.pretrained.plan import LoadPlan
 from lightning_cp.checkpoint.pretrained.whole import Whole
@@ -76,6 +77,20 @@ class Rest:
                     "and no file holds it. Build the model in the same way on every rank. Nothing was loaded."
                 )
 
+    def _wholes(self) -> Iterator[Whole]:
+        for path, module in self._owners:
+            yield Whole(module, self._unset[module], plain(path), unread=self._unread[module])
+
+    def parts(self, apart: bool, dtype_of: Callable[[torch.Tensor], torch.dtype]) -> list[Part]:
+        """What setting it takes beside the model: of the module that takes most.
+
+        Args:
+            apart: values are set on another device than the model's.
+            dtype_of: what each tensor is going to have.
+        """
+        every = [whole.parts(apart, dtype_of) for whole in self._wholes()]
+        return max(every, key=lambda parts: sum(part.nbytes for part in parts), default=[])
+
     def set(self, device: torch.device) -> None:
         """Values for all of it, those of rank 0. Collective.
 
@@ -87,8 +102,7 @@ class Rest:
             RankFailure: another rank has raised.
         """
         group: Any = dist.group.WORLD if dist.is_initialized() else None
-        for path, module in self._owners:
-            whole = Whole(module, self._unset[module], plain(path), unread=self._unread[module])
+        for whole in self._wholes():
             with torch.no_grad():
                 self._set(whole, device, group)
 
@@ -98,7 +112,7 @@ class Rest:
             with together(device):
                 whole.enter(device)
                 with whole.must_not_read(CheckpointError):
-                    left = left_unset(module, names, self._ways[module])
+                    left = left_unset(module, names, self._ways[module], whole.path)
                 _require_set(module, left)
             if group is not None:
                 same_as_first(module, names, device, group)

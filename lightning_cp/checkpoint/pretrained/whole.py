@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_cp.checkpoint.pretrained.blank import Blank, blank_like
+from lightning_cp.checkpoint.pretrained.fresh import has_nan
+from lightning_cp.checkpoint.pretrained.memory import Part, room_for_whole
 from lightning_cp.comm.local import local_part
 from lightning_cp.errors import LightningCPError
 
@@ -58,17 +60,50 @@ class Whole:
         self._held = held
 
     def _stand_in(self, name: str, x: torch.Tensor, device: torch.device) -> torch.Tensor:
-        if name in self.names or name in self.again:
-            made = torch.empty(x.shape, dtype=x.dtype, device=device)
-            return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
-        if isinstance(x, nn.Parameter | DTensor) or name in self.unread:
+        if not self._has_memory(name, x):
             return blank_like(x, device, name)
-        return x.detach().to(device, copy=True)
+        with room_for_whole(self._named(name), x, device):
+            if name not in self.names and name not in self.again:
+                return x.detach().to(device, copy=True)
+            made = torch.empty(x.shape, dtype=x.dtype, device=device)
+        return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
+
+    def _has_memory(self, name: str, x: torch.Tensor) -> bool:
+        """Whether it has some of its own in the block, of what is not whole where it is."""
+        if name in self.names or name in self.again:
+            return True
+        return not isinstance(x, nn.Parameter | DTensor) and name not in self.unread
+
+    def _named(self, name: str) -> str:
+        return f"{self.path}.{name}" if self.path else name
 
     def keep(self) -> None:
         """Have this rank's part of what was set."""
         for name in self._held.keys() & set(self.names):
-            _keep_part(self._held[name], getattr(self.module, name))
+            part, whole = self._held[name], getattr(self.module, name)
+            with room_for_whole(self._named(name), whole, whole.device):
+                _keep_part(part, whole)
+
+    def parts(self, apart: bool, dtype_of: Callable[[torch.Tensor], torch.dtype]) -> list[Part]:
+        """What the block takes beside the model, before it has memory itself.
+
+        Args:
+            apart: the block is on another device than the model.
+            dtype_of: what each is going to have.
+        """
+        found: dict[int, Part] = {}
+        for name, x in {**self.module._parameters, **self.module._buffers}.items():
+            if x is None or id(x) in found or not self._has_memory(name, x):
+                continue
+            taken = 0
+            if name not in self.names or apart or isinstance(x, DTensor):
+                taken = x.numel()
+            if name in self.names and isinstance(x, DTensor):
+                taken += local_part(x).numel()  # while this rank's part is copied
+            if name in self.names and not has_nan(x):
+                taken += x.numel()  # while it is set twice
+            found[id(x)] = Part(self._named(name), x.shape, taken * dtype_of(x).itemsize)
+        return list(found.values())
 
     def leave(self) -> None:
         """End the block."""

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_cp.checkpoint.pretrained.allocate import materialize
 from lightning_cp.checkpoint.pretrained.fresh import (
     Initialize,
     left_unset,
-    materialize,
     own_on_meta,
     same_as_first,
     ways_to_set,
@@ -77,7 +77,7 @@ def initialise(
             with torch.no_grad():
                 whole.enter(device)
                 with whole.must_not_read(ConfigError):
-                    left = left_unset(module, unset[module], ways[module])
+                    left = left_unset(module, unset[module], ways[module], name)
                 _require_set(name or type(module).__name__, left)
                 same_as_first(module, first, device, group)
                 whole.keep()
