@@ -17,11 +17,27 @@ from lightning_cp.errors import ConfigError
 
 KINDS = ("fsdp", "tp", "fsdp_tp")
 ROW_SHARDED = ("o_proj", "down_proj")
-HIDDEN, INNER, VOCAB = 2048, 5632, 32000
+HIDDEN, INNER, VOCAB, HEAD = 2048, 5632, 32000, 64
+
+
+class Embedding(nn.Embedding):
+    """A large weight of the files beside a number that they do not hold, as Gemma's."""
+
+    embed_scale: torch.Tensor
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__(rows, columns)
+        self.register_buffer("embed_scale", torch.tensor(columns**0.5), persistent=False)
+
+    def reset_buffers(self) -> None:
+        """As it is made."""
+        self.embed_scale.fill_(self.embedding_dim**0.5)
 
 
 class Block(nn.Module):
-    """The matrices of a Llama's layer; nothing is computed with them."""
+    """A Llama's layer, without its computation."""
+
+    inv_freq: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,6 +47,16 @@ class Block(nn.Module):
             self.register_module(name, nn.Linear(HIDDEN, INNER, bias=False))
         self.down_proj = nn.Linear(INNER, HIDDEN, bias=False)
         self.norm = nn.Parameter(torch.ones(HIDDEN))
+        self.register_buffer("inv_freq", self.frequencies("meta"), persistent=False)
+
+    def reset_buffers(self) -> None:
+        """As they are made."""
+        self.inv_freq.copy_(self.frequencies(self.norm.device))
+
+    @staticmethod
+    def frequencies(device: torch.device | str) -> torch.Tensor:
+        """Of rotary positions."""
+        return 10_000.0 ** -(torch.arange(0, HEAD, 2, device=device) / HEAD)
 
 
 class Network(nn.Module):
@@ -38,7 +64,7 @@ class Network(nn.Module):
 
     def __init__(self, layers: int) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(VOCAB, HIDDEN)
+        self.embed_tokens = Embedding(VOCAB, HIDDEN)
         self.layers = nn.ModuleList(Block() for _ in range(layers))
         self.lm_head = nn.Linear(HIDDEN, VOCAB, bias=False)
 

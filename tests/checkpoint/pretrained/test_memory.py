@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_cp.bench import loading
-from lightning_cp.bench.llama_files import layers_for, make_checkpoint
+from lightning_cp.bench.llama_files import Embedding, layers_for, make_checkpoint
 from lightning_cp.bench.processes import on_ranks
 from lightning_cp.checkpoint import load_pretrained
 from lightning_cp.checkpoint.pretrained import memory
+from lightning_cp.comm.local import local_part
 
 
 def test_what_a_container_has_read_from_files_is_free(tmp_path: Path) -> None:
@@ -58,3 +63,33 @@ def test_values_are_looked_at_a_few_at_a_time(tmp_path: Path) -> None:
     save_file({"weight": weight}, tmp_path / "model.safetensors")
     ((size, more),) = on_ranks(1, with_values_looked_at, tmp_path)
     assert more < size / 4  # once all of it would have been copied
+
+
+ROWS, COLUMNS = 262_144, 2048
+
+
+def embedding_alone(path: Path) -> loading.Found:
+    """Most of the model is one weight, beside a number that no file holds."""
+    with torch.device("meta"):
+        model = Embedding(ROWS, COLUMNS).to(torch.bfloat16)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    torch.empty(8).to(torch.bfloat16).normal_()  # what PyTorch sets up once is not the loader's
+    dist.barrier()
+    loading.reset_peak()
+    before, size = loading.status("VmRSS"), local_part(model.weight).nbytes
+    load_pretrained(model, path, progress=False)
+    peak = loading.status("VmHWM") - before
+    return loading.Found(size, size, peak, loading.Spent(0.0, 0.0))
+
+
+@pytest.mark.slow
+def test_a_weight_beside_an_unsaved_buffer_stays_sharded(tmp_path: Path) -> None:
+    size = ROWS * COLUMNS * 2
+    said = {"weight": {"dtype": "BF16", "shape": [ROWS, COLUMNS], "data_offsets": [0, size]}}
+    header = json.dumps(said).encode()
+    header += b" " * (-len(header) % 8)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)  # zeros that take no disk
+    for one in on_ranks(4, embedding_alone, tmp_path):
+        assert one.shard * 0.9 < one.peak < one.bound < size
