@@ -41,7 +41,7 @@ class Loaded:
     """What was loaded on this rank."""
 
     nbytes: int
-    """Read from the files."""
+    """Read from the files, what was only compared included."""
     seconds: float
     peak_bytes: int
     """The most memory that the process has had so far."""
@@ -92,17 +92,19 @@ def load_pretrained(
     require_same_plan(plan)
     require_memory_together(wanted, own_device)
     rest.require_same()
-    (total,) = summed_over_world([plan.nbytes], reach.type)
+    nbytes = plan.nbytes + sum(one.nbytes for one in plan.twins)
+    (total,) = summed_over_world([nbytes], reach.type)
     with incomplete_until_done(model), Progress(plan, total, shown=chosen.progress) as progress:
         with together(reach):
             materialize(model, own_device, dtype_of(chosen.dtype))
-        rest.set(reach)
+        rest.set(reach, progress.now)
+        progress.begin()
         with together(reach):
             _read(model, plan, chosen, progress)
             progress.finish()
     seconds = time.monotonic() - started
     missing = (*plan.missing, *plan.beside)
-    return Loaded(plan.nbytes, seconds, peak_bytes(), missing, plan.unexpected)
+    return Loaded(nbytes, seconds, peak_bytes(), missing, plan.unexpected)
 
 
 def _plan(model: nn.Module, path: str | os.PathLike[str], options: Options) -> LoadPlan:
@@ -146,8 +148,10 @@ def _read(model: nn.Module, plan: LoadPlan, options: Options, progress: Progress
             into = local_part(tensors[one.parameter])[one.place]
             reader.read(one.entry, one.offsets, into)
             bad.require_none(one)
-    with torch.no_grad(), SliceReader() as reader:
+    progress.flush()
+    with torch.no_grad(), SliceReader(progress.add) as reader:
         for one in plan.twins:
+            progress.now(f"comparing {one.entry.name}")
             require_same(one, tensors, reader)
 
 

@@ -40,12 +40,13 @@ class Progress:
     def __init__(
         self, plan: LoadPlan, total: int, *, shown: bool = True, stream: TextIO | None = None
     ) -> None:
-        self._model, self._total = plan.model_bytes, max(1, total)
+        compared = {one.entry.name: one.entry.nbytes for one in plan.twins}
+        self._model, self._total = plan.model_bytes + sum(compared.values()), max(1, total)
         self._stream = stream if stream is not None else sys.stderr
         self._board = _Board()
         self._shown = shown and self._board.rank == 0
         self._layers = _layers(one.parameter for one in plan.slices)
-        self._name, self._pending = "", 0
+        self._name, self._pending = "taking memory", 0
         self._started = self._last = time.monotonic()
         self._written = 0
         self._over = threading.Event()
@@ -67,8 +68,12 @@ class Progress:
         self._stream.flush()
 
     def now(self, name: str) -> None:
-        """The parameter that is being read."""
+        """What is done: the parameter that is being read, or in words what else takes time."""
         self._name = name
+
+    def begin(self) -> None:
+        """Reading begins, by which the rate is measured."""
+        self._started = self._last = time.monotonic()
 
     def add(self, count: int) -> None:
         """Bytes that were just read."""

@@ -91,11 +91,12 @@ class Rest:
         every = [whole.parts(apart, dtype_of) for whole in self._wholes()]
         return max(every, key=lambda parts: sum(part.nbytes for part in parts), default=[])
 
-    def set(self, device: torch.device) -> None:
+    def set(self, device: torch.device, now: Callable[[str], None] = lambda doing: None) -> None:
         """Values for all of it, those of rank 0. Collective.
 
         Args:
             device: where they are drawn; ranks exchange tensors of this kind.
+            now: told what is done.
 
         Raises:
             CheckpointError: a module that left something without a value.
@@ -103,6 +104,7 @@ class Rest:
         """
         group: Any = dist.group.WORLD if dist.is_initialized() else None
         for whole in self._wholes():
+            now(f"setting {whole.path or type(whole.module).__name__}")
             with torch.no_grad():
                 self._set(whole, device, group)
 

@@ -114,6 +114,43 @@ def test_the_line_is_about_the_whole_model(tmp_path: Path, monkeypatch: pytest.M
     assert re.search(r"\d [kMG]?B/s, \d+:\d\d left, .*peak \d+\.\d+ [MG]B \(rank 0\)", some)
 
 
+def test_the_line_says_what_else_takes_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = {name: x.clone() for name, x in make().state_dict().items()}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors")
+    monkeypatch.setattr(progress_module, "EVERY", 3600.0)  # its own thread does not write
+
+    class Showing(Progress):
+        def __enter__(self) -> Progress:
+            self.show()
+            return super().__enter__()
+
+        def now(self, name: str) -> None:
+            super().now(name)
+            self.show()
+
+        def finish(self) -> None:
+            self.show()
+            super().finish()
+
+    monkeypatch.setattr(load_module, "Progress", Showing)
+    model = make(device="meta", tie_word_embeddings=True)
+    loaded = load_pretrained(model, tmp_path)
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert "taking memory" in lines[0]
+    assert "setting model.rotary_emb" in lines[1]
+    at = next(number for number, line in enumerate(lines) if "comparing lm_head.weight" in line)
+    nbytes = sum(x.nbytes for x in weights.values())
+    assert loaded.nbytes == nbytes
+    read = nbytes - weights["lm_head.weight"].nbytes
+    assert f" {read / 1e3:.1f} kB of {nbytes / 1e3:.1f} kB" in lines[at]  # all slices are told
+    assert not any("rank 0 is done" in line for line in lines[: at + 1])
+    assert shares_of(lines) == sorted(shares_of(lines))
+    assert shares_of(lines[at + 1 :])[-1] == 100
+
+
 def shares_of(lines: list[str]) -> list[int]:
     return [int(re.match(r"loading +(\d+)%", line)[1]) for line in lines]  # type: ignore[index]
 
