@@ -68,7 +68,7 @@ def load_pretrained(
         path: a directory with safetensors files, or one such file.
         mesh: of the run; tells the device.
         device: for what is on the meta device; by default that of DTensors' meshes, else of ``mesh``, else
-            the CPU.
+            of the first parameter that is on another, else the CPU.
         **options: ``dtype`` of floating-point parameters (by default they keep theirs, and values are
             converted on the way); ``strict``, ``allow_missing`` and ``allow_unexpected`` (patterns) for names
             that one side lacks; ``keys`` (other names, fused projections: see ``keys.py``); ``prefix`` of the
@@ -182,14 +182,21 @@ def _device(
     model: nn.Module, mesh: ContextParallelMesh | None, given: torch.device | str | None
 ) -> torch.device:
     """Where memory is taken."""
-    kind = _mesh_kind(model) or (mesh.device_type if mesh is not None else "cpu")
-    return _numbered(torch.device(given if given is not None else kind))
+    kind = _mesh_kind(model) or (mesh.device_type if mesh is not None else _held_on(model))
+    return _numbered(torch.device(given if given is not None else kind or "cpu"))
 
 
 def _reach(model: nn.Module, device: torch.device) -> torch.device:
     """Whose tensors ranks exchange; of an offloaded model not where its shards are."""
     kind = _mesh_kind(model)
+    if kind is None and device.type == "cpu":  # which a group need not know
+        kind = _held_on(model)
     return device if kind in (None, device.type) else _numbered(torch.device(kind))
+
+
+def _held_on(model: nn.Module) -> str | None:
+    """The kind of device of a plain model's first parameter that is on a real one."""
+    return next((x.device.type for x in model.parameters() if not x.is_meta), None)
 
 
 def _mesh_kind(model: nn.Module) -> str | None:
