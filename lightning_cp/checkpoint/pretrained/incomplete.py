@@ -10,9 +10,12 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_cp.checkpoint.pretrained.fresh import Names, own_on_meta
 from lightning_cp.errors import CheckpointError
 
 _started: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
+_empty: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
+"""What of modules had no values when a load began that has not ended well."""
 
 
 @contextmanager
@@ -22,9 +25,23 @@ def incomplete_until_done(model: nn.Module) -> Iterator[None]:
         _started[model] = [
             module.register_forward_pre_hook(_refuse, prepend=True) for module in model.modules()
         ]
+    _empty.update(without_values(model))
     yield
     for handle in _started.pop(model, []):
         handle.remove()
+    for module in model.modules():
+        _empty.pop(module, None)
+
+
+def without_values(model: nn.Module) -> Names:
+    """What is on the meta device, by modules, or got memory in a load that failed."""
+    on_meta, found = own_on_meta(model), Names()
+    for module in model.modules():
+        own = {**module._parameters, **module._buffers}
+        names = dict.fromkeys([*_empty.get(module, ()), *on_meta.get(module, ())])
+        if there := [name for name in names if own.get(name) is not None]:
+            found[module] = there
+    return found
 
 
 def require_complete(model: nn.Module) -> None:

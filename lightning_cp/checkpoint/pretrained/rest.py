@@ -14,10 +14,10 @@ from lightning_cp.checkpoint.pretrained.fresh import (
     Initialize,
     Names,
     left_unset,
-    own_on_meta,
     same_as_first,
     ways_to_set,
 )
+from lightning_cp.checkpoint.pretrained.incomplete import without_values
 from lightning_cp.checkpoint.pretrained.memory import Part
 from lightning_cp.checkpoint.pretrained.names import plain
 from lightning_cp.checkpoint.pretrained.plan import LoadPlan
@@ -43,7 +43,7 @@ class Rest:
 
     def __init__(self, model: nn.Module, plan: LoadPlan, initialize: Initialize | None) -> None:
         in_files = {id(x) for k, x in plan.tensors.by_name.items() if k not in plan.missing}
-        unset = _without_values(model, in_files)
+        unset = _not_in_files(model, in_files)
         self._owners = [(path, x) for path, x in model.named_modules() if x in unset]
         self._unset = unset
         self._unread = {
@@ -139,11 +139,11 @@ def together(device: torch.device) -> Iterator[None]:
     share_outcome(error, device.type, what=LOADING)
 
 
-def _without_values(model: nn.Module, in_files: Collection[int]) -> Names:
-    """What is on the meta device and, by its id, in no file; tied ones once."""
+def _not_in_files(model: nn.Module, in_files: Collection[int]) -> Names:
+    """What has none now and, by its id, in no file; tied ones once."""
     seen = set(in_files)
     found: Names = {}
-    for module, names in own_on_meta(model).items():
+    for module, names in without_values(model).items():
         for name in names:
             if id(getattr(module, name)) not in seen:
                 seen.add(id(getattr(module, name)))

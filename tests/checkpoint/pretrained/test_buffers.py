@@ -17,6 +17,8 @@ from tests.checkpoint.pretrained.models import load, refuse
 class Unsaved(nn.Module):
     """A buffer that no checkpoint holds."""
 
+    rates: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
@@ -74,6 +76,18 @@ def test_buffers_that_are_not_saved_are_made_again(tmp_path: Path) -> None:
         load(models[2], tmp_path)
     load(models[0], tmp_path, initialize=lambda module: module.rates.copy_(torch.arange(3.0)))
     assert models[0].rates.tolist() == [0, 1, 2]
+
+
+def test_what_a_failed_load_left_without_values_gets_them_in_the_next(tmp_path: Path) -> None:
+    save_file({"weight": torch.full((2,), 5.0)}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = Forgets()
+    for _ in range(2):  # it has memory by the second time
+        with pytest.raises(CheckpointError, match="Forgets left its rates without a value"):
+            load(model, tmp_path)
+    load(model, tmp_path, initialize=lambda module: module.rates.copy_(torch.arange(3.0)))
+    assert model.rates.tolist() == [0, 1, 2]
+    load(model, tmp_path)  # it has values now
 
 
 @pytest.mark.parametrize("forgets", ["", "mask", "bytes", "order", "eight"])
