@@ -124,4 +124,12 @@ LOADING_MUTANTS = (
         (f"{TESTS}/test_export_keys.py",),
         "Keys that load a model do not load its export.",
     ),
+    Mutant(
+        "what files hold made whole to set what they do not",
+        f"{ROOM}/whole.py",
+        "            return blank_like(x, device, name)",
+        "            return nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device=device), False)",
+        (f"{TESTS}/test_siblings.py::test_what_files_hold_is_not_made_whole",),
+        "An embedding is whole on every rank for the one number that scales it.",
+    ),
 )
