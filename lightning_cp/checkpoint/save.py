@@ -163,7 +163,7 @@ class Background:
 
     Beginning one is collective: training goes on once all ranks have copied their values. That it failed is
     logged at once. If nobody has asked for the error by the end of the program, that ends with status 120
-    instead of 0 (but not in a worker that was forked: Python calls nothing of ``atexit`` there).
+    (but not in a worker that was forked: Python calls nothing of ``atexit`` there).
 
     Args:
         planned: the save; its values are copied before anything goes on.
