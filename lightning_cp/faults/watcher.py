@@ -113,11 +113,17 @@ class Watcher(threading.Thread):
         """Listen, tell, and end the process if it has to."""
         try:
             while not self._done:
-                for key, _ in self._selector.select(PERIOD):
-                    key.data(key.fileobj)
+                self._hear()
                 self._go_on(self._now())
         finally:
             self._close()
+
+    def _hear(self) -> None:
+        """Take what has come; who was heard first may have cut off another of whom there is news."""
+        registered = self._selector.get_map()
+        for key, _ in self._selector.select(PERIOD):
+            if registered.get(key.fd) is key:
+                key.data(key.fileobj)
 
     def _go_on(self, now: float) -> None:
         note = None if self._note_is_sent else self._note

@@ -51,16 +51,22 @@ STRANGERS = {
 def hub() -> Iterator[tuple[int, list[Verdict]]]:
     """A watcher of two ranks, of which the second has not come yet: its port, and what it said."""
     said: list[Verdict] = []
-    listener = _listen(LOOPBACK)
-    assert listener.getsockname()[0] == LOOPBACK
-    port = listener.getsockname()[1]
-    cards = [Card(rank, f"rank {rank}", "here", os.getpid(), "") for rank in range(2)]
-    made = Hub(0, cards, Position(), {}, lambda *_: None, TOKEN, said.append, listener=listener)
+    made, port = hub_of_two(said)
     made.start()
     yield port, said
     made.leave()
     made.join(10)
     assert not made.is_alive()
+
+
+def hub_of_two(said: list[Verdict]) -> tuple[Hub, int]:
+    """A watcher that has not started, and its port."""
+    listener = _listen(LOOPBACK)
+    assert listener.getsockname()[0] == LOOPBACK
+    port = listener.getsockname()[1]
+    cards = [Card(rank, f"rank {rank}", "here", os.getpid(), "") for rank in range(2)]
+    made = Hub(0, cards, Position(), {}, lambda *_: None, TOKEN, said.append, listener=listener)
+    return made, port
 
 
 def connected(port: int, data: bytes) -> socket.socket:
@@ -89,6 +95,25 @@ def test_a_stranger_that_says_nothing_is_cut_off_too(hub: tuple[int, list[Verdic
             pass
         assert stranger.recv(1) == b""
         member.sendall(message({"bye": 1}))
+    assert said == []
+
+
+def test_a_stranger_that_hangs_up_as_the_last_member_comes_is_no_failure() -> None:
+    """Both are heard of at once: the first one's coming cuts off the other, of which there is news, too."""
+    said: list[Verdict] = []
+    made, port = hub_of_two(said)
+    with connected(port, HELLO) as member:
+        made._accept(made._listener)
+        connected(port, b"").close()
+        made._accept(made._listener)
+        assert len(made._strangers) == 2
+        made.start()
+        while "ready" not in heard(member):
+            pass
+        assert "beat" in heard(member)
+        member.sendall(message({"bye": 1}))
+        made.leave()
+        made.join(10)
     assert said == []
 
 
