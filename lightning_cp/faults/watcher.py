@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -37,6 +38,8 @@ LEAVING = 20.0
 """Seconds in which a rank that ends in good order has a turn to say so."""
 GRACE = 5.0
 """Seconds in which who has raised shows its traceback before the others end."""
+MISTAKES = 3
+"""Of its own that a watch shows; the same one may come again and again."""
 
 
 class Watcher(threading.Thread):
@@ -76,7 +79,7 @@ class Watcher(threading.Thread):
         self._now = Clock().now
         self._counted, self._progressed, self._beaten = -1, self._now(), 0.0
         self._verdict: Verdict | None = None
-        self._ends_at = 0.0
+        self._ends_at, self._mistakes = 0.0, 0
         self._judged, self._has_left = threading.Event(), threading.Event()
 
     # -- called by the main thread ----------------------------------------------------------------
@@ -113,8 +116,8 @@ class Watcher(threading.Thread):
         """Listen, tell, and end the process if it has to."""
         try:
             while not self._done:
-                self._hear()
-                self._go_on(self._now())
+                self._guarded(self._hear)
+                self._guarded(self._go_on, self._now())
         finally:
             self._close()
 
@@ -123,7 +126,21 @@ class Watcher(threading.Thread):
         registered = self._selector.get_map()
         for key, _ in self._selector.select(PERIOD):
             if registered.get(key.fd) is key:
-                key.data(key.fileobj)
+                self._guarded(key.data, key.fileobj)
+
+    def _guarded(self, act: Callable[..., object], *given: object) -> None:
+        """A mistake in the watch is shown and ends nothing: without the thread, this rank seems lost."""
+        try:
+            act(*given)
+        except Exception:
+            self._mistakes += 1
+            if self._mistakes <= MISTAKES:
+                name, error = self._cards[self.rank].name, without_home(traceback.format_exc())
+                with suppress(OSError, ValueError):  # nobody reads it any more
+                    print(
+                        f"{name}'s watch has a mistake; the run goes on.\n{error}", file=sys.stderr
+                    )
+            time.sleep(PERIOD)  # it may come again at once
 
     def _go_on(self, now: float) -> None:
         note = None if self._note_is_sent else self._note

@@ -92,3 +92,36 @@ def test_who_ends_has_said_so(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> No
     assert isinstance(second, Member)
     second._hub.close()  # as the process's end does
     assert not ends[0].wait(1.0)
+
+
+def raise_a_mistake(*_: object) -> None:
+    raise KeyError("of ours")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("where", ["_take", "_judge"])
+def test_a_mistake_in_the_watch_is_shown_and_ends_nobody(
+    where: str,
+    rank: int,
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Neither the run nor the watch: who fails after it is still told to all."""
+    found, ends = pair
+    with monkeypatch.context() as patch:
+        patch.setattr(found[rank], where, raise_a_mistake)
+        until = time.monotonic() + 10
+        while found[rank]._mistakes <= watchers.MISTAKES and time.monotonic() < until:
+            time.sleep(PERIOD)
+    said = capsys.readouterr().err
+    assert "KeyError: 'of ours'" in said
+    assert f"rank {rank}'s watch" in said
+    assert said.count("Traceback") == watchers.MISTAKES
+    assert [each.by for each in ends] == [None, None]
+    assert found[0].is_alive()
+    assert found[1].is_alive()
+    found[0].note(Note("ValueError: of yours", "its traceback"))
+    assert ends[1].wait(10)
+    assert ends[1].by is not None
+    assert "rank 0 raised" in ends[1].by.line
