@@ -15,6 +15,7 @@ import secrets
 import shutil
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_cp.checkpoint.failures import failed_later
@@ -199,16 +200,20 @@ def _is_alive(path: Path) -> bool:
     try:
         if match["host"] == this_machine():
             os.kill(int(match["pid"]), 0)
-        return time.time() - _changed(path) < _A_DAY
+        own = path.lstat().st_ctime
     except (ProcessLookupError, FileNotFoundError):
         return False
     except OSError:  # another user's
         return True
+    try:
+        return time.time() - max([own, *_changes(path)]) < _A_DAY
+    except OSError:  # something in it went while it was looked at: somebody is at work there
+        return True
 
 
-def _changed(path: Path) -> float:
-    """When anything of it was written or renamed last, by the file system's clock."""
-    return max(x.lstat().st_ctime for x in (path, *path.rglob("*")))
+def _changes(folder: Path) -> Iterator[float]:
+    """When things in it were written or renamed last, by the file system's clock."""
+    return (x.lstat().st_ctime for x in folder.rglob("*"))
 
 
 def this_machine() -> str:

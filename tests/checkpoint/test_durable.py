@@ -142,3 +142,29 @@ def test_leftovers_that_nobody_writes_go_after_a_day(
     assert sorted(x.name for x in tmp_path.iterdir()) == ["b", "latest"]
     assert same(open_checkpoint(tmp_path / "b").read(), state_of(1))
     assert latest_checkpoint(tmp_path) == tmp_path / "b"
+
+
+def vanishing(folder: Path, _: str) -> Any:
+    """What is found in a folder: a file that has another name by the time that it is looked at."""
+    yield folder / "note"
+
+
+def vanished(folder: Path, _: str) -> Any:
+    """A folder in it that is gone by the time that it is looked into."""
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / "part"))
+    yield
+
+
+@pytest.mark.parametrize("listing", [vanishing, vanished])
+@pytest.mark.parametrize("machine", ["deadbeef", durable.this_machine()])
+def test_what_changes_while_it_is_looked_at_is_alive(
+    machine: str, listing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Notes of a save come and go in its folder."""
+    staging = tmp_path / f".a.saving-{machine}-{os.getpid()}-00"
+    staging.mkdir()
+    (staging / "shard").write_bytes(b"x")
+    monkeypatch.setattr(Path, "rglob", listing)
+    durable.sweep(tmp_path)
+    monkeypatch.undo()
+    assert (staging / "shard").read_bytes() == b"x"
