@@ -47,9 +47,8 @@ class ShardedLogits(torch.Tensor):
         cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if not args and "input" in kwargs:
-            args = (kwargs.pop("input"),)
-        own = args[0] if args else None
+        named = dict(kwargs)
+        own, rest = (args[0], args[1:]) if args else (named.pop("input", None), ())
         if isinstance(own, ShardedLogits):
             _settle(own)
             local, group = _plain(own), own.__dict__["group"]
@@ -57,15 +56,17 @@ class ShardedLogits(torch.Tensor):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if func in SHAPES:
-                return of_shape(func, local, group.size(), args[1:], kwargs)
+                return of_shape(func, local, group.size(), rest, named)
             if func in CROSS_ENTROPY:
-                loss = cross_entropy_of_part(local, group, args[1:], kwargs)
+                loss = cross_entropy_of_part(local, group, rest, named)
                 if loss is not None:
                     return loss
-            part = kept(func, local, args[1:], kwargs, group.size())
+            part = kept(func, local, rest, named, group.size())
             if part is not None:
                 return ShardedLogits.of(part, group)
-        return _of_whole(func, args, kwargs)
+        return _of_whole(
+            func, args, kwargs
+        )  # as they were given: "input" is not everywhere the first
 
     def __repr__(self) -> str:  # type: ignore[override]
         """This rank's part: whoever prints it may be the only rank that does."""

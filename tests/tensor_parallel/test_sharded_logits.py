@@ -53,6 +53,14 @@ IS_GATHERED: dict[str, Loss] = {
     "a column": lambda z, y: z[..., 7].sum() + z.max(),
     "with another": lambda z, y: (torch.ones(VOCABULARY, dtype=z.dtype) * z).square().sum(),
     "by its name": lambda z, y: torch.softmax(input=z, dim=-1).square().sum(),
+    "by a name that is not the first": lambda z, y: (
+        torch.where(condition=y.ge(0)[..., None], input=z, other=torch.zeros_like(z)).square().sum()
+    ),
+    "by the name of a tensor after the first": lambda z, y: (
+        torch.where(y.ge(0)[..., None], input=z, other=torch.zeros((), dtype=z.dtype))
+        .square()
+        .sum()
+    ),
     "stacked": lambda z, y: torch.stack([z, z.sigmoid()]).square().sum(),
 }
 
