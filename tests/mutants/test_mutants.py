@@ -1,4 +1,4 @@
-"""Four seeded mutants a day must be killed; all of them when asked for. And the script must be able to tell.
+"""Two seeded mutants a day must be killed; all of them when asked for. And the script must be able to tell.
 
 ``MUTANTS_SEED`` chooses the two; without it they change every day.
 """
