@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,21 +24,15 @@ from lightning_cp.checkpoint.durable import (
     write_durably,
 )
 from lightning_cp.checkpoint.paths import local_path
-from lightning_cp.checkpoint.pretrained.export_plan import Export, Joined, plan_export
+from lightning_cp.checkpoint.pretrained.export_files import WHAT, Writer
+from lightning_cp.checkpoint.pretrained.export_plan import Export, plan_export
 from lightning_cp.checkpoint.pretrained.incomplete import require_complete
 from lightning_cp.checkpoint.pretrained.index import INDEX
 from lightning_cp.checkpoint.pretrained.names import unwrapped
 from lightning_cp.checkpoint.pretrained.options import dtype_of
-from lightning_cp.checkpoint.pretrained.write import (
-    Shape,
-    TensorFile,
-    aligned,
-    index_text,
-)
-from lightning_cp.checkpoint.tensors import assembled
-from lightning_cp.comm.objects import told
+from lightning_cp.checkpoint.pretrained.write import index_text
 from lightning_cp.comm.outcome import share_outcome
-from lightning_cp.errors import CheckpointError, ConfigError
+from lightning_cp.errors import ConfigError
 
 FILE_BYTES = 5_000_000_000
 REPLACED = (INDEX, "config.json", "generation_config.json")
@@ -94,16 +88,20 @@ def export_pretrained(
     except Exception as raised:  # whatever it is: the others are not to wait for this rank
         error = raised
     device = _device_type(model)
-    share_outcome(error, device, what="exporting weights")
+    share_outcome(error, device, what=WHAT)
     assert made is not None
     first = not dist.is_initialized() or dist.get_rank() == 0
     staged = beside(target, SAVING)
+    writer = Writer(staged if first else None, device)
     try:
-        error = _write(made, staged if first else None, target, config)
+        writer.try_to(lambda folder: folder.mkdir(parents=True))
+        writer.try_to(lambda folder: sweep(folder.parent))  # what killed exports have left
+        writer.write(made)
+        writer.try_to(partial(_finish, made, target, config))
     finally:
         if first:
             discard(staged)
-    share_outcome(error, device, what="exporting weights")
+    share_outcome(writer.error, device, what=WHAT)
     return target
 
 
@@ -126,80 +124,6 @@ def _require_free(target: Path, overwrite: bool) -> None:
 
 def _is_replaced(file: Path) -> bool:
     return file.suffix == ".safetensors" or file.name in REPLACED
-
-
-class _Writer:
-    """The rank that writes, or (without a folder) one that takes part in gathering only.
-
-    Every rank gathers to the end, also where a write has failed: the error is kept until then.
-    """
-
-    def __init__(self, folder: Path | None) -> None:
-        self.error: CheckpointError | None = None
-        self._folder = folder
-        self._file: TensorFile | None = None
-
-    def try_to(self, act: Callable[[Path], object]) -> None:
-        """Do something with the folder, if all went well so far."""
-        if self._folder is None or self.error is not None:
-            return
-        try:
-            act(self._folder)
-        except OSError as raised:
-            self.error = CheckpointError(
-                f"the export could not be written ({told(raised)}), and nothing of it is left. "
-                "Free some space or name another folder, and call it again: the model is as it was."
-            )
-        except Exception as raised:  # of the configuration's own save_pretrained, say
-            self.error = CheckpointError(
-                f"the export could not be written, and nothing of it is left: {told(raised)}"
-            )
-            self.error.__cause__ = raised
-
-    def write(self, made: Export) -> None:
-        """All files of tensors; every rank comes here."""
-        for name, keys in made.files.items():
-            shapes = {key: made.shapes[key] for key in keys}
-            self.try_to(partial(self._begin, name, shapes))
-            try:
-                for key in aligned(shapes):
-                    self._add_all(made.parts[key], shapes[key].dtype)
-                self.try_to(lambda _: self._file and self._file.sync())
-            finally:
-                if self._file is not None:
-                    self._file.close()
-                self._file = None
-
-    def _begin(self, name: str, shapes: Mapping[str, Shape], folder: Path) -> None:
-        self._file = TensorFile(folder / name, shapes)
-
-    def _add_all(self, joined: Joined, dtype: torch.dtype) -> None:
-        if joined.dim == 0:  # then they follow each other in the file
-            for x in joined.tensors:
-                self._add([assembled(x)], 0, dtype)
-        else:
-            self._add([assembled(x) for x in joined.tensors], joined.dim, dtype)
-
-    def _add(self, parts: list[torch.Tensor], dim: int, dtype: torch.dtype) -> None:
-        file = self._file
-        if file is not None:
-            self.try_to(
-                lambda _: file.write(_side_by_side([x.cpu() for x in parts], dim).to(dtype))
-            )
-
-
-def _side_by_side(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
-
-
-def _write(made: Export, staged: Path | None, target: Path, config: Any) -> CheckpointError | None:
-    """Every rank takes part; the one with a folder says what went wrong."""
-    writer = _Writer(staged)
-    writer.try_to(lambda folder: folder.mkdir(parents=True))
-    writer.try_to(lambda folder: sweep(folder.parent))  # what killed exports have left
-    writer.write(made)
-    writer.try_to(partial(_finish, made, target, config))
-    return writer.error
 
 
 def _finish(made: Export, target: Path, config: Any, staged: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +16,9 @@ from lightning.fabric import Fabric
 from safetensors.torch import load_file
 from torch import nn
 
-from lightning_cp.checkpoint import export_pretrained, load_pretrained
+from lightning_cp.checkpoint import durable, export_pretrained, load_pretrained
 from lightning_cp.checkpoint.durable import this_machine
-from lightning_cp.checkpoint.pretrained import export as export_module
+from lightning_cp.checkpoint.pretrained import export_files as files_module
 from lightning_cp.checkpoint.pretrained.write import TensorFile
 from lightning_cp.errors import CheckpointError, ConfigError, RankFailure
 from tests.checkpoint.cases import cases
@@ -142,13 +144,13 @@ def interrupted(rank: int, world: int, target: Path, how: str) -> str:
                 )
             super().write(x)
 
-    export_module.TensorFile = Fails  # type: ignore[misc]
+    files_module.TensorFile = Fails  # type: ignore[misc]
     try:
         export_pretrained(model, target, overwrite=True)
     except (CheckpointError, RankFailure, KeyboardInterrupt) as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        export_module.TensorFile = TensorFile  # type: ignore[misc]
+        files_module.TensorFile = TensorFile  # type: ignore[misc]
     return "nothing was raised"
 
 
@@ -163,13 +165,18 @@ def test_a_full_disk_leaves_what_was_there_before(tmp_path: Path) -> None:
     assert all(torch.equal(x, before[name]) for name, x in stored(target).items())
 
 
-def test_what_a_killed_export_left_is_put_back_or_goes(tmp_path: Path) -> None:
-    model, target = nn.Linear(2, 2), tmp_path / "made"
-    export_pretrained(model, target)
+def pid_of_the_dead() -> int:
+    """Of a process that is gone."""
     gone = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True
     )
-    owner = f"{this_machine()}-{int(gone.stdout)}-0"
+    return int(gone.stdout)
+
+
+def test_what_a_killed_export_left_is_put_back_or_goes(tmp_path: Path) -> None:
+    model, target = nn.Linear(2, 2), tmp_path / "made"
+    export_pretrained(model, target)
+    owner = f"{this_machine()}-{pid_of_the_dead()}-0"
     target.rename(tmp_path / f".made.before-{owner}")  # killed between the two renames
     (tmp_path / f".made.saving-{owner}").mkdir()
     load_pretrained(nn.Linear(2, 2), target, progress=False)
@@ -198,6 +205,25 @@ def test_folders_that_are_there(tmp_path: Path) -> None:
         (target / name).unlink()
     (tmp_path / "empty").mkdir()
     export_pretrained(model, tmp_path / "empty")
+
+
+def test_what_fails_once_it_is_in_its_place_is_told_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = durable.sync
+
+    def sync(folder: Path) -> None:
+        if folder == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        own(folder)
+
+    monkeypatch.setattr(durable, "sync", sync)
+    model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match="made is complete and in its place, but ") as raised:
+        export_pretrained(model, tmp_path / "made")
+    assert "Input/output error" in str(raised.value)
+    assert "nothing of it is left" not in str(raised.value)
+    assert torch.equal(stored(tmp_path / "made")["weight"], model.weight)
 
 
 @pytest.mark.parametrize(

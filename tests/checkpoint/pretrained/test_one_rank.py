@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from lightning_cp.checkpoint import export_pretrained, load_pretrained
 from lightning_cp.checkpoint.pretrained import memory
@@ -94,6 +97,37 @@ def test_memory_that_runs_out_ends_the_export_on_all(tmp_path: Path) -> None:
     assert "RankFailure: exporting weights ended on all ranks, because rank 0 raised" in second
     for said in (first, second):
         assert "can't allocate memory" in said
+    assert names_in(tmp_path) == []
+
+
+def cannot_have_it_whole(rank: int, world: int, target: Path, poor: int) -> str:
+    """One rank may allocate half of what the second parameter takes, whole."""
+    mesh = init_device_mesh("cpu", (world,))
+    model = nn.Linear(4, 4)
+    large = DTensor.from_local(torch.empty(2**28 // world, dtype=torch.bfloat16), mesh, [Shard(0)])
+    model.register_parameter("large", nn.Parameter(large))
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if rank == poor:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + large.nbytes // 2, limits[1]))
+    try:
+        return raised_by(lambda: export_pretrained(model, target))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.parametrize("poor", [0, 1])
+def test_a_rank_that_cannot_have_a_parameter_whole_ends_the_export_on_all(
+    poor: int, tmp_path: Path
+) -> None:
+    """Said before they gather: who fails within that leaves the others waiting."""
+    found = run_ranks(2, cannot_have_it_whole, tmp_path / "made", poor, timeout=30)
+    assert found[poor].startswith("CheckpointError: large of shape [268435456] (torch.bfloat16)")
+    assert "nothing of the export is left" in found[poor].lower()
+    assert (
+        f"RankFailure: exporting weights ended on all ranks, because rank {poor}" in found[1 - poor]
+    )
+    assert all("can't allocate memory" in said for said in found)
     assert names_in(tmp_path) == []
 
 
