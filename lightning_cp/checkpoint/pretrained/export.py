@@ -36,7 +36,7 @@ from lightning_cp.errors import ConfigError
 
 FILE_BYTES = 5_000_000_000
 REPLACED = (INDEX, "config.json", "generation_config.json")
-"""What may be in a folder that is replaced, beside safetensors files."""
+"""What may be in a folder that is replaced, beside safetensors files and what is written now."""
 
 
 def export_pretrained(
@@ -64,7 +64,8 @@ def export_pretrained(
             taken apart, since nothing says where; parts of equal shapes say how they are joined (``+0``).
         prefix: of the model's names, to be left away; by default that of the network from transformers in it.
         file_bytes: a file is not longer, unless one tensor is.
-        overwrite: replace a folder that is there, if it holds nothing but such files.
+        overwrite: replace a folder that is there, if it holds nothing but such files, or others that this
+            export writes again.
 
     Returns:
         The folder.
@@ -75,46 +76,57 @@ def export_pretrained(
         RankFailure: another rank has raised.
     """
     target, model, made, error = local_path(path), unwrapped(model), None, None
-    try:
-        require_complete(model)
-        if type(overwrite) is not bool:
-            raise ConfigError(f"overwrite must be True or False, got {overwrite!r}.")
-        if config is not None and not callable(getattr(config, "save_pretrained", None)):
-            raise ConfigError(
-                f"config must have save_pretrained, as transformers' have, got {config!r}."
-            )
-        made = plan_export(model, keys, prefix, dtype_of(dtype), file_bytes)
-        _require_free(target, overwrite)
-    except Exception as raised:  # whatever it is: the others are not to wait for this rank
-        error = raised
-    device = _device_type(model)
-    share_outcome(error, device, what=WHAT)
-    assert made is not None
+    if not target.name:
+        raise ConfigError(f"{target} is there, and cannot be replaced. Name a folder in it.")
     first = not dist.is_initialized() or dist.get_rank() == 0
-    staged = beside(target, SAVING)
+    device, staged = _device_type(model), beside(target, SAVING)
     writer = Writer(staged if first else None, device)
     try:
-        writer.try_to(lambda folder: folder.mkdir(parents=True))
-        writer.try_to(lambda folder: sweep(folder.parent))  # what killed exports have left
+        try:
+            require_complete(model)
+            if type(overwrite) is not bool:
+                raise ConfigError(f"overwrite must be True or False, got {overwrite!r}.")
+            if config is not None and not callable(getattr(config, "save_pretrained", None)):
+                raise ConfigError(
+                    f"config must have save_pretrained, as transformers' have, got {config!r}."
+                )
+            made = plan_export(model, keys, prefix, dtype_of(dtype), file_bytes)
+            writer.try_to(partial(_begin, made, config))
+            writer.try_to(partial(_require_free, target, overwrite))
+            error = writer.error
+        except Exception as raised:  # whatever it is: the others are not to wait for this rank
+            error = raised
+        share_outcome(error, device, what=WHAT)
+        assert made is not None
         writer.write(made)
-        writer.try_to(partial(_finish, made, target, config))
+        writer.try_to(partial(_finish, made))
+        writer.try_to(partial(_require_free, target, overwrite))  # that may have taken hours
+        writer.try_to(lambda folder: put_in_place(folder, target))
+        share_outcome(writer.error, device, what=WHAT)
     finally:
         if first:
             discard(staged)
-    share_outcome(writer.error, device, what=WHAT)
     return target
 
 
-def _require_free(target: Path, overwrite: bool) -> None:
+def _begin(made: Export, config: Any, staged: Path) -> None:
+    """With the configuration, whose own files are known then."""
+    sweep(staged.parent)  # what killed exports have left
+    staged.mkdir(parents=True)
+    _save_config(made, staged, config)
+
+
+def _require_free(target: Path, overwrite: bool, staged: Path) -> None:
+    """Nothing is at ``target`` that is not to be replaced by what is in ``staged``, or will be."""
     if not os.path.lexists(target):
         return
     if target.is_symlink() or not target.is_dir():
         raise ConfigError(f"{target.name} is there, and no folder. Name another one.")
-    others = [x.name for x in target.iterdir() if x.is_dir() or not _is_replaced(x)]
-    if others and (overwrite or any(target.iterdir())):
+    lost = next((x for x in target.rglob("*") if not _is_replaced(x, target, staged)), None)
+    if lost is not None:
         raise ConfigError(
-            f"the folder {target.name} holds {others[0]}, which no export writes and which would be lost: "
-            "the folder is not replaced. Name another one, or move that file away."
+            f"the folder {target.name} holds {lost.relative_to(target)}, which this export does not write "
+            "and which would be lost: the folder is not replaced. Name another one, or move that file away."
         )
     if any(target.iterdir()) and not overwrite:
         raise ConfigError(
@@ -122,18 +134,20 @@ def _require_free(target: Path, overwrite: bool) -> None:
         )
 
 
-def _is_replaced(file: Path) -> bool:
-    return file.suffix == ".safetensors" or file.name in REPLACED
+def _is_replaced(x: Path, target: Path, staged: Path) -> bool:
+    again = staged / x.relative_to(target)
+    if x.is_dir():
+        return again.is_dir() and not x.is_symlink()
+    ours = x.parent == target and (x.suffix == ".safetensors" or x.name in REPLACED)
+    return ours or again.is_file()
 
 
-def _finish(made: Export, target: Path, config: Any, staged: Path) -> None:
-    """All but the tensors, then the name."""
+def _finish(made: Export, staged: Path) -> None:
+    """All but the name."""
     if len(made.files) > 1:
         write_durably(staged / INDEX, index_text(made.shapes, made.files).encode())
-    _save_config(made, staged, config)
-    for file in staged.glob("*.json"):
-        sync(file)
-    put_in_place(staged, target)
+    for x in staged.rglob("*"):
+        sync(x)
 
 
 def _save_config(made: Export, staged: Path, config: Any) -> None:

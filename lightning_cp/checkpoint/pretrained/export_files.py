@@ -16,7 +16,7 @@ from lightning_cp.checkpoint.pretrained.write import Shape, TensorFile, aligned
 from lightning_cp.checkpoint.tensors import assembled
 from lightning_cp.comm.objects import told
 from lightning_cp.comm.outcome import share_outcome
-from lightning_cp.errors import CheckpointError
+from lightning_cp.errors import CheckpointError, ConfigError
 
 WHAT = "exporting weights"
 """For messages."""
@@ -44,7 +44,7 @@ class Writer:
         try:
             with told_as_failed():
                 act(self._folder)
-        except CheckpointError as raised:
+        except (CheckpointError, ConfigError) as raised:
             self.error = raised
 
     def write(self, made: Export) -> None:
@@ -100,11 +100,12 @@ def told_as_failed() -> Iterator[None]:
     """Of an export that has not got its name; what fails after that is told as it is.
 
     Raises:
-        CheckpointError: whatever was raised.
+        ConfigError: it is that.
+        CheckpointError: whatever else was raised.
     """
     try:
         yield
-    except CheckpointError:
+    except (CheckpointError, ConfigError):
         raise
     except OSError as raised:
         raise CheckpointError(

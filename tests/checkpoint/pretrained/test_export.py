@@ -95,6 +95,8 @@ def test_another_place_is_refused() -> None:
         export_pretrained(nn.Linear(2, 2), "s3://bucket/model")
     with pytest.raises(ConfigError, match="a checkpoint is given by its path, got None"):
         export_pretrained(nn.Linear(2, 2), None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="/ is there, and cannot be replaced"):
+        export_pretrained(nn.Linear(2, 2), "/", overwrite=True)
 
 
 def test_another_dtype(tmp_path: Path) -> None:
@@ -197,7 +199,9 @@ def test_folders_that_are_there(tmp_path: Path) -> None:
     export_pretrained(model, target, overwrite=True)
     for name in ("thesis.tex", "tokenizer.json", "model.safetensors.bak"):
         (target / name).write_text("years of work")
-        with pytest.raises(ConfigError, match=f"made holds {name}, which no export writes"):
+        with pytest.raises(
+            ConfigError, match=f"made holds {name}, which this export does not write"
+        ):
             export_pretrained(model, target, overwrite=True)
         assert (target / name).read_text() == "years of work"
         with pytest.raises(ConfigError, match="is there, and no folder"):
@@ -205,6 +209,63 @@ def test_folders_that_are_there(tmp_path: Path) -> None:
         (target / name).unlink()
     (tmp_path / "empty").mkdir()
     export_pretrained(model, tmp_path / "empty")
+
+
+class Processor:
+    """A configuration with a processor beside it, which has a folder of its own, too."""
+
+    def __init__(self, wrong: str = "") -> None:
+        self.wrong = wrong
+
+    def save_pretrained(self, folder: Path) -> None:
+        if self.wrong:
+            raise ValueError(self.wrong)
+        (folder / "audio").mkdir()
+        for name in ("config.json", "processor_config.json", "chat.jinja", "audio/config.json"):
+            (folder / name).write_text("{}")
+
+
+def test_what_an_export_wrote_is_replaced_by_the_next(tmp_path: Path) -> None:
+    """Whatever a configuration writes; what it does not write stays, and is named."""
+    target = tmp_path / "made"
+    export_pretrained(nn.Linear(2, 2), target, config=Processor())
+    (target / "chat.jinja").write_text("older")
+    export_pretrained(nn.Linear(2, 2), target, config=Processor(), overwrite=True)
+    assert (target / "chat.jinja").read_text() == "{}"
+    with pytest.raises(ConfigError, match=r"made holds \S+, which this export does not write"):
+        export_pretrained(nn.Linear(2, 2), target, overwrite=True)
+    (target / "audio" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"made holds audio.thesis\.tex, which this export"):
+        export_pretrained(nn.Linear(2, 2), target, config=Processor(), overwrite=True)
+    assert (target / "audio" / "thesis.tex").read_text() == "years of work"
+    assert names_in(tmp_path) == ["made"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_came_to_the_folder_meanwhile_is_not_lost(
+    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "made"
+
+    class Slow(TensorFile):
+        def sync(self) -> None:
+            target.mkdir(exist_ok=True)
+            (target / "thesis.tex").write_text("years of work")
+
+    monkeypatch.setattr(files_module, "TensorFile", Slow)
+    with pytest.raises(ConfigError, match=r"made holds thesis\.tex"):
+        export_pretrained(nn.Linear(2, 2), target, overwrite=overwrite)
+    assert names_in(tmp_path) == ["made"]
+    assert names_in(target) == ["thesis.tex"]
+
+
+def test_a_configuration_that_cannot_be_written_is_told_before_the_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_module, "TensorFile", None)
+    with pytest.raises(CheckpointError, match="nothing of it is left: ValueError: not today"):
+        export_pretrained(nn.Linear(2, 2), tmp_path / "made", config=Processor("not today"))
+    assert names_in(tmp_path) == []
 
 
 def test_what_fails_once_it_is_in_its_place_is_told_as_that(
@@ -224,6 +285,17 @@ def test_what_fails_once_it_is_in_its_place_is_told_as_that(
     assert "Input/output error" in str(raised.value)
     assert "nothing of it is left" not in str(raised.value)
     assert torch.equal(stored(tmp_path / "made")["weight"], model.weight)
+
+
+def test_an_older_export_that_is_put_back_is_not_replaced_unasked(tmp_path: Path) -> None:
+    """It was set aside by one that was killed then."""
+    target = tmp_path / "made"
+    export_pretrained(nn.Linear(2, 2), target)
+    before = stored(target)
+    target.rename(tmp_path / f".made.before-{this_machine()}-{pid_of_the_dead()}-0")
+    with pytest.raises(ConfigError, match="the folder made is not empty"):
+        export_pretrained(nn.Linear(2, 2), target)
+    assert all(torch.equal(x, before[name]) for name, x in stored(target).items())
 
 
 @pytest.mark.parametrize(
