@@ -135,8 +135,18 @@ def test_long_errors_in_any_script_are_passed_on(hub: tuple[int, list[Verdict]])
 
 def heard(member: socket.socket) -> dict[str, Any]:
     """The next message."""
-    (length,) = struct.unpack("<I", member.recv(4, socket.MSG_WAITALL))
-    return json.loads(member.recv(length, socket.MSG_WAITALL))
+    (length,) = struct.unpack("<I", received(member, 4))
+    return json.loads(received(member, length))
+
+
+def received(member: socket.socket, count: int) -> bytes:
+    """So many bytes; a socket with a time limit does not wait for all of them by itself."""
+    found = b""
+    while len(found) < count:
+        part = member.recv(count - len(found))
+        assert part, "hung up"
+        found += part
+    return found
 
 
 def test_a_position_is_read_from_the_file_that_was_meant(tmp_path: Path) -> None:
