@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.strategies.engines.tensor_parallel import is_shared
+from lightning_cp.strategies.launch.end import let_gloo_rest_at_exit
 from lightning_cp.strategies.launch.ranks import check_ranks
 from lightning_cp.strategies.launch.sweeps import refuse_foreign_launcher
 from lightning_cp.strategies.watch.launchers import reporting
@@ -43,6 +44,7 @@ class Processes:
             # Nor weakref.finalize: a forked process ends without atexit, and would be taken for killed.
             Finalize(self, self._core.watch.stop, exitpriority=1)
             Finalize(self, self._core.progress.forget, exitpriority=1)
+            let_gloo_rest_at_exit()
 
     def _chosen_besides(self: Any) -> dict[str, object]:
         """What ranks have to agree on, and is no setting of ours."""
