@@ -28,6 +28,10 @@ class Kind(Enum):
 
     MEAN = "mean"
     """The mean over targets."""
+    LARGEST = "largest"
+    """In a batch the mean over targets, as it is the largest over steps that is wanted; else the largest."""
+    SMALLEST = "smallest"
+    """Likewise."""
     COUNT = "count"
     """The sum: an integer."""
     SUM = "sum"
@@ -149,7 +153,7 @@ class StepLog:
         for call, row, same in zip(shared, rows, alike, strict=True):
             kinds = {peer[call.key] for peer in peers}
             kind = call.kind if len(kinds) == 1 else Kind.METRIC
-            if kind is Kind.MEAN and shares is not None:
+            if kind in _MEANS and shares is not None:
                 call.emit = _given(call.emit, weighted_mean(row, shares))
             elif not same:
                 self._settle_one(call, kind, row, shares)
@@ -168,6 +172,9 @@ class StepLog:
         self, call: Call, kind: Kind, row: torch.Tensor, shares: list[float] | None
     ) -> None:
         """One value out of the different ones of all ranks of the group."""
+        if kind in (Kind.LARGEST, Kind.SMALLEST):
+            call.emit = _given(call.emit, row.amax(0) if kind is Kind.LARGEST else row.amin(0))
+            return
         self._tell(call.name, kind)
         if call.kind is Kind.SHOWN:
             return
@@ -193,6 +200,8 @@ class StepLog:
             "total and count are sums over what a rank holds."
         )
 
+
+_MEANS = (Kind.MEAN, Kind.LARGEST, Kind.SMALLEST)
 
 _TOLD = {
     Kind.MEAN: "Shown is the plain mean over these ranks.",

@@ -71,5 +71,13 @@ def kind_of(value: Any, options: dict[str, Any]) -> Kind | None:
     if flag or integer:
         return Kind.FLAG if flag else Kind.COUNT
     reduction = options.get("reduce_fx")
-    added = reduction in (torch.sum, sum) or str(reduction).lower() == "sum"
-    return Kind.SUM if added else Kind.MEAN
+    if isinstance(reduction, str):
+        reduction = reduction.lower()
+    return next((kind for kind, known in _REDUCTIONS.items() if reduction in known), Kind.MEAN)
+
+
+_REDUCTIONS: dict[Kind, tuple[Any, ...]] = {
+    Kind.SUM: ("sum", torch.sum, sum),
+    Kind.LARGEST: ("max", torch.max, max),
+    Kind.SMALLEST: ("min", torch.min, min),
+}

@@ -101,6 +101,8 @@ class EpochEnds(Logs):
         self.log("same", 3.5)
         self.log("same_sum", 3, reduce_fx="sum", sync_dist=True)
         self.log("own", self.losses[0])
+        self.log("own_largest", self.losses[0], reduce_fx="max")
+        self.log("own_smallest", self.losses[0], reduce_fx=torch.min, sync_dist=True)
         self.log("own_time", self.losses[0], rank_zero_only=True)
         if self.global_rank == 1:
             self.log("second", 8.0)
@@ -123,6 +125,8 @@ def test_at_epoch_ends_values_that_differ_are_averaged_and_told() -> None:
         "same": 3.5,
         "same_sum": 3.0,
         "own": (a + b) / 2,
+        "own_largest": max(a, b),
+        "own_smallest": min(a, b),
         "same_start": 2.5,
         "same_epoch_start": 7,
     }
