@@ -16,6 +16,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from lightning_cp.checkpoint.failures import failed_later
@@ -111,7 +112,7 @@ def replace_text(target: Path, text: str) -> None:
         write_durably(staged, text.encode())
         put_in_place(staged, target)
     finally:
-        staged.unlink(missing_ok=True)
+        discard(staged)
 
 
 def leave_note(path: Path, text: str) -> None:
@@ -133,7 +134,7 @@ def replace_link(link: Path, to: Path) -> None:
     try:
         _exchange(staged, link, aside)
     finally:
-        staged.unlink(missing_ok=True)
+        discard(staged)
     _keep_name(link, aside)
 
 
@@ -146,11 +147,15 @@ def remove(target: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a file, a link or a folder; nothing happens if it is gone."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    """Delete a file, a link or a folder; nothing happens if it is gone, or cannot be deleted.
+
+    Whoever tidies up after an error has that one to tell, or to share with other ranks that wait for it.
+    """
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def found(target: Path) -> Path:

@@ -146,7 +146,7 @@ class ShardedSave:
             if self.world.rank == 0:
                 self.give_up()
             elif self.staging.is_dir():
-                (self.staging / self._file).unlink(missing_ok=True)  # makes room for the note
+                discard(self.staging / self._file)  # makes room for the note
                 leave_note(note, json.dumps({"failed": told(error)}))
             raise
 

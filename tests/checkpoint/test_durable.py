@@ -14,7 +14,7 @@ import pytest
 from lightning_cp.checkpoint import durable
 from lightning_cp.checkpoint.latest import latest_checkpoint
 from lightning_cp.checkpoint.read import open_checkpoint
-from lightning_cp.checkpoint.save import Background, plan, save_checkpoint
+from lightning_cp.checkpoint.save import Background, finish, plan, save_checkpoint
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.states import same, state_of
 from tests.pool import run_ranks
@@ -168,3 +168,36 @@ def test_what_changes_while_it_is_looked_at_is_alive(
     durable.sweep(tmp_path)
     monkeypatch.undo()
     assert (staging / "shard").read_bytes() == b"x"
+
+
+def refusing(number: int) -> Any:
+    """A call of the system on a read-only mount, which it refuses for what is not there, too."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_cannot_be_tidied_up_hides_no_error(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, _ = plan(state_of(1), tmp_path / "a", form=form)
+    for name in ("open", "unlink", "replace"):
+        monkeypatch.setattr(Path, name, refusing(errno.EROFS))
+    with pytest.raises(CheckpointError, match=r"cannot save .*a: Read-only file system"):
+        finish(planned)
+
+
+def test_a_small_file_that_cannot_be_written_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "open", refusing(errno.ENOSPC))
+    monkeypatch.setattr(Path, "unlink", refusing(errno.EIO))
+    with pytest.raises(OSError, match="No space left on device"):
+        durable.replace_text(tmp_path / "latest", "a")
+    monkeypatch.setattr(Path, "rename", refusing(errno.ENOSPC))
+    monkeypatch.setattr(Path, "replace", refusing(errno.ENOSPC))
+    with pytest.raises(OSError, match="No space left on device"):
+        durable.replace_link(tmp_path / "latest", tmp_path / "a")
