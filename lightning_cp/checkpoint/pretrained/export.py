@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -31,6 +30,7 @@ from lightning_cp.checkpoint.pretrained.index import INDEX
 from lightning_cp.checkpoint.pretrained.names import unwrapped
 from lightning_cp.checkpoint.pretrained.options import dtype_of
 from lightning_cp.checkpoint.pretrained.write import index_text
+from lightning_cp.comm.objects import World
 from lightning_cp.comm.outcome import share_outcome
 from lightning_cp.errors import ConfigError
 
@@ -57,7 +57,7 @@ def export_pretrained(
 
     Args:
         model: sharded in any way, or not; as Fabric returns it, too.
-        path: the folder to be made.
+        path: the folder to be made, the same on all ranks.
         config: has ``save_pretrained``; by default the network's own, if it has one.
         dtype: of floating-point tensors in the files; by default their own.
         keys: as for ``load_pretrained``: parameter names to names in the files. A fused parameter cannot be
@@ -75,12 +75,11 @@ def export_pretrained(
         CheckpointError: a model that was loaded in part, or files that cannot be written.
         RankFailure: another rank has raised.
     """
-    target, model, made, error = local_path(path), unwrapped(model), None, None
-    if not target.name:
-        raise ConfigError(f"{target} is there, and cannot be replaced. Name a folder in it.")
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    device, staged = _device_type(model), beside(target, SAVING)
-    writer = Writer(staged if first else None, device)
+    model, made, error = unwrapped(model), None, None
+    device, first = _device_type(model), World().rank == 0
+    target = _same_target(path, device)
+    staged = beside(target, SAVING)
+    writer = Writer(staged if first else None, target, device)
     try:
         try:
             require_complete(model)
@@ -106,6 +105,32 @@ def export_pretrained(
     finally:
         if first:
             discard(staged)
+    return target
+
+
+def _same_target(path: str | os.PathLike[str], device_type: str) -> Path:
+    """Where all ranks export to. Collective.
+
+    Raises:
+        CheckpointError: no folder of this machine's file system.
+        ConfigError: no path, none that can be made, or not the same on all ranks.
+        RankFailure: another rank has raised.
+    """
+    target, error = Path(), None
+    try:
+        target = local_path(path)
+        if not target.name:
+            raise ConfigError(f"{target} is there, and cannot be replaced. Name a folder in it.")
+    except Exception as raised:  # whatever it is: the others are not to wait for this rank
+        error = raised
+    share_outcome(error, device_type, what=WHAT)
+    every = World().gather(str(target))
+    odd = next((rank for rank, other in enumerate(every) if other != every[0]), None)
+    if odd is not None:
+        raise ConfigError(
+            f"ranks export to different paths: {every[0]} on rank 0, {every[odd]} on rank {odd}. Give the "
+            "same one on every rank, absolute if they run in different folders: rank 0 writes all of it."
+        )
     return target
 
 

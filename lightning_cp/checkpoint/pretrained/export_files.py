@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_cp.checkpoint.failures import shown
 from lightning_cp.checkpoint.pretrained.export_plan import Export, Joined
 from lightning_cp.checkpoint.pretrained.write import Shape, TensorFile, aligned
 from lightning_cp.checkpoint.tensors import assembled
@@ -20,6 +22,7 @@ from lightning_cp.errors import CheckpointError, ConfigError
 
 WHAT = "exporting weights"
 """For messages."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Writer:
@@ -29,12 +32,13 @@ class Writer:
 
     Args:
         folder: where files are written; on one rank.
+        target: what it is to be called, for messages.
         device_type: of the default group's tensors.
     """
 
-    def __init__(self, folder: Path | None, device_type: str) -> None:
+    def __init__(self, folder: Path | None, target: Path, device_type: str) -> None:
         self.error: Exception | None = None
-        self._folder, self._device_type = folder, device_type
+        self._folder, self._target, self._device_type = folder, target, device_type
         self._file: TensorFile | None = None
 
     def try_to(self, act: Callable[[Path], object]) -> None:
@@ -42,7 +46,7 @@ class Writer:
         if self._folder is None or self.error is not None:
             return
         try:
-            with told_as_failed():
+            with told_as_failed(self._target):
                 act(self._folder)
         except (CheckpointError, ConfigError) as raised:
             self.error = raised
@@ -96,8 +100,11 @@ class Writer:
 
 
 @contextmanager
-def told_as_failed() -> Iterator[None]:
+def told_as_failed(target: Path) -> Iterator[None]:
     """Of an export that has not got its name; what fails after that is told as it is.
+
+    Args:
+        target: the name.
 
     Raises:
         ConfigError: it is that.
@@ -108,13 +115,16 @@ def told_as_failed() -> Iterator[None]:
     except (CheckpointError, ConfigError):
         raise
     except OSError as raised:
+        advice = "Name a folder that can be written"
+        if raised.errno in _FULL:
+            advice = "Free some space or name another folder"
         raise CheckpointError(
-            f"the export could not be written ({told(raised)}), and nothing of it is left. "
-            "Free some space or name another folder, and call it again: the model is as it was."
+            f"the export could not be written to {shown(target)} ({told(raised)}), and nothing of it is "
+            f"left. {advice}, and call it again: the model is as it was."
         ) from None
     except Exception as raised:  # of the configuration's own save_pretrained, say
         raise CheckpointError(
-            f"the export could not be written, and nothing of it is left: {told(raised)}"
+            f"the export could not be written to {shown(target)}, and nothing of it is left: {told(raised)}"
         ) from raised
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from lightning_cp.errors import ConfigError
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """Parts of names that wrappers of PyTorch put in."""
@@ -53,7 +56,17 @@ def plain(name: str) -> str:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module, within what Fabric, DDP and torch.compile put around it."""
+    """The user's own module, within what Fabric, DDP and torch.compile put around it.
+
+    Raises:
+        ConfigError: it is no module.
+    """
+    given: Any = model
+    if not isinstance(given, nn.Module):
+        raise ConfigError(
+            f"model must be a module of torch.nn, got {type(given).__name__}. Give the model itself, not its "
+            "state dict."
+        )
     while True:
         within = model._modules.get("_forward_module") or model._modules.get("_orig_mod")
         if isinstance(model, DistributedDataParallel):
