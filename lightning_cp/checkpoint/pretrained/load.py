@@ -30,6 +30,7 @@ from lightning_cp.checkpoint.pretrained.progress import Progress
 from lightning_cp.checkpoint.pretrained.reader import BUFFER, SliceReader
 from lightning_cp.checkpoint.pretrained.rest import Rest, together
 from lightning_cp.checkpoint.pretrained.twins import require_same
+from lightning_cp.checkpoint.pretrained.unloaded import tell_unloaded
 from lightning_cp.comm.local import local_part
 from lightning_cp.comm.outcome import summed_over_world
 from lightning_cp.errors import CheckpointError
@@ -102,6 +103,7 @@ def load_pretrained(
         with together(reach):
             _read(model, plan, chosen, progress)
             progress.finish()
+    tell_unloaded(plan, chosen)
     seconds = time.monotonic() - started
     missing = (*plan.missing, *plan.beside)
     return Loaded(nbytes, seconds, peak_bytes(), missing, plan.unexpected)

@@ -1,0 +1,70 @@
+"""What a load says to its user: of what it did not load, of names from ``keys``, of files given alone."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from tests.checkpoint.pretrained.models import Wrapped, load, make, without
+from tests.pool import run_ranks
+
+
+def told_of(model: nn.Module, path: Path, **options: Any) -> list[str]:
+    """What this process is told by a load."""
+    said: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(f"{record.levelname}: {record.getMessage()}")
+
+    log, handler = logging.getLogger("lightning_cp"), Handler()
+    log.addHandler(handler)
+    try:
+        load(model, path, **options)
+    finally:
+        log.removeHandler(handler)
+    return said
+
+
+def logged(rank: int, world: int, path: Path) -> list[str]:
+    """What a rank is told that loads into a network with something beside it."""
+    return told_of(Wrapped(make()), path, strict=False)
+
+
+def others(path: Path) -> None:
+    """A checkpoint that lacks what a model has, and has what that lacks."""
+    without(path, "lm_head.weight", "model.norm.weight")
+
+
+def test_what_was_not_loaded_is_told_once(tmp_path: Path) -> None:
+    others(tmp_path)
+    first, second = run_ranks(2, logged, tmp_path)
+    assert first == [
+        "WARNING: strict=False: 4 of 23 parameters of the model are not in the checkpoint, and keep the "
+        "values they had or are initialised: model.norm.weight, lm_head.weight, metric.weight, metric.bias"
+    ]
+    assert second == []
+
+
+def test_what_was_left_unread_is_told_and_how_much_more_there_is(tmp_path: Path) -> None:
+    save_file({"net.weight": torch.ones(2, 2), **{f"x{at}": torch.ones(1) for at in range(8)}},
+              tmp_path / "model.safetensors")  # fmt: skip
+    (said,) = told_of(nn.ModuleDict({"net": nn.Linear(2, 2, bias=False)}), tmp_path, strict=False)
+    assert said == (
+        "WARNING: strict=False: 8 of 9 tensors of the checkpoint were left unread: "
+        "x0, x1, x2, x3, x4 and 3 more"
+    )
+
+
+def test_what_was_asked_for_by_name_is_not_told(tmp_path: Path) -> None:
+    others(tmp_path)
+    listed = ["lm_head.*", "model.norm.*", "metric.*"]
+    for strict in (True, False):
+        assert told_of(Wrapped(make()), tmp_path, strict=strict, allow_missing=listed) == []
+    (said,) = told_of(Wrapped(make()), tmp_path, strict=False, allow_missing=listed[:2])
+    assert said.endswith("initialised: metric.weight, metric.bias")
