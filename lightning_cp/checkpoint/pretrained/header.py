@@ -125,8 +125,13 @@ def open_regular(file: Path) -> BinaryIO:
     return file.open("rb", buffering=0)
 
 
-def parse(file: Path, text: bytes) -> dict[str, Any]:
+def parse(file: Path, text: bytes, what: str = "its header") -> dict[str, Any]:
     """JSON with an object at the top, in which no name comes twice.
+
+    Args:
+        file: for messages.
+        text: what it holds.
+        what: what that is called.
 
     Raises:
         CheckpointError: anything else.
@@ -134,9 +139,9 @@ def parse(file: Path, text: bytes) -> dict[str, Any]:
     try:
         found = json.loads(text.decode(), object_pairs_hook=_once, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        _refuse(file, f"its header is not valid JSON ({_short(error)})")
+        _refuse(file, f"{what} is not valid JSON ({_short(error)})")
     if not isinstance(found, dict):
-        _refuse(file, "its header is not a JSON object")
+        _refuse(file, f"{what} is not a JSON object")
     return found
 
 

@@ -31,11 +31,27 @@ class Checkpoint:
 
     path: Path
     entries: dict[str, Entry]
+    alone: str = ""
+    """The one file that was given, where others stand beside it."""
 
     @property
     def nbytes(self) -> int:
         """Of all tensors."""
         return sum(entry.nbytes for entry in self.entries.values())
+
+    @property
+    def shown(self) -> str:
+        """For messages."""
+        return (
+            f"the file {self.alone!r} alone" if self.alone else f"the checkpoint {self.path.name!r}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """What to do if it is not of the model."""
+        if not self.alone:
+            return ""
+        return f" Its folder has {INDEX}: give the folder, to load all of its files."
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -48,7 +64,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         CheckpointError: there is none, it is damaged, not safetensors, or leads out of its directory.
         ConfigError: it is no path.
     """
-    path = found(local_path(path))
+    path, alone = found(local_path(path)), ""
     if not path.exists():
         raise CheckpointError(
             f"there is no checkpoint at {shown(path)!r}. Give a directory with {SINGLE} or {INDEX}. Names of "
@@ -59,6 +75,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         chosen = _of_directory(path)
     else:
         path, chosen = path.parent, path
+        if chosen.name != INDEX and (path / INDEX).is_file():
+            alone = chosen.name
     if chosen.suffix in PICKLES:
         _refuse_pickle(chosen)
     files = _indexed(chosen) if chosen.name.endswith(".json") else {chosen.name: None}
@@ -72,7 +90,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             if key in entries:
                 _refuse(chosen, f"{key!r} is in two files, {entries[key].file.name} and {name}")
             entries[key] = entry
-    return Checkpoint(path, entries)
+    return Checkpoint(path, entries, alone)
 
 
 def _of_directory(path: Path) -> Path:
@@ -106,7 +124,7 @@ def _indexed(index: Path) -> dict[str, list[str] | None]:
             text = stream.read(size)  # a limit above it would be allocated
     except OSError as error:
         _refuse(index, f"it cannot be read ({error.strerror})")
-    said = parse(index, text).get("weight_map")
+    said = parse(index, text, "the index").get("weight_map")
     if not isinstance(said, dict) or not said:
         _refuse(index, "it has no weight_map")
     files: dict[str, list[str] | None] = {}

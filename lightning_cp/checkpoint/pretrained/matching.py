@@ -100,6 +100,15 @@ class Match:
         every = [(x, keys_of(x, self.rules, self.put)) for x in self.tensors.aliases[name]]
         return [known for known in every if all(key in self.files for key in known[1])]
 
+    def sought(self, name: str) -> str:
+        """A missing tensor, and what it should be made of, if ``keys`` says that."""
+        for alias in self.tensors.aliases.get(name, ()):
+            keys = rule_for(alias, self.rules).sources
+            if keys != (alias,):
+                lacking = " and ".join(repr(key) for key in keys if key not in self.files)
+                return f"{name}, of which keys= says that it is made of {lacking}"
+        return name
+
     def refused(self, allowed: Allowed) -> tuple[list[str], list[str]]:
         """What is missing and what is unexpected, where no pattern allows it."""
         return (

@@ -101,11 +101,12 @@ def plan_load(
     if not tensors.by_name:
         raise ConfigError(f"no parameter of the model begins with prefix={match.taken!r}.")
     require_used(rules, [name for names in tensors.aliases.values() for name in names])
-    require_names(*match.refused(allowed), checkpoint.path, match.taken)
+    missing, unexpected = match.refused(allowed)
+    require_names([match.sought(x) for x in missing], unexpected, checkpoint, match.taken)
     if not match.used:
         raise CheckpointError(
-            f"the checkpoint {checkpoint.path.name!r} and the model have no name in common. In the files: "
-            f"{some(list(entries))}; in the model: {some(list(tensors.by_name))}. Give prefix= or keys=."
+            f"{checkpoint.shown} and the model have no name in common. In the files: {some(list(entries))}; "
+            f"in the model: {some(list(tensors.by_name))}. Give prefix= or keys=.{checkpoint.advice}"
         )
     twins = (_slices({name: known}, match, entries) for name, known in match.twins(allowed))
     return LoadPlan(

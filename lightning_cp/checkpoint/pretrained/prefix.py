@@ -148,13 +148,11 @@ def _several(checkpoint: Checkpoint, pairs: Sequence[_Pair]) -> CheckpointError:
     parts = list(dict.fromkeys(repr(pair.taken) for pair in pairs))
     starts = list(dict.fromkeys(repr(pair.put) for pair in pairs))
     if len(parts) > 1:
-        said = f"the checkpoint {checkpoint.path.name!r} fits several parts of the model equally well: "
+        said = f"{checkpoint.shown} fits several parts of the model equally well: "
         said += f"{some(parts)}. Say which one it is of: prefix={parts[-1]}, or with allow_missing= that the "
         said += "others may be missing."
     else:
-        said = (
-            f"several parts of the checkpoint {checkpoint.path.name!r} fit the model equally well: "
-        )
+        said = f"several parts of {checkpoint.shown} fit the model equally well: "
         said += f"{some(starts)}. Say with allow_unexpected= which of them are to be left unread, or with "
         said += "keys= which names are meant."
     return CheckpointError(f"{said} Nothing was loaded.")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from lightning_cp.checkpoint.pretrained.index import Checkpoint
 from lightning_cp.errors import CheckpointError
 
 
@@ -39,7 +39,7 @@ class Allowed:
 
 
 def require_names(
-    missing: Sequence[str], unexpected: Sequence[str], checkpoint: Path, prefix: str
+    missing: Sequence[str], unexpected: Sequence[str], checkpoint: Checkpoint, prefix: str
 ) -> None:
     """Refuse names that only one side has, and that are not allowed.
 
@@ -55,10 +55,10 @@ def require_names(
         said.append(f"it has {len(unexpected)} tensors that the model lacks ({some(unexpected)})")
     at = f" under {prefix!r}" if prefix else ""
     raise CheckpointError(
-        f"the checkpoint {checkpoint.name!r} is not of this model{at}: {'; '.join(said)}. Nothing was "
+        f"{checkpoint.shown} is not of this model{at}: {'; '.join(said)}. Nothing was "
         "loaded. Other names are declared with keys=, what may be left out with allow_missing= and "
         "allow_unexpected= (or strict=False); "
-        "prefix= says which part of the model it is of."
+        f"prefix= says which part of the model it is of.{checkpoint.advice}"
     )
 
 

@@ -6,11 +6,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.checkpoint.pretrained.models import Wrapped, load, make, without
+from lightning_cp.errors import CheckpointError
+from tests.checkpoint.pretrained.files import write_index
+from tests.checkpoint.pretrained.models import Wrapped, load, make, refuse, save, without
 from tests.pool import run_ranks
 
 
@@ -68,3 +71,48 @@ def test_what_was_asked_for_by_name_is_not_told(tmp_path: Path) -> None:
         assert told_of(Wrapped(make()), tmp_path, strict=strict, allow_missing=listed) == []
     (said,) = told_of(Wrapped(make()), tmp_path, strict=False, allow_missing=listed[:2])
     assert said.endswith("initialised: metric.weight, metric.bias")
+
+
+def test_a_name_that_keys_say_is_named_where_it_is_missing(tmp_path: Path) -> None:
+    save(tmp_path)
+    refuse(
+        make(),
+        tmp_path,
+        r"lacks 1 parameters of the model \(lm_head.weight, of which keys= says that it is made of 'foo'\)",
+        keys={"lm_head.weight": "foo"},
+        allow_unexpected=["lm_head.*"],
+    )
+    norms = "model.layers.*.input_layernorm.weight"
+    refuse(
+        make(),
+        tmp_path,
+        r"lacks 2 .*0.input_layernorm.weight, of which keys= says that it is made of 'n.0.a' and 'n.0.b', ",
+        keys={norms: "n.*.a + n.*.b"},
+        prefix="",
+    )
+
+
+def test_one_file_of_several_is_named(tmp_path: Path) -> None:
+    save(tmp_path)
+    file = sorted(tmp_path.glob("*.safetensors"))[1]
+    with pytest.raises(CheckpointError) as raised:
+        load(make(), file)
+    assert f"the file {file.name!r} alone is not of this model: it lacks " in str(raised.value)
+    assert (
+        "Its folder has model.safetensors.index.json: give the folder, to load all of its files."
+        in str(raised.value)
+    )
+    index, other = tmp_path / "model.safetensors.index.json", tmp_path / "other.safetensors"
+    with pytest.raises(CheckpointError, match=r"the checkpoint .* is not of this model") as raised:
+        load(make(), index, keys={"lm_head.weight": "x"})
+    assert "give the folder" not in str(raised.value)
+    save_file({"a": torch.ones(2)}, other)
+    with pytest.raises(CheckpointError, match=r"'other\.safetensors' alone and the model have no"):
+        load(make(), other, strict=False)
+
+
+@pytest.mark.parametrize(("text", "says"), [("{", "not valid JSON"), ("[]", "not a JSON object")])
+def test_an_index_is_called_that(text: str, says: str, tmp_path: Path) -> None:
+    write_index(tmp_path, {})
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    refuse(make(), tmp_path, f"index.json is refused: the index is {says}")
