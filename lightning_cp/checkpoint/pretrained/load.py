@@ -24,7 +24,12 @@ from lightning_cp.checkpoint.pretrained.memory import (
     require_memory_together,
 )
 from lightning_cp.checkpoint.pretrained.names import plain, tensors_of, unwrapped
-from lightning_cp.checkpoint.pretrained.options import Options, check_options, dtype_of
+from lightning_cp.checkpoint.pretrained.options import (
+    Options,
+    check_options,
+    dtype_of,
+    require_kinds,
+)
 from lightning_cp.checkpoint.pretrained.plan import LoadPlan, Slice, plan_load
 from lightning_cp.checkpoint.pretrained.progress import Progress
 from lightning_cp.checkpoint.pretrained.reader import BUFFER, SliceReader
@@ -83,6 +88,7 @@ def load_pretrained(
         RankFailure: another rank has raised.
     """
     chosen, model = check_options(options), unwrapped(model)
+    require_kinds(mesh, device)
     own_device = _device(model, mesh, device)
     reach = _reach(model, own_device)
     started = time.monotonic()

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp.checkpoint.pretrained.fresh import Initialize
 from lightning_cp.checkpoint.pretrained.keys import rules_of
 from lightning_cp.errors import ConfigError
+from lightning_cp.mesh import ContextParallelMesh
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,24 @@ def check_options(options: Mapping[str, Any]) -> Options:
     rules_of(chosen.keys)
     dtype_of(chosen.dtype)
     return chosen
+
+
+def require_kinds(mesh: Any, device: Any) -> None:
+    """Refuse what tells no device.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if mesh is not None and not isinstance(mesh, ContextParallelMesh | DeviceMesh):
+        raise ConfigError(f"mesh must be a ContextParallelMesh (or None), got {mesh!r}.")
+    try:
+        if device is None or (torch.device(device).type != "meta" and not isinstance(device, int)):
+            return
+    except (RuntimeError, TypeError):
+        pass
+    raise ConfigError(
+        f"device must be a torch.device with memory, or its name such as 'cuda', got {device!r}."
+    )
 
 
 def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:

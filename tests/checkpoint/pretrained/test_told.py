@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lightning_cp.errors import CheckpointError
+from lightning_cp.checkpoint import load_pretrained
+from lightning_cp.errors import CheckpointError, ConfigError
 from tests.checkpoint.pretrained.files import write_index
 from tests.checkpoint.pretrained.models import Wrapped, load, make, refuse, save, without
 from tests.pool import run_ranks
@@ -116,3 +117,20 @@ def test_an_index_is_called_that(text: str, says: str, tmp_path: Path) -> None:
     write_index(tmp_path, {})
     (tmp_path / "model.safetensors.index.json").write_text(text)
     refuse(make(), tmp_path, f"index.json is refused: the index is {says}")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"mesh": 5}, "mesh must be a ContextParallelMesh .* got 5"),
+        ({"device": 5}, "device must be a torch.device .* got 5"),
+        ({"device": "gpu"}, "device must be a torch.device .* got 'gpu'"),
+        ({"model": {"weight": torch.ones(1)}}, "model must be a module of torch.nn, got dict"),
+    ],
+)
+def test_arguments_of_other_kinds_are_refused(
+    given: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    without(tmp_path)
+    with pytest.raises(ConfigError, match=says):
+        load_pretrained(**{"model": make(), "path": tmp_path, "progress": False, **given})
