@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping
 from typing import NoReturn
 
+from lightning_cp.checkpoint.paths import local_path
 from lightning_cp.checkpoint.pretrained.plan import LoadPlan
 from lightning_cp.comm.checksum import fingerprint
 from lightning_cp.comm.objects import World
 from lightning_cp.errors import CheckpointError
+
+_log = logging.getLogger("lightning_cp")
 
 Facts = dict[str, Mapping[str, str]]
 
@@ -30,6 +35,25 @@ def require_same_plan(plan: LoadPlan) -> None:
         shown = world.gather(facts if world.rank in (0, odd) else {})
         what = next(name for name in facts if every[odd][name] != every[0][name])
         _refuse(what, shown[0][what], shown[odd][what], odd)
+
+
+def tell_other_paths(path: str | os.PathLike[str]) -> None:
+    """Log on the first rank that another one loads from another path. Collective.
+
+    Machines may have copies of their own, so that is no error; but one that is of other training has the same
+    names and shapes, and its values are not compared.
+    """
+    world = World()
+    every = world.gather(str(local_path(path)))
+    odd = next((rank for rank, other in enumerate(every) if other != every[0]), None)
+    if odd is not None and world.rank == 0:
+        _log.warning(
+            "ranks load from different paths: %s on rank 0, %s on rank %d. Names, dtypes and shapes in their "
+            "files are the same; that their values are, too, is not looked at.",
+            every[0],
+            every[odd],
+            odd,
+        )
 
 
 def _facts(plan: LoadPlan) -> Facts:

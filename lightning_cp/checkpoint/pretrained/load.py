@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.checkpoint.pretrained.agreed import require_same_plan
+from lightning_cp.checkpoint.pretrained.agreed import require_same_plan, tell_other_paths
 from lightning_cp.checkpoint.pretrained.allocate import dtypes, materialize
 from lightning_cp.checkpoint.pretrained.fresh import computable
 from lightning_cp.checkpoint.pretrained.incomplete import incomplete_until_done
@@ -97,6 +97,7 @@ def load_pretrained(
         rest = Rest(model, plan, chosen.initialize)
         wanted = _require_room(model, rest, dtype_of(chosen.dtype), own_device, reach)
     require_same_plan(plan)
+    tell_other_paths(path)
     require_memory_together(wanted, own_device)
     rest.require_same()
     nbytes = plan.nbytes + sum(one.nbytes for one in plan.twins)

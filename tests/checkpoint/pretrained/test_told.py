@@ -74,6 +74,28 @@ def test_what_was_asked_for_by_name_is_not_told(tmp_path: Path) -> None:
     assert said.endswith("initialised: metric.weight, metric.bias")
 
 
+def elsewhere(rank: int, world: int, paths: list[Path]) -> list[str]:
+    return told_of(nn.Linear(2, 2), paths[rank])
+
+
+def test_ranks_that_load_from_different_places_are_told(tmp_path: Path) -> None:
+    """Machines have copies of their own; what is in their headers is compared, values are not."""
+    paths = [tmp_path / name for name in "ab"]
+    for at, path in enumerate(paths):
+        path.mkdir()
+        save_file(
+            {name: torch.full_like(x, at) for name, x in nn.Linear(2, 2).state_dict().items()},
+            path / "model.safetensors",
+        )
+    first, second = run_ranks(2, elsewhere, paths)
+    assert len(first) == 1
+    assert first[0].startswith("WARNING: ranks load from different paths: ")
+    assert "/a on rank 0, " in first[0]
+    assert "/b on rank 1. " in first[0]
+    assert second == []
+    assert run_ranks(2, elsewhere, [paths[0]] * 2) == [[], []]
+
+
 def test_a_name_that_keys_say_is_named_where_it_is_missing(tmp_path: Path) -> None:
     save(tmp_path)
     refuse(
