@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.watch import same
 from tests import pool
+from tests.pool.environment import PoolEnvironment
 
 
 def _start(rank: int, world_size: int, odd: int, what: str) -> None:
@@ -89,3 +91,17 @@ def test_fabric_s_precision_is_compared() -> None:
         Fabric(accelerator="cpu", devices=1, precision=name, strategy=own)
         found.add(str(own._chosen_besides()["precision"]))
     assert len(found) == 3
+
+
+def _watched(rank: int, world_size: int, odd: int) -> None:
+    os.environ["LIGHTNING_CP_WATCH"] = "0" if rank == odd else "1"
+    plugins: Any = [PoolEnvironment()]
+    strategy = fabric.UlyssesRingStrategy()
+    Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugins).launch()
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_watch_that_is_off_on_some_ranks_is_named(odd: int) -> None:
+    """Otherwise it is begun by some, who wait for the others."""
+    match = r"different values of LIGHTNING_CP_WATCH \(rank 0: '\w+'; rank 1: '\w+'\)"
+    pool.expect_on_every_rank(2, _watched, odd, error=ConfigError, match=match)

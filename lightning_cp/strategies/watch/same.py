@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import lightning_cp
 from lightning_cp.comm.agreement import gathered_lists
 from lightning_cp.errors import ConfigError
+from lightning_cp.faults.watch import SWITCH
 from lightning_cp.strategies.arguments.settings import Settings
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -68,6 +70,7 @@ def facts(
         "lightning version": lightning.__version__,
         "Python version": platform.python_version(),
         "lightning_cp source": _source(),
+        SWITCH: _shown("off" if os.environ.get(SWITCH) == "0" else "on"),
     }
     names = [item.name for item in fields(settings) if item.name not in _OWN]
     chosen = {name: _shown(getattr(settings, name)) for name in names}
