@@ -24,6 +24,7 @@ from lightning_cp.strategies.loaders.proxy import LoaderProxy
 from lightning_cp.strategies.resume.fabric import RunState
 from lightning_cp.strategies.saves.fabric import FabricSaves
 from lightning_cp.strategies.trainer_hooks import STEPS
+from lightning_cp.strategies.watch.alike import require_same_model, require_same_optimizers
 from lightning_cp.strategies.watch.steps import WatchedFabricSteps
 
 
@@ -66,6 +67,7 @@ class FabricSetup(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStra
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
+        require_same_model(module)
         self._build_mesh(module)
         swapped = self._attach(module)
         if swapped:
@@ -101,6 +103,8 @@ class FabricSetup(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStra
 
     @override
     def module_to_device(self, module: nn.Module) -> None:
+        if self._whole and self._core.settings.pretrained is not None:
+            require_same_model(module)  # the setup comes later, and ranks load together
         self._load_whole(module)
         if not self._engine.shards:  # which places a model by itself, part by part
             super().module_to_device(module)
@@ -108,6 +112,7 @@ class FabricSetup(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStra
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self._engine.adopt(optimizer)
+        require_same_optimizers([optimizer], self._models)
         self._optimizers.append(optimizer)
         self._run_state.follow_optimizer(optimizer)
         return super().setup_optimizer(optimizer)

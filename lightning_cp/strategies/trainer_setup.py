@@ -35,6 +35,7 @@ from lightning_cp.strategies.trainer_hooks import (
     place_of_profiles,
     refuse_dataloader_iter,
 )
+from lightning_cp.strategies.watch.alike import require_same_model, require_same_optimizers
 from lightning_cp.strategies.watch.signals import listen
 from lightning_cp.strategies.watch.steps import WatchedTrainerSteps
 
@@ -72,6 +73,7 @@ class TrainerSetup(
         """Swap attention, fix how batches are read and what is logged, and wrap the model."""
         module = self.lightning_module
         assert module is not None
+        require_same_model(module)
         options = options_of(module)
         self._build_mesh(module, options.get("num_heads"))
         refuse_dataloader_iter(module)
@@ -105,6 +107,14 @@ class TrainerSetup(
             for optimizer in self.optimizers:
                 self._engine.adopt(optimizer)
         self.setup_precision_plugin()
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        module = self.lightning_module
+        assert module is not None
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        require_same_optimizers(self.optimizers, module, schedulers)
 
     @override
     @contextmanager

@@ -46,24 +46,24 @@ def test_equal_starts_pass() -> None:
 
 
 def test_values_are_compared_without_addresses() -> None:
-    assert same._shown([object()]) == same._shown([object()])
-    assert same._shown({"a": _start}) == "{'a': tests.faults.test_same_start._start}"
-    assert same._shown(partial(_start, 1)) == same._shown(partial(_start, 1))
-    assert same._shown(partial(_start, 1)) != same._shown(partial(_start, 2))
+    assert same.shown([object()]) == same.shown([object()])
+    assert same.shown({"a": _start}) == "{'a': tests.faults.test_same_start._start}"
+    assert same.shown(partial(_start, 1)) == same.shown(partial(_start, 1))
+    assert same.shown(partial(_start, 1)) != same.shown(partial(_start, 2))
 
 
 def test_sets_have_no_order() -> None:
     """Strings are hashed with another seed in each process; these numbers collide."""
     one, other = {8, 0}, {0, 8}
     assert list(one) != list(other)
-    assert same._shown({"a": one}) == same._shown({"a": other})
+    assert same.shown({"a": one}) == same.shown({"a": other})
 
 
 @pytest.mark.parametrize("end", ["y", "z"])
 def test_long_values_are_compared_to_their_end(end: str) -> None:
-    long = same._shown({"a": ["x" * 2 * same.LONGEST + "y"]})
+    long = same.shown({"a": ["x" * 2 * same.LONGEST + "y"]})
     assert len(long) < same.LONGEST + 40
-    again = same._shown({"a": ["x" * 2 * same.LONGEST + end]})
+    again = same.shown({"a": ["x" * 2 * same.LONGEST + end]})
     assert (again == long) == (end == "y")
 
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
@@ -52,12 +52,28 @@ def require_same_start(
     assert world is not None
     own = list(facts(settings, trainer, more or {}).items())
     every = [dict(pairs) for pairs in gathered_lists(own, world)]
+    for found in differences(every):
+        raise ConfigError(_differs(found))
+
+
+def differences(every: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """What ranks do not have the same value of, as ``layout (rank 0: 'auto'; rank 1: 'zigzag')``."""
     for name in dict.fromkeys(name for found in every for name in found):
-        by_value: dict[str, list[int]] = {}
-        for rank, found in enumerate(every):
-            by_value.setdefault(found.get(name, "missing"), []).append(rank)
-        if len(by_value) > 1:
-            raise ConfigError(_differs(name, by_value))
+        values = [found.get(name, "missing") for found in every]
+        if len(set(values)) > 1:
+            yield f"{name} ({told_by_ranks(values)})"
+
+
+def told_by_ranks(values: Sequence[str]) -> str:
+    """Every rank's value, those that have the same one together."""
+    by_value: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        by_value.setdefault(value, []).append(rank)
+    return "; ".join(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:8]))}"
+        f"{', ...' if len(ranks) > 8 else ''}: {value}"
+        for value, ranks in by_value.items()
+    )
 
 
 def facts(
@@ -70,18 +86,18 @@ def facts(
         "lightning version": lightning.__version__,
         "Python version": platform.python_version(),
         "lightning_cp source": _source(),
-        SWITCH: _shown("off" if os.environ.get(SWITCH) == "0" else "on"),
+        SWITCH: shown("off" if os.environ.get(SWITCH) == "0" else "on"),
     }
     names = [item.name for item in fields(settings) if item.name not in _OWN]
-    chosen = {name: _shown(getattr(settings, name)) for name in names}
+    chosen = {name: shown(getattr(settings, name)) for name in names}
     of_trainer = _TRAINER if trainer is not None else ()
-    told = {f"Trainer({name}=)": _shown(getattr(trainer, name, None)) for name in of_trainer}
+    told = {f"Trainer({name}=)": shown(getattr(trainer, name, None)) for name in of_trainer}
     stage = {"Trainer.fit, validate, ...": str(trainer.state.fn)} if trainer is not None else {}
-    besides = {name: _shown(value) for name, value in more.items()}
+    besides = {name: shown(value) for name, value in more.items()}
     return {**stage, **versions, **chosen, **besides, **told}
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """The same on ranks that mean the same, and another one on ranks that do not, however long it is."""
     text = _told(value)
     if len(text) <= LONGEST:
@@ -116,13 +132,8 @@ def _source() -> str:
     return digest.hexdigest()
 
 
-def _differs(name: str, by_value: Mapping[str, list[int]]) -> str:
-    shown = "; ".join(
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:8]))}"
-        f"{', ...' if len(ranks) > 8 else ''}: {value}"
-        for value, ranks in by_value.items()
-    )
+def _differs(found: str) -> str:
     return (
-        f"ranks were started with different values of {name} ({shown}). All ranks of a run must have the "
+        f"ranks were started with different values of {found}. All ranks of a run must have the "
         "same settings and the same code: start them all with one command, from one environment."
     )
