@@ -213,6 +213,14 @@ def fit(
             "but tensor_parallel_size=1 shares none",
         ),
         ({"tensor_parallel_plan": {}}, "must map names of modules to styles, at least one, got {}"),
+        (
+            {
+                "tensor_parallel_plan": {"up": "diagonal"},
+                "tensor_parallel_size": 2,
+                "data_parallel": "fsdp",
+            },
+            r"tensor_parallel_plan\['up'\] must be .* one of colwise, rowwise.*got 'diagonal'",
+        ),
         ({"tensor_parallel_plan": {1: "colwise"}}, "must map names of modules to styles"),
         ({"context_parallel_size": "all"}, "must be an integer of at least 1 or 'auto', got 'all'"),
         ({"label_key": ""}, "label_key must be the dotted name of the labels .* got ''"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_cp.errors import ConfigError
@@ -17,7 +17,7 @@ from lightning_cp.strategies.engines.tensor_parallel import FusedColwiseLinear, 
 from lightning_cp.strategies.engines.tensor_parallel.automatic import automatic_plan
 from lightning_cp.strategies.engines.tensor_parallel.given import given_plan
 from lightning_cp.strategies.engines.tensor_parallel.names import KNOWN_TYPES
-from tests.pool import run_ranks
+from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.plain_llama import PlainLlama
 
 PADDING = 30
@@ -319,6 +319,43 @@ REFUSED_HALVES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"up_proj": "fused_colwise"},
         "what model.layers.0.mlp.up_proj makes is not known by its name",
     ),
+    "a norm": (
+        "llama",
+        {"model.norm": "colwise"},
+        "model.norm is a LlamaRMSNorm, but colwise is for nn.Linear. .* head_norm; leave anything else",
+    ),
+    "a norm, by PyTorch's style": (
+        "llama",
+        {"model.norm": ColwiseParallel()},
+        "model.norm is a LlamaRMSNorm, but ColwiseParallel is for nn.Linear and nn.Embedding",
+    ),
+    "an embedding by columns": (
+        "llama",
+        {"embed_tokens": "colwise"},
+        "model.embed_tokens is a Embedding, but colwise is for nn.Linear",
+    ),
+    "ups alone": (
+        "llama",
+        {"up_proj": "colwise"},
+        r"layers.0.mlp do not fit each other \(gate_proj: whole, up_proj: colwise, down_proj: whole\). "
+        "gate_proj, up_proj take colwise .* down_proj takes rowwise",
+    ),
+    "an MLP's way out alone": (
+        "llama",
+        {"down_proj": RowwiseParallel()},
+        "layers.0.mlp do not fit",
+    ),
+    "an MLP the other way round": (
+        "llama",
+        {"up_proj": "rowwise", "gate_proj": "rowwise", "down_proj": "colwise"},
+        "up_proj: rowwise, down_proj: colwise",
+    ),
+    "attention the other way round": (
+        "llama",
+        {"[qkv]_proj": "rowwise", "o_proj": "colwise"},
+        "layers.0.self_attn do not fit each other .q_proj: rowwise",
+    ),
+    "a head by columns": ("llama", {"lm_head": "colwise"}, "lm_head makes logits.*vocabulary_head"),
     "other parts": (
         "phi3",
         {"gate_up_proj": FusedColwiseLinear((48, 96)), "down_proj": "rowwise"},
@@ -339,10 +376,63 @@ def test_plans_that_take_heads_apart_are_refused(name: str) -> None:
         given_plan(model, plan, 2)
 
 
+def test_layers_that_gather_or_split_may_stand_alone() -> None:
+    """PyTorch's styles say what goes in and comes out."""
+    plan = {
+        "blocks.*.up": ColwiseParallel(output_layouts=Replicate()),
+        "blocks.*.down": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    assert len(given_plan(PlainLlama(), plan, 2).styles) == 2 * len(PlainLlama().blocks) + 1
+
+
+class _Strange(nn.Module):
+    """Two layers whose names say nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x))
+
+
+def misfit(rank: int, world_size: int, plan: dict[str, Any]) -> None:
+    model = _Strange()
+    share_layers(model, ContextParallelMesh(tensor_parallel_size=world_size), plan)
+    model(torch.ones(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("plan", "match"),
+    [
+        ({"two": "rowwise"}, "two is rowwise and takes 4 features, but was given 8"),
+        (
+            {"one": "colwise", "two": "colwise"},
+            "two is colwise and takes 8 features, but was given 4",
+        ),
+        ({"one": "colwise", "two": "rowwise"}, None),
+    ],
+)
+def test_layers_of_unknown_names_say_what_they_were_given(plan: Any, match: str | None) -> None:
+    if match is None:
+        run_ranks(2, misfit, plan)
+    else:
+        expect_on_every_rank(2, misfit, plan, error=ConfigError, match=match)
+
+
 def test_a_plan_for_other_layers_asks_for_no_heads() -> None:
     model = nn.ModuleDict({"attention": _Bare(), "mlp": PlainLlama().blocks[0]})
-    styles = given_plan(model, {"mlp.up": "colwise", "mlp.down": "rowwise"}, 2).styles
-    assert list(styles) == ["mlp.up", "mlp.down"]
+    plan = {"mlp.up": "colwise", "mlp.gate": "colwise", "mlp.down": "rowwise"}
+    assert list(given_plan(model, plan, 2).styles) == list(plan)
+
+
+def test_a_gate_that_is_one_number_stays_whole() -> None:
+    """What it makes is no part of what is behind: it scales all of it."""
+    model = nn.ModuleDict(
+        {"gate": nn.Linear(8, 1), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
+    )
+    assert len(given_plan(model, {"up": "colwise", "down": "rowwise"}, 2).styles) == 2
 
 
 def shares(rank: int, world_size: int) -> None:

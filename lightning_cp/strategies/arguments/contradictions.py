@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -135,6 +135,8 @@ def check_tensor_parallel(settings: Settings) -> None:
             f"tensor_parallel_plan must map names of modules to styles, at least one, got {plan!r}. None "
             "finds those of llama-like models."
         )
+    if isinstance(plan, Mapping):
+        _check_styles(cast(Mapping[str, Any], plan))
     if plan is not None and size == 1:
         raise ConfigError(
             "tensor_parallel_plan says how layers are shared, but tensor_parallel_size=1 shares none. Give a "
@@ -150,6 +152,14 @@ def check_tensor_parallel(settings: Settings) -> None:
             f"{why.get(engine, 'it does not know of sharded layers')}. Use "
             f"data_parallel={' or '.join(map(repr, TENSOR_PARALLEL_ENGINES))}."
         )
+
+
+def _check_styles(plan: Mapping[str, Any]) -> None:
+    # not before a plan is given: it brings PyTorch's tensor parallelism
+    from lightning_cp.strategies.engines.tensor_parallel.fits import require_style
+
+    for pattern, style in plan.items():
+        require_style(pattern, style)
 
 
 def check_group_options(given: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from lightning_cp.comm.reduce import from_first
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import Axis, ContextParallelMesh, Flat
 from lightning_cp.strategies.engines.tensor_parallel.automatic import Plan, automatic_plan
+from lightning_cp.strategies.engines.tensor_parallel.fits import watch_widths
 from lightning_cp.strategies.engines.tensor_parallel.given import given_plan
 from lightning_cp.strategies.engines.tensor_parallel.local_heads import leave_local_heads
 
@@ -57,6 +58,8 @@ def share_layers(
         )
         for name, style in plan.styles.items():
             parallelize_module(module.get_submodule(name), mesh.axis_mesh(Axis.TP), style)
+        if given is not None:
+            watch_widths(module, plan.styles, mesh.tp_size)
         for attention in plan.attention:
             leave_local_heads(attention, mesh.tp_size)
         rank_zero_info(_shown(plan, mesh.tp_size))

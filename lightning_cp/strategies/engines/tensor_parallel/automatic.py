@@ -154,6 +154,11 @@ def _vocabulary(model: nn.Module) -> Iterator[tuple[str, ParallelStyle, int]]:
             yield name, VocabularyHead(), _as_linear(module).out_features
 
 
+def heads_in(model: nn.Module) -> list[str]:
+    """Names of the layers that make logits."""
+    return [name for name, style, _ in _vocabulary(model) if isinstance(style, VocabularyHead)]
+
+
 def _looks_up_only(module: nn.Embedding) -> bool:
     return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
 

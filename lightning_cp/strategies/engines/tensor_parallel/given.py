@@ -24,6 +24,11 @@ from lightning_cp.strategies.engines.tensor_parallel.blocks import (
     joined,
     mlps_in,
 )
+from lightning_cp.strategies.engines.tensor_parallel.fits import (
+    require_fitting,
+    require_kind,
+    require_style,
+)
 from lightning_cp.strategies.engines.tensor_parallel.styles import (
     STYLES,
     ColwiseLinear,
@@ -41,8 +46,8 @@ def given_plan(model: nn.Module, patterns: Mapping[str, Any], size: int) -> Plan
         size: tensor-parallel ranks.
 
     Raises:
-        ConfigError: a pattern that nothing has, what is no style, heads that do not divide, or attention or
-            a fused layer of which a rank would have parts that do not belong together.
+        ConfigError: a pattern that nothing has, what is no style or not one for this module, heads that do
+            not divide, or layers of which a rank would have parts that do not belong together.
     """
     names = [name for name, _ in model.named_modules() if name]
     asked: dict[str, tuple[str, Any]] = {}
@@ -54,10 +59,12 @@ def given_plan(model: nn.Module, patterns: Mapping[str, Any], size: int) -> Plan
                 f"tensor_parallel_plan: no module is named {pattern!r}."
                 + (f" Did you mean {near[0]!r}?" if near else "")
             )
+        require_style(pattern, style)
         asked.update((name, (pattern, style)) for name in matching)
     plan, fused = Plan(), _fused_in(model, asked)
     plan.styles.update((name, _style(name, *asked[name], fused)) for name in asked)
     for name, style in plan.styles.items():
+        require_kind(name, model.get_submodule(name), style)
         if isinstance(style, FusedColwiseLinear):
             _require_parts(name, model.get_submodule(name), style, size)
     for found in attention_in(model, fused=True, among=asked):
@@ -65,6 +72,7 @@ def given_plan(model: nn.Module, patterns: Mapping[str, Any], size: int) -> Plan
             _require_all_layers(found, asked)
             require_heads(found, size)
             plan.attention.append(found)
+    require_fitting(model, plan.styles)
     return plan
 
 
@@ -129,11 +137,4 @@ def _style(
                 "number of features of each part."
             )
         return fused[name]
-    if isinstance(style, str) and style in STYLES:
-        return STYLES[style]()
-    if isinstance(style, ParallelStyle):
-        return style
-    raise ConfigError(
-        f"tensor_parallel_plan[{pattern!r}] must be a torch.distributed.tensor.parallel.ParallelStyle or one "
-        f"of {', '.join((*STYLES, 'fused_colwise'))}, got {style!r}."
-    )
+    return style if isinstance(style, ParallelStyle) else STYLES[style]()
