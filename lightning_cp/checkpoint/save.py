@@ -16,6 +16,7 @@ from lightning_cp.checkpoint.in_the_way import require_replaceable
 from lightning_cp.checkpoint.latest import require_name
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.plain import plain
+from lightning_cp.checkpoint.same_states import require_same_states
 from lightning_cp.checkpoint.sharded import plan_sharded
 from lightning_cp.checkpoint.unasked import UnaskedError
 from lightning_cp.comm.objects import World, told
@@ -84,7 +85,7 @@ def plan(
         The save, and names of what was left out.
 
     Raises:
-        CheckpointError: on every rank: something cannot be written.
+        CheckpointError: on every rank: something cannot be written, or ranks have different states.
     """
     world = World()
     target = Path(target)
@@ -104,6 +105,7 @@ def plan(
     except OSError as error:
         raise failed_save(target, told(error)) from error
     made = mine[0]
+    require_same_states(world, target, lambda: made.tree)
     notes = {**(ours or {}), "notes": made.notes}
     try:
         planned = FORMS[form](made.tree, notes, target, about or About())

@@ -15,8 +15,9 @@ from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.paths import local_path
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.remainder import Remainder
+from lightning_cp.checkpoint.same_states import require_same_states
 from lightning_cp.comm.objects import World
-from lightning_cp.errors import CheckpointError
+from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.strategies.resume.fabric import RunState
 from lightning_cp.strategies.saves.front import SavesOfBoth
 from lightning_cp.strategies.saves.kinds import kinds_of
@@ -46,9 +47,14 @@ class FabricSaves(SavesOfBoth):
         """Save modules, optimizers and whatever else is in ``state``; called on every rank.
 
         Raises:
-            CheckpointError: on every rank: it cannot be written, or a model's weights are not all there.
+            CheckpointError: on every rank: it cannot be written, ranks have different states, or a model's
+                weights are not all there.
+            ConfigError: ``state`` is no dictionary.
         """
         self._require_local(storage_options)
+        require_same_states(
+            World(), local_path(path), lambda: _dictionary(state), (nn.Module, Optimizer, _Stateful)
+        )
         modules, optimizers = _modules(state), _optimizers(state)
         self._require_complete(modules.values() or self._models)
         named = named_parameters(modules or {"": _unwrapped(self._models)})
@@ -122,6 +128,7 @@ def _restore(
     """Check everything, then load."""
     present = {key: obj for key, obj in state.items() if key in checkpoint}
     modules, fitted = _modules(state), {}
+    check_modules(_modules(present), checkpoint, strict=strict)  # whose optimizers would not fit either
     for key, obj in _optimizers(present).items():
         saved = names.get(key, [])
         own = names_as_saved(saved, obj, modules)
@@ -144,10 +151,24 @@ def _restore(
 
 def load_modules(modules: Mapping[str, nn.Module], checkpoint: State, *, strict: bool) -> None:
     """All of them, or none."""
-    for key, module in modules.items():
-        load_module(module, checkpoint[key], strict=strict, check_only=True)
+    check_modules(modules, checkpoint, strict=strict)
     for key, module in modules.items():
         load_module(module, checkpoint[key], strict=strict)
+
+
+def check_modules(modules: Mapping[str, nn.Module], checkpoint: State, *, strict: bool) -> None:
+    """Refuse what does not fit; nothing is loaded."""
+    for key, module in modules.items():
+        load_module(module, checkpoint[key], strict=strict, check_only=True)
+
+
+def _dictionary(state: Any) -> Mapping[str, Any]:
+    if isinstance(state, Mapping):
+        return state
+    raise ConfigError(
+        f"fabric.save takes a dictionary of what is to be saved, got a {type(state).__name__}. Give each a "
+        'name: fabric.save(path, {"model": model, "optimizer": optimizer}).'
+    )
 
 
 def _modules(state: Any) -> dict[str, nn.Module]:
