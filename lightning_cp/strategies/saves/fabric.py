@@ -128,7 +128,9 @@ def _restore(
     """Check everything, then load."""
     present = {key: obj for key, obj in state.items() if key in checkpoint}
     modules, fitted = _modules(state), {}
-    check_modules(_modules(present), checkpoint, strict=strict)  # whose optimizers would not fit either
+    check_modules(
+        _modules(present), checkpoint, strict=strict
+    )  # whose optimizers would not fit either
     for key, obj in _optimizers(present).items():
         saved = names.get(key, [])
         own = names_as_saved(saved, obj, modules)

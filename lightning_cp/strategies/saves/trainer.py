@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.paths import local_path
-from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.checkpoint.read import Checkpoint, open_checkpoint
 from lightning_cp.comm.objects import World
 from lightning_cp.errors import CheckpointError
 from lightning_cp.strategies.replaced import Replaced
@@ -90,6 +90,7 @@ class TrainerSaves(SavesOfBoth):
         """
         require_weights_only(weights_only)
         opened = open_checkpoint(local_path(checkpoint_path), World())
+        _require_trainers(opened)
         if opened.manifest is None:
             rank_zero_info(
                 f"{opened.path.name} was written by another program: it has no manifest to be verified "
@@ -120,11 +121,13 @@ class TrainerSaves(SavesOfBoth):
         """
         module = self.lightning_module
         fitting = module.trainer.state.fn == TrainerFn.FITTING
+        dtype = _DTYPES.get(str(self.precision_plugin.precision))
+        # Of another model, first of all: the optimizer of that does not fit either.
+        load_module(module, checkpoint["state_dict"], strict=strict, dtype=dtype, check_only=True)
         if fitting and self.restore_checkpoint_after_setup:
             self._fitting_states(checkpoint)
         elif fitting:
             self._before = _copied(module.state_dict())
-        dtype = _DTYPES.get(str(self.precision_plugin.precision))
         load_module(module, checkpoint["state_dict"], strict=strict, dtype=dtype)
 
     def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
@@ -183,6 +186,18 @@ class TrainerSaves(SavesOfBoth):
         self._saver.abandon()
         self._adopted.undo()
         super().teardown()  # type: ignore[misc]
+
+
+def _require_trainers(opened: Checkpoint) -> None:
+    """Refuse what Lightning itself would fail at."""
+    missing = [key for key in ("state_dict", "pytorch-lightning_version") if key not in opened.tree]
+    if missing:
+        has = ", ".join(map(repr, list(opened.tree)[:8]))
+        raise CheckpointError(
+            f"{opened.path.name} was not saved by a Trainer: it has no {missing[0]!r}. It has: {has}. "
+            "Nothing was loaded. What fabric.save saved goes on with fabric.load; of its weights alone a "
+            "Trainer begins with module.load_state_dict(...) before fit, without ckpt_path."
+        )
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def save_last(trainer: Trainer) -> str:
     first = next((x for x in trainer.checkpoint_callbacks if isinstance(x, ModelCheckpoint)), None)
     if first is None:
         path = str(Path(trainer.default_root_dir, "last.ckpt"))
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
     else:
         chosen, first.save_last = first.save_last, True  # also where it is a link to an older one
         first._save_last_checkpoint(trainer, first._monitor_candidates(trainer))
@@ -166,7 +166,7 @@ def save_for_queue(trainer: Trainer) -> str:
     final = Path(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
     final = Path(trainer.strategy.broadcast(str(final)))
     saved = final.parent / ".requeue" / final.name
-    trainer.save_checkpoint(saved)
+    trainer.save_checkpoint(saved, weights_only=False)
     _wait_for_saves(trainer)
     if trainer.is_global_zero:
         saved.replace(final)

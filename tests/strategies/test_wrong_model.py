@@ -1,0 +1,74 @@
+"""A checkpoint of another model, or of Fabric, is refused as that, and nobody is sent to the optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_cp.errors import CheckpointError
+from lightning_cp.strategies.watch import signals
+from tests.pool import run_ranks
+from tests.strategies.plain_llama import PlainLlama
+from tests.strategies.small import RING, VOCAB, Small, loader, trainer_of
+from tests.strategies.test_fabric import Loop
+
+SAYS = "checkpoint is of another model"
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+class Deeper(Small):
+    """Saved with one layer more, or without."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.model = PlainLlama(VOCAB, num_heads=4, num_kv_heads=2, layers=layers)
+
+    def configure_optimizers(self) -> Any:
+        return adamw(self.model)
+
+
+def by_both(rank: int, world: int, form: str, folder: Path) -> None:
+    settings = {**RING, "data_parallel": "fsdp", "checkpoint": form}
+    loop = Loop(world, settings, make_optimizer=adamw)
+    loop.fabric.save(folder / "fabric", {"model": loop.model, "optimizer": loop.optimizer})
+    deeper: Any = PlainLlama(VOCAB, num_heads=4, num_kv_heads=2, layers=2)
+    model, optimizer = loop.fabric.setup(deeper, adamw(deeper))
+    with pytest.raises(CheckpointError, match=SAYS):
+        loop.fabric.load(folder / "fabric", {"optimizer": optimizer, "model": model})
+    loop.end()
+    trainer = trainer_of(world, settings, max_steps=1)
+    trainer.fit(Deeper(1), loader(2))
+    trainer.save_checkpoint(folder / "trainer")
+    for path, match in (("trainer", SAYS), ("fabric", r"was not saved by a Trainer.*fabric\.load")):
+        with pytest.raises(CheckpointError, match=match):
+            trainer_of(world, settings, max_steps=2).fit(
+                Deeper(2), loader(4), ckpt_path=folder / path
+            )
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_another_model_is_refused_as_that(form: str, tmp_path: Path) -> None:
+    run_ranks(2, by_both, form, tmp_path)
+
+
+def test_a_signals_checkpoint_says_that_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else Lightning says that it has chosen ``weights_only=False``, which loads refuse."""
+    said: list[Any] = []
+
+    class Saving:
+        checkpoint_callbacks: tuple[Any, ...] = ()
+        default_root_dir = "runs"
+
+        def save_checkpoint(self, path: str, **options: Any) -> None:
+            said.append(options)
+
+    monkeypatch.setattr(signals, "_wait_for_saves", lambda trainer: None)
+    signals.save_last(Saving())  # type: ignore[arg-type]
+    assert said == [{"weights_only": False}]
