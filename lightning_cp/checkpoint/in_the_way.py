@@ -23,8 +23,14 @@ def require_replaceable(path: Path) -> None:
     """Refuse to put something in the place of a folder that holds something else; an empty one may go.
 
     Raises:
-        CheckpointError: it does; it was left as it is.
+        CheckpointError: it does, or its own folder is a file; nothing was changed.
     """
+    file = next((x for x in path.parents if x.exists() and not x.is_dir()), None)
+    if file is not None:
+        raise CheckpointError(
+            f"cannot save {shown(path)}: {shown(file)} is a file, and a checkpoint is saved in a folder. "
+            "Save somewhere else, or move the file away."
+        )
     if is_foreign(path) and any(path.iterdir()):
         raise CheckpointError(
             f"{shown(path)} is a folder that is no checkpoint of lightning_cp, so it is not replaced. Save "

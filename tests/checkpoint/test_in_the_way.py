@@ -10,7 +10,7 @@ import pytest
 from lightning_cp.checkpoint.latest import latest_checkpoint, point_to
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
-from lightning_cp.errors import CheckpointError
+from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy
 from lightning_cp.strategies.saves.saver import Saver
 from tests.checkpoint.states import same, state_of
@@ -105,3 +105,24 @@ def test_checkpoints_files_and_empty_folders_are_replaced(form: str, tmp_path: P
     (tmp_path / "b").write_text("a file, as torch.save would replace it")
     save_checkpoint(state_of(4), tmp_path / "b", form=form)
     assert latest_checkpoint(tmp_path) == tmp_path / "b"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_is_saved_below_a_file(form: str, tmp_path: Path) -> None:
+    (tmp_path / "weights.pt").write_text("a file")
+    for name in ("weights.pt/a", "weights.pt/deeper/a"):
+        with pytest.raises(CheckpointError, match=r"weights\.pt is a file, and a checkpoint is"):
+            save_checkpoint(state_of(1), tmp_path / name, form=form)
+    assert (tmp_path / "weights.pt").read_text() == "a file"
+
+
+def of_no_dictionary(rank: int, world_size: int) -> None:
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy=UlyssesRingStrategy())
+    fabric.launch()
+    for state in ([1], 3, None):
+        with pytest.raises(ConfigError, match=r"fabric.save takes a dictionary .*\"model\": model"):
+            fabric.save("a", state)  # type: ignore[arg-type]
+
+
+def test_fabric_saves_dictionaries() -> None:
+    run_ranks(1, of_no_dictionary)
