@@ -30,6 +30,9 @@ _LEFT = re.compile(
     r"^\.(?P<name>.+)\.(?P<why>saving|before|removed)-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-"
 )
 
+_UNDELETED: set[Path] = set()
+"""What this process wanted to delete, and could not."""
+
 
 def beside(target: Path, why: str) -> Path:
     """A name next to ``target`` that nobody else has; tells who wrote there, so that leftovers can go."""
@@ -149,13 +152,26 @@ def remove(target: Path) -> None:
 def discard(path: Path) -> None:
     """Delete a file, a link or a folder; nothing happens if it is gone, or cannot be deleted.
 
-    Whoever tidies up after an error has that one to tell, or to share with other ranks that wait for it.
+    Whoever tidies up after an error has that one to tell, or to share with other ranks that wait for it. What
+    cannot be deleted is left to the next :func:`sweep` of this process.
     """
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+    if os.path.lexists(path):
+        _UNDELETED.add(path)
+
+
+def discard_shared(folder: Path) -> None:
+    """Delete a folder into which other processes still write: under its name they find it no more."""
+    aside = beside(folder, REMOVED)
+    try:
+        folder.rename(aside)
+    except OSError:
+        aside = folder
+    discard(aside)
 
 
 def found(target: Path) -> Path:
@@ -179,6 +195,10 @@ def leftovers(folder: Path) -> list[tuple[Path, tuple[str, str]]]:
 def sweep(folder: Path) -> None:
     """Tidy up after processes that are gone, and put back what they had set aside."""
     for path, (name, why) in leftovers(folder):
+        if path in _UNDELETED:
+            _UNDELETED.remove(path)
+            discard(path)
+            continue
         if _is_alive(path):
             continue
         if why == BEFORE and not os.path.lexists(folder / name):

@@ -69,8 +69,8 @@ def require_same_states(
         if path != first[0] and near != first[1]:  # ranks may run in folders of their own
             raise failed_save(
                 Path(first[0]),
-                f"rank {rank} saves to {shown(Path(path))}, rank 0 to {shown(Path(first[0]))}: every rank has "
-                "to give the same path",
+                f"rank {rank} saves to {shown(Path(path))}, rank 0 to {shown(Path(first[0]))}: every rank "
+                "has to give the same path",
             )
     if len({said for _, _, said in every}) > 1:
         _require_same(world.gather(mine[0]), target)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_cp.checkpoint.durable import sweep
-from lightning_cp.checkpoint.failures import failed_save
+from lightning_cp.checkpoint.failures import GivenUpError, failed_save
 from lightning_cp.checkpoint.full import OURS, plan_full
 from lightning_cp.checkpoint.in_the_way import require_replaceable
 from lightning_cp.checkpoint.latest import require_name
@@ -178,6 +178,7 @@ class Background:
     def __init__(self, planned: Save, limit: float = LIMIT) -> None:
         self.target = planned.target
         self._error = UnaskedError()
+        self.is_first = True  # an error of it is no consequence of another rank's
         with _or_given_up(planned):
             planned.world.together(planned.copy, _other(planned))
         self._thread = threading.Thread(target=self._run, args=(planned, limit), name="checkpoint")
@@ -187,6 +188,7 @@ class Background:
         try:
             planned.finish_alone(limit)
         except Exception as error:
+            self.is_first = not isinstance(error, GivenUpError)
             made = failed_save(self.target, told(error))
             made.__cause__ = error
             _log.error("%s", made)

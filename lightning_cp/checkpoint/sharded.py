@@ -27,6 +27,7 @@ from lightning_cp.checkpoint.durable import (
     SAVING,
     beside,
     discard,
+    discard_shared,
     leave_note,
     make_folder,
     put_in_place,
@@ -34,10 +35,11 @@ from lightning_cp.checkpoint.durable import (
     write_durably,
 )
 from lightning_cp.checkpoint.encode import encode
-from lightning_cp.checkpoint.failures import failed_save
+from lightning_cp.checkpoint.failures import GivenUpError, failed_save
 from lightning_cp.checkpoint.index import INDEX, index_of
 from lightning_cp.checkpoint.latest import point_to, staying
 from lightning_cp.checkpoint.manifest import NAME, About, FileEntry, Manifest, hash_of
+from lightning_cp.checkpoint.notes import leave_failure, read_note
 from lightning_cp.checkpoint.plain import Place, name_of
 from lightning_cp.checkpoint.shard_file import Block, Written, write_shard
 from lightning_cp.comm.objects import World, told
@@ -123,7 +125,7 @@ class ShardedSave:
     def give_up(self) -> None:
         """Remove what was written so far."""
         if self.world.rank == 0:
-            discard(self.staging)
+            discard_shared(self.staging)
 
     def finish_alone(self, limit: float) -> None:
         """Write, and on the first rank commit once the others' notes are there; nothing is sent.
@@ -134,6 +136,7 @@ class ShardedSave:
         Raises:
             OSError: this rank's part could not be written.
             CheckpointError: another's could not, or did not come.
+            GivenUpError: the first rank has failed meanwhile.
         """
         note = self.staging / f"{_NOTE}{self.world.rank:05d}.json"
         try:
@@ -145,9 +148,8 @@ class ShardedSave:
         except Exception as error:
             if self.world.rank == 0:
                 self.give_up()
-            elif self.staging.is_dir():
-                discard(self.staging / self._file)  # makes room for the note
-                leave_note(note, json.dumps({"failed": told(error)}))
+            elif not leave_failure(note, told(error), self.staging / self._file):
+                raise GivenUpError(f"{told(error)}: the first rank has given up") from error
             raise
 
     def _part_of(self, rank: int, limit: float) -> Part:
@@ -156,7 +158,7 @@ class ShardedSave:
             if time.monotonic() > until:
                 raise CheckpointError(f"rank {rank} has not written its part within {limit:g} s")
             time.sleep(_PAUSE)
-        said = json.loads(note.read_text())
+        said = read_note(note)
         note.unlink()
         if "failed" in said:
             raise CheckpointError(f"rank {rank}: {said['failed']}")

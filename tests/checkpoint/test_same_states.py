@@ -1,4 +1,4 @@
-"""States and paths that differ between ranks: what one of them alone has would be lost, so nothing is saved."""
+"""States and paths that differ between ranks: what one of them alone has would be lost, so none is saved."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def by_fabric(rank: int, world: int, form: str) -> None:
     match = "ranks save different states: rank 1 also has 'optimizer'"
     with pytest.raises(CheckpointError, match=match):
         loop.fabric.save("a", state)
-    own = {"model": loop.model, **({"run": loop.fabric.strategy.run_state} if rank else {})}
+    strategy: Any = loop.fabric.strategy
+    own = {"model": loop.model, **({"run": strategy.run_state} if rank else {})}
     with pytest.raises(CheckpointError, match="rank 1 also has 'run'"):
         loop.fabric.save("a", own)
     assert not Path("a").exists()

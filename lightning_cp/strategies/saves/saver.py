@@ -94,11 +94,15 @@ class Saver:
         def done() -> None:
             running.wait()
             error = running.error
-            if error is not None:
+            if error is not None and running.is_first:
                 raise error
 
         try:
             self._together(running.target, done)
+            if (
+                error := running.error
+            ) is not None:  # the first cause is on a rank that asks no more
+                raise error
         except CheckpointError:
             self._later.clear()  # what was to be replaced is still needed
             raise
