@@ -57,6 +57,22 @@ FAULT_MUTANTS = (
         "Ranks of different versions train together.",
     ),
     Mutant(
+        "settings of optimizers are not compared",
+        "lightning_cp/strategies/watch/alike.py",
+        "shown(_plain(group[key]))",
+        "shown(None)",
+        ("tests/faults/test_same_model.py::test_another_optimizer_is_named[ddp-rate-fabric]",),
+        "Replicas of a model drift apart, without a word.",
+    ),
+    Mutant(
+        "what shapes do not show is not compared",
+        "lightning_cp/strategies/watch/alike.py",
+        "[model_facts(module), config_facts(module)]",
+        "[model_facts(module)]",
+        ("tests/faults/test_same_model.py::test_a_config_that_shapes_do_not_show_is_compared",),
+        "Ranks have other rotary positions, and train one model.",
+    ),
+    Mutant(
         "who is named is ended by its own watcher",
         "lightning_cp/faults/watcher.py",
         "return self.is_named or (own",
