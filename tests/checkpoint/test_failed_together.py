@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_cp.checkpoint import durable, notes, sharded
-from lightning_cp.checkpoint.durable import beside, discard, sweep
+from lightning_cp.checkpoint.durable import beside, discard, discard_shared, sweep
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.errors import CheckpointError
 from lightning_cp.strategies.saves.saver import Saver
@@ -95,3 +96,20 @@ def test_what_could_not_be_deleted_goes_with_the_next_save(
     assert staged.is_dir()
     sweep(tmp_path)
     assert list(tmp_path.iterdir()) == [running]
+
+
+def test_who_still_writes_keeps_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "shard").touch()
+
+    def late(path: Any, *args: Any, own: Any = os.rmdir, **kwargs: Any) -> None:
+        """Another process opens a file when all that was there has been deleted."""
+        with suppress(FileNotFoundError):
+            (folder / "late").touch()
+        own(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "rmdir", late)
+    discard_shared(folder)
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []

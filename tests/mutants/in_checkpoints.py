@@ -20,6 +20,22 @@ CHECKPOINT_MUTANTS = (
         "A run that goes on after the error trains another model.",
     ),
     Mutant(
+        "what another rank alone saves is dropped",
+        "lightning_cp/checkpoint/same_states.py",
+        "if key not in first.parts and (value.tensors or not place):",
+        "if key not in first.parts and value.tensors and place:",
+        ("tests/checkpoint/test_same_states.py",),
+        "A checkpoint lacks what a rank has saved, and nobody says so.",
+    ),
+    Mutant(
+        "a folder is deleted while others write into it",
+        "lightning_cp/checkpoint/durable.py",
+        "        folder.rename(aside)\n    except OSError:",
+        "        aside = folder\n    except OSError:",
+        ("tests/checkpoint/test_failed_together.py",),
+        "A full disk stays full after a failed save.",
+    ),
+    Mutant(
         "nobody waits for links",
         "lightning_cp/strategies/saves/saver.py",
         "self._together(running.target, self._do_later)",
