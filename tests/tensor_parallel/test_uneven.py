@@ -17,21 +17,21 @@ from tests.pool import run_ranks
 
 GIVEN: dict[str, Any] = {
     "vocabulary": {"embed": "vocabulary_embedding"},
-    "columns": {"head": "colwise"},
+    "columns": {"wide": "colwise"},
     "rows": {"up": "rowwise"},
-    "pytorch": {"head": ColwiseParallel()},
-    "function": lambda model, mesh: parallelize_module(model, mesh, {"head": ColwiseParallel()}),
+    "pytorch": {"wide": ColwiseParallel()},
+    "function": lambda model, mesh: parallelize_module(model, mesh, {"wide": ColwiseParallel()}),
 }
 SAYS = {
     "vocabulary": "embed.weight of shape [9, 3] along its dimension 0: 9 does not divide by",
-    "columns": "head.weight of shape [9, 4] along its dimension 0: 9 does not divide by",
+    "columns": "wide.weight of shape [9, 4] along its dimension 0: 9 does not divide by",
     "rows": "up.weight of shape [4, 3] along its dimension 1: 3 does not divide by",
 }
 
 
 def refused(rank: int, world: int, kind: str) -> None:
     layers: OrderedDict[str, nn.Module] = OrderedDict(
-        embed=nn.Embedding(9, 3), up=nn.Linear(3, 4), head=nn.Linear(4, 9)
+        embed=nn.Embedding(9, 3), up=nn.Linear(3, 4), wide=nn.Linear(4, 9)
     )
     mesh = ContextParallelMesh(device_type="cpu", tensor_parallel_size=world)
     says = "tensor_parallel_plan shards " + SAYS.get(kind, SAYS["columns"])
