@@ -82,9 +82,8 @@ class ContextParallelMesh:
         self._control = self._control_groups()
         if device_type == "cuda" and ring_size > 1:
             warm_up(self._groups[Axis.RING], torch.device("cuda", torch.cuda.current_device()))
-        dist.barrier(
-            self.everyone
-        )  # who destroys it at once would hang up on a rank that still connects
+        # Who destroys it at once would hang up on a rank that still connects.
+        dist.barrier(self.everyone)
         self._destroyed = False
         # PyTorch's meshes refer to each other in circles, and to their groups.
         registries = [getattr(mesh, "_pg_registry", {}) for mesh in self._meshes.values()]

@@ -64,9 +64,8 @@ class ShardedLogits(torch.Tensor):
             part = kept(func, local, rest, named, group.size())
             if part is not None:
                 return ShardedLogits.of(part, group)
-        return _of_whole(
-            func, args, kwargs
-        )  # as they were given: "input" is not everywhere the first
+        # As they were given: "input" is not everywhere the first.
+        return _of_whole(func, args, kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """This rank's part: whoever prints it may be the only rank that does."""

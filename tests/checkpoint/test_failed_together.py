@@ -35,10 +35,9 @@ def slowly(path: Path, *_: Any) -> Any:
     full()
 
 
-def saved_on_a_full_disk(rank: int, world: int) -> tuple[str, list[str]]:
+def told_and_left(world: int, patch: pytest.MonkeyPatch) -> tuple[str, list[str]]:
+    """What a save in the background that fails says on this rank, and the names in its folder."""
     spread = distribute_tensor(torch.arange(8.0), mesh_of(world), [Shard(0)])
-    patch = pytest.MonkeyPatch()
-    patch.setattr(sharded, "write_shard", slowly if rank else full)
     saver = Saver("sharded", in_background=True)
     try:
         saver.save({"w": spread}, "a", About(1), {})
@@ -48,6 +47,12 @@ def saved_on_a_full_disk(rank: int, world: int) -> tuple[str, list[str]]:
         patch.undo()
     dist.barrier()
     return str(raised.value), sorted(x.name for x in Path().iterdir())
+
+
+def saved_on_a_full_disk(rank: int, world: int) -> tuple[str, list[str]]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(sharded, "write_shard", slowly if rank else full)
+    return told_and_left(world, patch)
 
 
 def test_the_first_cause_is_named_and_the_folder_goes() -> None:
@@ -61,20 +66,11 @@ def test_the_first_cause_is_named_and_the_folder_goes() -> None:
 
 
 def fails_on_the_second(rank: int, world: int) -> tuple[str, list[str]]:
-    spread = distribute_tensor(torch.arange(8.0), mesh_of(world), [Shard(0)])
     patch = pytest.MonkeyPatch()
     if rank:
         patch.setattr(sharded, "write_shard", full)
         patch.setattr(notes, "leave_note", full)  # not even that has room
-    saver = Saver("sharded", in_background=True)
-    try:
-        saver.save({"w": spread}, "a", About(1), {})
-        with pytest.raises(CheckpointError) as raised:
-            saver.finish()
-    finally:
-        patch.undo()
-    dist.barrier()
-    return str(raised.value), sorted(x.name for x in Path().iterdir())
+    return told_and_left(world, patch)
 
 
 def test_a_rank_without_room_for_a_note_is_not_waited_for() -> None:

@@ -83,12 +83,7 @@ def export_pretrained(
     try:
         try:
             require_complete(model)
-            if type(overwrite) is not bool:
-                raise ConfigError(f"overwrite must be True or False, got {overwrite!r}.")
-            if config is not None and not callable(getattr(config, "save_pretrained", None)):
-                raise ConfigError(
-                    f"config must have save_pretrained, as transformers' have, got {config!r}."
-                )
+            _require_options(config, overwrite)
             made = plan_export(model, keys, prefix, dtype_of(dtype), file_bytes)
             writer.try_to(partial(_begin, made, config))
             writer.try_to(partial(_require_free, target, overwrite))
@@ -106,6 +101,15 @@ def export_pretrained(
         if first:
             discard(staged)
     return target
+
+
+def _require_options(config: Any, overwrite: object) -> None:
+    if type(overwrite) is not bool:
+        raise ConfigError(f"overwrite must be True or False, got {overwrite!r}.")
+    if config is not None and not callable(getattr(config, "save_pretrained", None)):
+        raise ConfigError(
+            f"config must have save_pretrained, as transformers' have, got {config!r}."
+        )
 
 
 def _same_target(path: str | os.PathLike[str], device_type: str) -> Path:
