@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+MESSAGE = 4 * 2**20
+"""Bytes of a message that several small tensors share."""
+
 
 def all_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum of ``x`` over the ranks of ``group``, equal on every rank; ``x`` is left as it is.
@@ -34,19 +37,35 @@ def all_max(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite tensors by those of the group's first rank: in place, one at a time.
+    """Overwrite tensors by those of the group's first rank: in place, small ones in one message.
 
     Args:
         tensors: of any shapes and dtypes, the same on all ranks and in the same order; no ``DTensor``.
         group: every rank of it comes here.
     """
+    if group.size() == 1:
+        return
+    waiting: list[torch.Tensor] = []
     for x in tensors:
-        if x.numel() and group.size() > 1:
-            sent = x.detach().contiguous()
-            as_bytes = sent.view(-1).view(torch.uint8)  # backends do not know all dtypes
-            dist.broadcast(as_bytes, dist.get_global_rank(group, 0), group=group)
-            if sent.data_ptr() != x.data_ptr():
-                x.detach().copy_(sent)
+        if x.nbytes > MESSAGE - sum(one.nbytes for one in waiting):
+            _overwrite(waiting, group)
+            waiting = []
+        waiting.append(x.detach())
+    _overwrite(waiting, group)
+
+
+def _overwrite(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """In one message, as bytes: backends do not know all dtypes."""
+    kept = [x for x in tensors if x.numel()]
+    if not kept:
+        return
+    own = [x.contiguous().view(-1).view(torch.uint8) for x in kept]
+    sent = torch.cat(own) if len(own) > 1 else own[0]
+    dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
+    for x, part in zip(kept, sent.split([one.numel() for one in own]), strict=True):
+        if part.data_ptr() != x.data_ptr():
+            aligned = part.clone() if len(own) > 1 else part
+            x.copy_(aligned.view(x.dtype).view(x.shape))
 
 
 def summed_later(x: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Any]:

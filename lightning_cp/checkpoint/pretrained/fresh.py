@@ -130,19 +130,18 @@ def computable(x: torch.Tensor) -> torch.Tensor:
 
 
 def same_as_first(
-    module: nn.Module, names: Iterable[str], device: torch.device, group: dist.ProcessGroup
+    tensors: Sequence[torch.Tensor], device: torch.device, group: dist.ProcessGroup
 ) -> None:
-    """Give a module's own values, which are whole, those of the group's first rank. Collective.
+    """Give tensors that are whole the values of the group's first rank. Collective.
 
     Args:
-        module: has them on any device.
-        names: the same on every rank.
+        tensors: on any device; on every rank of the group as many, and in the same order.
         device: that the group's messages travel from.
         group: every rank of it comes here.
     """
-    for name in names:
-        own = getattr(module, name).detach()
-        sent = own.to(device)
-        from_first([sent], group)
-        if sent is not own:
-            own.copy_(sent)
+    own = [x.detach() for x in tensors]
+    sent = [x.to(device) for x in own]
+    from_first(sent, group)
+    for x, first in zip(own, sent, strict=True):
+        if first is not x:
+            x.copy_(first)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,8 @@ from lightning_cp.comm.outcome import share_outcome
 from lightning_cp.errors import CheckpointError
 
 LOADING = "loading pretrained weights"
+_TOGETHER = 2**20
+"""Values of several small modules that are set before ranks exchange them."""
 
 
 class Rest:
@@ -77,18 +78,29 @@ class Rest:
                     "and no file holds it. Build the model in the same way on every rank. Nothing was loaded."
                 )
 
-    def _wholes(self) -> Iterator[Whole]:
+    def _groups(self) -> Iterator[list[Whole]]:
+        """What is whole at the same time: a module, or several small ones, as ranks wait for each group."""
+        group: list[Whole] = []
         for path, module in self._owners:
-            yield Whole(module, self._unset[module], plain(path), unread=self._unread[module])
+            whole = Whole(module, self._unset[module], plain(path), unread=self._unread[module])
+            if group and sum(x.numel() for x in group) + whole.numel() > _TOGETHER:
+                yield group
+                group = []
+            group.append(whole)
+        if group:
+            yield group
 
     def parts(self, apart: bool, dtype_of: Callable[[torch.Tensor], torch.dtype]) -> list[Part]:
-        """What setting it takes beside the model: of the module that takes most.
+        """What setting it takes beside the model: of the modules that take most together.
 
         Args:
             apart: values are set on another device than the model's.
             dtype_of: what each tensor is going to have.
         """
-        every = [whole.parts(apart, dtype_of) for whole in self._wholes()]
+        every = [
+            [part for whole in group for part in whole.parts(apart, dtype_of)]
+            for group in self._groups()
+        ]
         return max(every, key=lambda parts: sum(part.nbytes for part in parts), default=[])
 
     def set(self, device: torch.device, now: Callable[[str], None] = lambda doing: None) -> None:
@@ -102,26 +114,33 @@ class Rest:
             CheckpointError: a module that left something without a value.
             RankFailure: another rank has raised.
         """
-        group: Any = dist.group.WORLD if dist.is_initialized() else None
-        for whole in self._wholes():
-            now(f"setting {whole.path or type(whole.module).__name__}")
+        for group in self._groups():
             with torch.no_grad():
-                self._set(whole, device, group)
+                self._set(group, device, now)
 
-    def _set(self, whole: Whole, device: torch.device, group: Any) -> None:
-        module, names = whole.module, whole.names
-        try:
-            with together(device):
-                whole.enter(device)
-                with whole.must_not_read(CheckpointError):
-                    left = left_unset(module, names, self._ways[module], whole.path)
-                _require_set(module, left)
-            if group is not None:
-                same_as_first(module, names, device, group)
-            with together(device):
-                whole.keep()
-        finally:
-            whole.leave()
+    def _set(
+        self, group: Sequence[Whole], device: torch.device, now: Callable[[str], None]
+    ) -> None:
+        values: list[dict[str, torch.Tensor]] = []
+        with together(device):
+            for whole in group:
+                now(f"setting {whole.path or type(whole.module).__name__}")
+                values.append(self._draw(whole, device))
+                whole.keep(values[-1])  # which the next ones may read
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if world is not None:
+            every = [x for named in values for x in named.values()]
+            same_as_first(every, device, world)
+        with together(device):
+            for whole, named in zip(group, values, strict=True):
+                whole.keep(named)
+
+    def _draw(self, whole: Whole, device: torch.device) -> dict[str, torch.Tensor]:
+        with whole.block(device):
+            with whole.must_not_read(CheckpointError):
+                left = left_unset(whole.module, whole.names, self._ways[whole.module], whole.path)
+            _require_set(whole.module, left)
+            return whole.values()
 
 
 @contextmanager

@@ -38,12 +38,21 @@ class Whole:
     """Of buffers whose values come later."""
     _held: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
 
-    def enter(self, device: torch.device) -> None:
-        """Begin the block.
+    @contextmanager
+    def block(self, device: torch.device) -> Iterator[None]:
+        """Where values are whole; afterwards the module has what it had.
 
         Args:
             device: where all ranks of the parameters' meshes compute.
         """
+        try:
+            self._enter(device)
+            yield
+        finally:
+            _put(self.module, self._held)
+            self._held = {}
+
+    def _enter(self, device: torch.device) -> None:
         own = {**self.module._parameters, **self.module._buffers}
         held = {
             name: x
@@ -77,12 +86,17 @@ class Whole:
     def _named(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
 
-    def keep(self) -> None:
-        """Have this rank's part of what was set."""
-        for name in self._held.keys() & set(self.names):
-            part, whole = self._held[name], getattr(self.module, name)
-            with room_for_whole(self._named(name), whole, whole.device):
-                _keep_part(part, whole)
+    def values(self) -> dict[str, torch.Tensor]:
+        """What is set; to be called in the block."""
+        return {name: getattr(self.module, name) for name in self.names}
+
+    def keep(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Have this rank's part of them; to be called after the block."""
+        for name, whole in values.items():
+            part = getattr(self.module, name)
+            if part is not whole:
+                with room_for_whole(self._named(name), whole, whole.device):
+                    _keep_part(part, whole)
 
     def parts(self, apart: bool, dtype_of: Callable[[torch.Tensor], torch.dtype]) -> list[Part]:
         """What the block takes beside the model, before it has memory itself.
@@ -105,10 +119,11 @@ class Whole:
             found[id(x)] = Part(self._named(name), x.shape, taken * dtype_of(x).itemsize)
         return list(found.values())
 
-    def leave(self) -> None:
-        """End the block."""
-        _put(self.module, self._held)
-        self._held = {}
+    def numel(self) -> int:
+        """How many values have memory in the block."""
+        own = {**self.module._parameters, **self.module._buffers}
+        having = {id(x): x for k, x in own.items() if x is not None and self._has_memory(k, x)}
+        return sum(x.numel() for x in having.values())
 
     @contextmanager
     def must_not_read(self, error: type[LightningCPError]) -> Iterator[None]:

@@ -73,16 +73,14 @@ def initialise(
         done.update(id(getattr(module, x)) for x in first)
         again = [x for x in unset[module] if x not in first]
         whole = Whole(module, first, name, again=again)
-        try:
-            with torch.no_grad():
-                whole.enter(device)
+        with torch.no_grad():
+            with whole.block(device):
                 with whole.must_not_read(ConfigError):
                     left = left_unset(module, unset[module], ways[module], name)
                 _require_set(name or type(module).__name__, left)
-                same_as_first(module, first, device, group)
-                whole.keep()
-        finally:
-            whole.leave()
+                values = whole.values()
+            same_as_first([*values.values()], device, group)
+            whole.keep(values)
 
 
 def _ways(name: str, module: nn.Module, model: nn.Module) -> list[Initialize]:

@@ -162,10 +162,10 @@ def _make_alike(module: nn.Module, mesh: ContextParallelMesh) -> None:
     """
     group = mesh.group(Axis.TP)
     tensors = [x for x in (*module.parameters(), *module.buffers()) if not x.is_meta]
-    for x in tensors:
-        if not isinstance(x.data, DTensor):
-            x.data = x.data.to(mesh.device_type)
-            from_first([x.data], group)
+    whole = [x for x in tensors if not isinstance(x.data, DTensor)]
+    for x in whole:
+        x.data = x.data.to(mesh.device_type)
+    from_first([x.data for x in whole], group)
     shared = [x.data for x in tensors if isinstance(x.data, DTensor)]
     from_first([x.to_local() for x in shared], mesh.group(Flat.LOSS))
     state = torch.get_rng_state().to(mesh.device_type)
