@@ -40,18 +40,22 @@ def own_on_meta(model: nn.Module) -> Names:
     return found
 
 
-def ways_to_set(model: nn.Module, owner: nn.Module) -> list[Initialize]:
-    """What may set an owner's values, in the order in which it is tried; none if nothing does.
+def ways_to_set(model: nn.Module, owners: Iterable[nn.Module]) -> dict[nn.Module, list[Initialize]]:
+    """What may set each owner's values, in the order in which it is tried; none if nothing does.
 
     Its ``reset_buffers()``, then ``_init_weights(owner)`` of the innermost model around it that has one (as
     transformers' do), then its ``reset_parameters()``.
     """
-    above = [x for x in model.modules() if callable(getattr(x, "_init_weights", None))]
-    family = [x for x in above if any(owner is inner for inner in x.modules())]
-    found = [_own(owner, "reset_buffers")]
-    found += [getattr(x, "_init_weights", None) for x in family[-1:]]
-    found += [_own(owner, name) for name in _METHODS]
-    return [way for way in found if way is not None]
+    family: dict[nn.Module, Initialize] = {}
+    for outer in model.modules():  # inner ones come later
+        if callable(way := getattr(outer, "_init_weights", None)):
+            family.update(dict.fromkeys(outer.modules(), way))
+    ways: dict[nn.Module, list[Initialize]] = {}
+    for owner in owners:
+        found = [_own(owner, "reset_buffers"), family.get(owner)]
+        found += [_own(owner, name) for name in _METHODS]
+        ways[owner] = [way for way in found if way is not None]
+    return ways
 
 
 def _own(owner: nn.Module, name: str) -> Initialize | None:

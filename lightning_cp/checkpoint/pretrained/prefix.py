@@ -7,8 +7,10 @@ guessed: the last part of a name, such as ``weight``, is the same in any two mod
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from torch import nn
 
@@ -21,6 +23,8 @@ from lightning_cp.errors import CheckpointError
 
 DEPTH = 3
 """How many modules deep the network may be."""
+_LAST = chr(0x10FFFF)
+"""Sorted behind all other letters."""
 
 
 def find_match(
@@ -117,13 +121,9 @@ def _pairs(
     every = tensors_of(model).aliases
     puts = ["", *sorted({key.split(".")[0] + "." for key in files if "." in key})]
     below = {put: sum(key.startswith(put) for key in files) for put in puts}
+    part_of = _Parts(every)
     for taken in prefixes:
-        named = [
-            (first, name[len(taken) :])
-            for first, names in every.items()
-            for name in names
-            if name.startswith(taken)
-        ]
+        named = [(first, name[len(taken) :]) for first, name in part_of(taken)]
         known = [(first, name, keys_of(name, rules, "")) for first, name in named]
         count = len({first for first, _ in named})
         for put in puts:
@@ -142,6 +142,20 @@ def _pairs(
                 wanted = len(every) if len(prefixes) > 1 else count
                 pair.all_of_one = len(pair.found) == wanted or len(keys) == len(files)
                 yield pair
+
+
+class _Parts:
+    """Finds names by what they begin with, as there are many parts and many names."""
+
+    def __init__(self, aliases: Mapping[str, Sequence[str]]) -> None:
+        pairs = ((first, name) for first, names in aliases.items() for name in names)
+        self._sorted = sorted((name, at, first) for at, (first, name) in enumerate(pairs))
+
+    def __call__(self, start: str) -> list[tuple[str, str]]:
+        """First names and names, in the model's order."""
+        begin, end = (bisect_left(self._sorted, (x,)) for x in (start, start + _LAST))
+        part = sorted(self._sorted[begin:end], key=itemgetter(1))
+        return [(first, name) for name, _, first in part]
 
 
 def _several(checkpoint: Checkpoint, pairs: Sequence[_Pair]) -> CheckpointError:

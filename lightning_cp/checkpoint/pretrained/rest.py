@@ -51,9 +51,10 @@ class Rest:
             module: [name for name, x in module._buffers.items() if id(x) in in_files]
             for module in unset
         }
-        self._ways = {
-            x: [initialize] if initialize is not None else ways_to_set(model, x) for x in unset
-        }
+        if initialize is None:
+            self._ways = ways_to_set(model, unset)
+        else:
+            self._ways = {module: [initialize] for module in unset}
         for path, module in self._owners:
             if not self._ways[module]:
                 raise CheckpointError(

@@ -60,7 +60,7 @@ def initialise(
     """
     unset = own_on_meta(model)
     owners = [(name, m) for name, m in model.named_modules() if m in unset]
-    ways = {m: _ways(name, m, model) for name, m in owners}
+    ways = _ways(model, owners)
     materialize(model, torch.device("cpu") if offload else device, None)
     for _, module in owners:
         module._buffers.update(
@@ -83,15 +83,18 @@ def initialise(
             whole.keep(values)
 
 
-def _ways(name: str, module: nn.Module, model: nn.Module) -> list[Initialize]:
-    found = ways_to_set(model, module)
-    if not found:
-        raise ConfigError(
-            f"{name or type(module).__name__} ({type(module).__name__}) was built on the meta device, and "
-            "nothing says what its values are. Give it a method reset_parameters() that sets its own "
-            "parameters and buffers, build it on a real device, or pass pretrained=."
-        )
-    return found
+def _ways(
+    model: nn.Module, owners: Sequence[tuple[str, nn.Module]]
+) -> dict[nn.Module, list[Initialize]]:
+    ways = ways_to_set(model, (owner for _, owner in owners))
+    for name, owner in owners:
+        if not ways[owner]:
+            raise ConfigError(
+                f"{name or type(owner).__name__} ({type(owner).__name__}) was built on the meta device, and "
+                "nothing says what its values are. Give it a method reset_parameters() that sets its own "
+                "parameters and buffers, build it on a real device, or pass pretrained=."
+            )
+    return ways
 
 
 def _require_set(name: str, left: Sequence[str]) -> None:
