@@ -1,4 +1,4 @@
-"""Sums of small tensors over a group."""
+"""Sums of small tensors over a group, and what all of it take from its first rank."""
 
 from __future__ import annotations
 
@@ -46,10 +46,12 @@ def from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> Non
     if group.size() == 1:
         return
     waiting: list[torch.Tensor] = []
+    held = 0
     for x in tensors:
-        if x.nbytes > MESSAGE - sum(one.nbytes for one in waiting):
+        held += x.nbytes
+        if held > MESSAGE:
             _overwrite(waiting, group)
-            waiting = []
+            waiting, held = [], x.nbytes
         waiting.append(x.detach())
     _overwrite(waiting, group)
 

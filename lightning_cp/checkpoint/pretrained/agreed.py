@@ -8,18 +8,19 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from lightning_cp.checkpoint.paths import local_path
+from lightning_cp.checkpoint.pretrained.options import Options, dtype_of
 from lightning_cp.checkpoint.pretrained.plan import LoadPlan
 from lightning_cp.comm.checksum import fingerprint
 from lightning_cp.comm.objects import World
-from lightning_cp.errors import CheckpointError
+from lightning_cp.errors import CheckpointError, without_home
 
 _log = logging.getLogger("lightning_cp")
 
 Facts = dict[str, Mapping[str, str]]
 
 
-def require_same_plan(plan: LoadPlan) -> None:
-    """Refuse ranks whose files, names or parts of the model differ. Collective.
+def require_same_plan(plan: LoadPlan, options: Options) -> None:
+    """Refuse ranks whose files, names, parts of the model or dtypes differ. Collective.
 
     Machines may have copies of their own, of which one is older. What a rank reads of a tensor is its own
     matter; which tensor that is, is not.
@@ -27,7 +28,7 @@ def require_same_plan(plan: LoadPlan) -> None:
     Raises:
         CheckpointError: on every rank, naming what differs first, and between which ranks.
     """
-    world, facts = World(), _facts(plan)
+    world, facts = World(), _facts(plan, options)
     own = {what: fingerprint(sorted(said.items())) for what, said in facts.items()}
     every = world.gather(own)
     odd = next((rank for rank, others in enumerate(every) if others != every[0]), None)
@@ -50,18 +51,19 @@ def tell_other_paths(path: str | os.PathLike[str]) -> None:
         _log.warning(
             "ranks load from different paths: %s on rank 0, %s on rank %d. Names, dtypes and shapes in their "
             "files are the same; that their values are, too, is not looked at.",
-            every[0],
-            every[odd],
+            without_home(every[0]),
+            without_home(every[odd]),
             odd,
         )
 
 
-def _facts(plan: LoadPlan) -> Facts:
+def _facts(plan: LoadPlan, options: Options) -> Facts:
     """By what they are of, in the order in which a difference is named."""
     return {
         "the files are": {
             repr(key): f"{entry.dtype} {list(entry.shape)}" for key, entry in plan.files.items()
         },
+        "the option dtype is": {"it": str(dtype_of(options.dtype))},
         "the part of the model is": {"it": repr(plan.prefix)},
         "the names in the files are": {
             repr(name): " + ".join(map(repr, keys)) or "missing"

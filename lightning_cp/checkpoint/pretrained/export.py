@@ -32,7 +32,7 @@ from lightning_cp.checkpoint.pretrained.options import dtype_of
 from lightning_cp.checkpoint.pretrained.write import index_text
 from lightning_cp.comm.objects import World
 from lightning_cp.comm.outcome import share_outcome
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import ConfigError, without_home
 
 FILE_BYTES = 5_000_000_000
 REPLACED = (INDEX, "config.json", "generation_config.json")
@@ -132,8 +132,9 @@ def _same_target(path: str | os.PathLike[str], device_type: str) -> Path:
     odd = next((rank for rank, other in enumerate(every) if other != every[0]), None)
     if odd is not None:
         raise ConfigError(
-            f"ranks export to different paths: {every[0]} on rank 0, {every[odd]} on rank {odd}. Give the "
-            "same one on every rank, absolute if they run in different folders: rank 0 writes all of it."
+            f"ranks export to different paths: {without_home(every[0])} on rank 0, "
+            f"{without_home(every[odd])} on rank {odd}. Give the same one on every rank, absolute if they "
+            "run in different folders: rank 0 writes all of it."
         )
     return target
 

@@ -33,13 +33,16 @@ from lightning_cp.checkpoint.pretrained.options import (
 from lightning_cp.checkpoint.pretrained.plan import LoadPlan, Slice, plan_load
 from lightning_cp.checkpoint.pretrained.progress import Progress
 from lightning_cp.checkpoint.pretrained.reader import BUFFER, SliceReader
-from lightning_cp.checkpoint.pretrained.rest import Rest, together
+from lightning_cp.checkpoint.pretrained.rest import LOADING, Rest, together
 from lightning_cp.checkpoint.pretrained.twins import require_same
 from lightning_cp.checkpoint.pretrained.unloaded import tell_unloaded
 from lightning_cp.comm.local import local_part
+from lightning_cp.comm.objects import World
 from lightning_cp.comm.outcome import summed_over_world
-from lightning_cp.errors import CheckpointError
+from lightning_cp.errors import CheckpointError, RankFailure
 from lightning_cp.mesh import ContextParallelMesh
+
+_Asked = tuple[Options, nn.Module, torch.device, torch.device]
 
 
 @dataclass(frozen=True)
@@ -87,19 +90,18 @@ def load_pretrained(
         ConfigError: an option that cannot be.
         RankFailure: another rank has raised.
     """
-    chosen, model = check_options(options), unwrapped(model)
-    require_kinds(mesh, device)
-    own_device = _device(model, mesh, device)
-    reach = _reach(model, own_device)
+    made: list[_Asked] = []
+    World().together(lambda: made.append(_asked(model, mesh, device, options)), _elsewhere)
+    chosen, model, own_device, reach = made[0]
     started = time.monotonic()
     with together(reach):
         plan = _plan(model, path, chosen)
         rest = Rest(model, plan, chosen.initialize)
         wanted = _require_room(model, rest, dtype_of(chosen.dtype), own_device, reach)
-    require_same_plan(plan)
+    require_same_plan(plan, chosen)
     tell_other_paths(path)
     require_memory_together(wanted, own_device)
-    rest.require_same()
+    rest.require_same(dtypes(model, dtype_of(chosen.dtype)))
     nbytes = plan.nbytes + sum(one.nbytes for one in plan.twins)
     (total,) = summed_over_world([nbytes], reach.type)
     with incomplete_until_done(model), Progress(plan, total, shown=chosen.progress) as progress:
@@ -114,6 +116,22 @@ def load_pretrained(
     seconds = time.monotonic() - started
     missing = (*plan.missing, *plan.beside)
     return Loaded(nbytes, seconds, peak_bytes(), missing, plan.unexpected)
+
+
+def _asked(
+    model: nn.Module,
+    mesh: ContextParallelMesh | None,
+    device: torch.device | str | None,
+    options: dict[str, Any],
+) -> _Asked:
+    chosen, model = check_options(options), unwrapped(model)
+    require_kinds(mesh, device)
+    own_device = _device(model, mesh, device)
+    return chosen, model, own_device, _reach(model, own_device)
+
+
+def _elsewhere(said: str) -> RankFailure:
+    return RankFailure(f"{LOADING} ended on all ranks, because of {said}")
 
 
 def _plan(model: nn.Module, path: str | os.PathLike[str], options: Options) -> LoadPlan:

@@ -71,14 +71,19 @@ def require_memory(
     wanted, free = sum(part.nbytes for part in parts) + more, free_bytes(device)
     if free is not None and wanted > free:
         largest = max((*parts, *passing), key=lambda part: part.nbytes)
-        shown = max(passing, key=lambda part: part.nbytes).name if passing else ""
-        beside = f" ({more:,} of them while {shown} is set: {WHOLE_HELP})" if more else ""
+        beside = f" ({more:,} of them while {_set(passing)} set: {WHOLE_HELP})" if more else ""
         raise CheckpointError(
             f"this rank's part of the model takes {wanted:,} bytes on {device}, and {free:,} are free"
             f"{beside}; its largest tensor is {largest.name} of shape {list(largest.shape)} here, "
             f"{largest.nbytes:,} bytes. {HELP}"
         )
     return wanted
+
+
+def _set(passing: Sequence[Part]) -> str:
+    taking = [part for part in passing if part.nbytes]
+    name = max(taking, key=lambda part: part.nbytes).name
+    return f"{name} is" if len(taking) == 1 else f"{name} and {len(taking) - 1} more are"
 
 
 def require_memory_together(wanted: int, device: torch.device) -> None:
@@ -143,7 +148,7 @@ HELP = (
     "data_parallel_size or tensor_parallel_size; dtype='bfloat16' halves it."
 )
 WHOLE_HELP = (
-    "what no file holds is set whole on every rank, one module at a time, however it is sharded; "
+    "what no file holds is set whole on every rank, one large module at a time, however sharded; "
     "dtype='bfloat16' halves it, and a checkpoint that holds it takes none of that"
 )
 

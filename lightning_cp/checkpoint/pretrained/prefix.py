@@ -8,6 +8,7 @@ guessed: the last part of a name, such as ``weight``, is the same in any two mod
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -119,29 +120,49 @@ def _pairs(
 ) -> Iterator[_Pair]:
     """Every pair that has a name in common."""
     every = tensors_of(model).aliases
-    puts = ["", *sorted({key.split(".")[0] + "." for key in files if "." in key})]
-    below = {put: sum(key.startswith(put) for key in files) for put in puts}
-    part_of = _Parts(every)
+    part_of, starts = _Parts(every), _Starts(files)
     for taken in prefixes:
         named = [(first, name[len(taken) :]) for first, name in part_of(taken)]
         known = [(first, name, keys_of(name, rules, "")) for first, name in named]
         count = len({first for first, _ in named})
-        for put in puts:
+        wanted = len(every) if len(prefixes) > 1 else count
+        same = [name for _, name, plain_keys in known if plain_keys == (name,)]
+        most = sum(len(plain_keys) for *_, plain_keys in known)
+        if count < wanted and most < len(files):  # then a pair needs a module's name
+            same = [name for name in same if _has_module(name)]
+        for put in starts.before(same):
             pair, keys = _Pair(taken, put), set[str]()
             for first, name, plain_keys in known:
-                same = plain_keys == (name,)
-                made = (put + name,) if same else plain_keys
+                same_name = plain_keys == (name,)
+                made = (put + name,) if same_name else plain_keys
                 if all(key in files for key in made):
                     pair.found.setdefault(first, made)
                     keys.update(made)
-                    pair.names += [name] if same else []
-                    pair.by_rule |= not same
+                    pair.names += [name] if same_name else []
+                    pair.by_rule |= not same_name
             if pair.found:
                 pair.part_of_model = len(pair.found) / count
-                pair.part_of_files = len(pair.names) / max(1, below[put])
-                wanted = len(every) if len(prefixes) > 1 else count
+                pair.part_of_files = len(pair.names) / max(1, starts.below[put])
                 pair.all_of_one = len(pair.found) == wanted or len(keys) == len(files)
                 yield pair
+
+
+class _Starts:
+    """What keys of files begin with: nothing, or their first part."""
+
+    def __init__(self, files: Collection[str]) -> None:
+        self.below = Counter({"": len(files)})
+        """How many keys begin with each."""
+        self._of: dict[str, list[str]] = defaultdict(list)
+        for key in files:
+            start, dot, rest = key.partition(".")
+            if dot:
+                self.below[start + dot] += 1
+                self._of[rest].append(start + dot)
+
+    def before(self, names: Sequence[str]) -> list[str]:
+        """With which one of the names is a key; nothing always."""
+        return ["", *sorted({start for name in names for start in self._of.get(name, ())})]
 
 
 class _Parts:

@@ -65,28 +65,37 @@ class Rest:
                     "Nothing was loaded."
                 )
 
-    def require_same(self) -> None:
+    def require_same(self, dtype_of: Callable[[torch.Tensor], torch.dtype]) -> None:
         """Refuse ranks that lack different things, since they are set on all of them together. Collective.
 
+        Args:
+            dtype_of: what each tensor is going to have.
+
         Raises:
-            CheckpointError: on every rank, naming one that only some lack.
+            CheckpointError: on every rank, naming one that differs.
         """
-        own = {f"{plain(path)}.{name}" for path, x in self._owners for name in self._unset[x]}
-        for rank, names in enumerate(every := World().gather(own)):
-            if names != every[0]:
+        own: dict[str, str] = {}
+        for path, module in self._owners:
+            for name in self._unset[module]:
+                x: torch.Tensor = getattr(module, name)
+                own[plain(f"{path}.{name}" if path else name)] = f"{list(x.shape)} {dtype_of(x)}"
+        for rank, other in enumerate(every := World().gather([*own.items()])):
+            if other != every[0]:
                 raise CheckpointError(
-                    f"{min(names ^ every[0])} is on the meta device on one of the ranks 0 and {rank} only, "
-                    "and no file holds it. Build the model in the same way on every rank. Nothing was loaded."
+                    f"no file holds {_difference(dict(every[0]), dict(other), rank)}. Build the model in the "
+                    "same way on every rank, with the same options. Nothing was loaded."
                 )
 
     def _groups(self) -> Iterator[list[Whole]]:
         """What is whole at the same time: a module, or several small ones, as ranks wait for each group."""
         group: list[Whole] = []
+        held = 0
         for path, module in self._owners:
             whole = Whole(module, self._unset[module], plain(path), unread=self._unread[module])
-            if group and sum(x.numel() for x in group) + whole.numel() > _TOGETHER:
+            held += (more := whole.numel())
+            if group and held > _TOGETHER:
                 yield group
-                group = []
+                group, held = [], more
             group.append(whole)
         if group:
             yield group
@@ -157,6 +166,17 @@ def together(device: torch.device) -> Iterator[None]:
     except Exception as raised:  # of the user's function, say: the others are not to wait
         error = raised
     share_outcome(error, device.type, what=LOADING)
+
+
+def _difference(first: dict[str, str], other: dict[str, str], rank: int) -> str:
+    """What a rank lacks otherwise than the first one does."""
+    names = (name for name in {**first, **other} if first.get(name) != other.get(name))
+    name = next(names, None)
+    if name is None:
+        return "the same on all ranks, but in another order"
+    if name in first and name in other:
+        return f"{name}, which is {first[name]} on rank 0 and {other[name]} on rank {rank}"
+    return f"{name}, which is on the meta device on one of the ranks 0 and {rank} only"
 
 
 def _not_in_files(model: nn.Module, in_files: Collection[int]) -> Names:

@@ -56,6 +56,31 @@ def test_an_error_of_the_users_function_on_one_rank_ends_the_load_on_all(tmp_pat
     assert "rank 1 raised ValueError: not today" in first
 
 
+def asks_wrongly(rank: int, world: int, path: Path, wrong: dict[str, Any]) -> str:
+    """A mistake in a call, on one rank only."""
+    model: Any = make(device="meta")
+    options = {"progress": False, **(wrong if rank else {})}
+    model = options.pop("model", model)
+    return raised_by(lambda: load_pretrained(model, path, **options))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"strikt": False}, {"device": "gpu"}, {"model": {"weight": 1}}, {"mesh": "cpu"}],
+    ids=str,
+)
+def test_a_wrong_call_on_one_rank_ends_the_load_on_all(
+    wrong: dict[str, Any], tmp_path: Path
+) -> None:
+    save(tmp_path)
+    first, second = run_ranks(2, asks_wrongly, tmp_path, wrong, timeout=30)
+    assert not second.startswith("RankFailure")
+    assert first.startswith(
+        "RankFailure: loading pretrained weights ended on all ranks, because of rank 1: "
+    )
+    assert second.split(":")[0] in first
+
+
 def configured_badly(rank: int, world: int, target: Path) -> str:
     """A configuration that cannot be written, as rank 0 finds out at the end."""
 

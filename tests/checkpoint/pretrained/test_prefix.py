@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from lightning_cp.checkpoint.pretrained import prefix
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.pretrained.models import load, make, refuse
 
@@ -176,3 +178,31 @@ def test_the_error_is_raised_before_anything_changes(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="equally well"):
         load(model, tmp_path, strict=False)
     assert all(x.is_meta for x in model.parameters())
+
+
+def experts(count: int) -> nn.Module:
+    """Many modules with the same names in them."""
+    return model_of(net=nn.ModuleList(block("up", "down") for _ in range(count)))
+
+
+@pytest.mark.parametrize(
+    ("make_model", "most"),
+    [
+        (lambda count: nn.Sequential(*(linear() for _ in range(count))), 3),
+        (lambda count: model_of(**{f"m{at}": linear() for at in range(count)}), 3),
+        (experts, 4),
+    ],
+    ids=["a sequence", "names of their own", "experts"],
+)
+def test_a_model_of_many_modules_is_not_compared_with_itself(
+    make_model: Any, most: int, tmp_path: Path
+) -> None:
+    """As many pairs are tried as there are modules, not the square of that."""
+    count = 150
+    with torch.device("meta"):
+        model = make_model(count)
+    write(tmp_path, *(name for name, _ in model.named_parameters()))
+    with mock.patch.object(prefix, "_Pair", wraps=prefix._Pair) as tried:
+        load(model, tmp_path)
+    assert tried.call_count <= most * count
+    assert list(values(model).values()) == [1.0 + at for at in range(len(values(model)))]

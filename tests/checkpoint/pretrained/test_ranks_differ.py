@@ -31,11 +31,18 @@ def loads(rank: int, world: int, path: Path, way: str) -> tuple[str, bool]:
         options["keys"] = {"bias": "net.bias"}
     if odd and way == "prefix":
         options["prefix"] = "b."
+    if odd and way == "option":
+        options["dtype"] = "bfloat16"
     save_file(held, folder / "model.safetensors")
     with torch.device("meta"):
         model = nn.ModuleDict({name: nn.Linear(2, 4) for name in "ab"})
         if odd and way == "names":
             model["a"].more = nn.Linear(2, 4)
+        if way == "head":
+            model["a"].head = nn.Linear(2, 3 if odd else 2)
+        if way == "order":
+            model["a"].one, model["a"].two = (nn.Linear(2, 2) for _ in range(2))
+            model["a"]._modules = dict(sorted(model["a"]._modules.items(), reverse=odd))
     options = {"prefix": "a.", "strict": False, **options}
     try:
         load_pretrained(model, folder, progress=False, **options)
@@ -48,6 +55,9 @@ SAYS = {
     "dtype": r"the files are not the same on ranks 0 and 2: 'net.bias' is torch.float32 \[4\] on rank 0 and "
     r"torch.float16 \[4\] on rank 2",
     "one more": r"the files .*: 'other.bias' is not there on rank 0 and torch.float32 \[4\] on rank 2",
+    "option": r"the option dtype is not .* 2: it is None on rank 0 and torch.bfloat16 on rank 2",
+    "head": r"no file holds a.head.weight, which is \[2, 2\] torch.float32 on rank 0 and \[3, 2\] .* rank 2",
+    "order": "no file holds the same on all ranks, but in another order",
     "prefix": "the part of the model is not .* 2: it is 'a.' on rank 0 and 'b.' on rank 2",
     "names": "the names in the files are not .* 2: 'a.more.bias' is not there on rank 0 and missing on",
 }

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.checkpoint import load_pretrained
 from lightning_cp.checkpoint.pretrained import rest
-from tests.checkpoint.pretrained.models import forget_meshes
+from lightning_cp.checkpoint.pretrained.whole import Whole
+from tests.checkpoint.pretrained.models import forget_meshes, load
 from tests.pool import run_ranks
 
 SIZE = 6
@@ -120,3 +121,13 @@ def test_the_values_are_those_of_one_module_at_a_time(tmp_path: Path) -> None:
         assert torch.equal(x, some[name]), name
     assert alone["0.adapter"].std() > 0.1
     assert not torch.equal(alone["0.adapter"], alone["1.adapter"])
+
+
+def test_many_modules_are_looked_at_once_each(tmp_path: Path) -> None:
+    count = 40
+    saved(tmp_path / "model.safetensors", count)
+    with torch.device("meta"):
+        model = stack(count)
+    with mock.patch.object(Whole, "numel", autospec=True, side_effect=Whole.numel) as looked:
+        load(model, tmp_path, allow_missing=["*.adapter"])
+    assert looked.call_count == 2 * count  # to see whether there is room, and to set them
