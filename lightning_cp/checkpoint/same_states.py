@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.checkpoint.failures import failed_save, shown
+from lightning_cp.checkpoint.failures import failed_save
 from lightning_cp.checkpoint.plain import Place, dotted
+from lightning_cp.checkpoint.same_paths import both, odd_path
 from lightning_cp.comm.objects import World
 
 
@@ -37,11 +37,15 @@ class Kept:
         return bool(self.what) or any(x.spread for x in self.parts.values())
 
 
+_PLAIN = Kept()
+
+
 def require_same_states(
     world: World,
     target: Path,
     make: Callable[[], Mapping[Any, Any]],
     heavy: tuple[type, ...] = (),
+    compared: Collection[str] | None = None,
 ) -> None:
     """Refuse to save states of which another rank has something that the first one has not. Collective.
 
@@ -52,35 +56,40 @@ def require_same_states(
         target: the checkpoint.
         make: gives what this rank is about to save; does not communicate.
         heavy: what counts as having tensors, besides those.
+        compared: keys of the top level; below others only what is spread is compared.
 
     Raises:
         CheckpointError: on every rank: naming the first difference; or what ``make`` raises somewhere.
     """
     mine: list[Kept] = []
 
-    def digest() -> tuple[str, str, str]:
+    def digest() -> str:
         mine.append(_kept(make(), heavy))
-        said = hashlib.sha256(repr(_ordered(mine[0])).encode()).hexdigest()
-        return str(target), _near(target), said
+        if compared is not None:
+            mine[0].parts = dict(_below(mine[0], compared))
+        return hashlib.sha256(repr(_ordered(mine[0])).encode()).hexdigest()
 
     every = world.together(digest, lambda said: failed_save(target, said))
-    first = every[0]
-    for rank, (path, near, _) in enumerate(every):
-        if path != first[0] and near != first[1]:  # ranks may run in folders of their own
-            raise failed_save(
-                Path(first[0]),
-                f"rank {rank} saves to {shown(Path(path))}, rank 0 to {shown(Path(first[0]))}: every rank "
-                "has to give the same path",
-            )
-    if len({said for _, _, said in every}) > 1:
+    found = odd_path(world, target)
+    if found is not None:
+        why = f"ranks save to different paths: {both(*found)}. Every rank has to give the same one"
+        raise failed_save(found[1][0], why)
+    if len(set(every)) > 1:
         _require_same(world.gather(mine[0]), target)
 
 
-def _near(target: Path) -> str:
-    try:
-        return os.path.relpath(target)
-    except FileNotFoundError:  # the working directory is gone
-        return str(target)
+def _below(top: Kept, compared: Collection[str]) -> Iterator[tuple[Any, Kept]]:
+    for key, value in top.parts.items():
+        if key in compared:
+            yield key, value
+        elif value.spread:
+            yield key, _spread(value)
+
+
+def _spread(value: Kept) -> Kept:
+    """Without what is not spread."""
+    parts = {key: _spread(part) for key, part in value.parts.items() if part.spread}
+    return Kept(value.what, value.tensors, parts)
 
 
 def _require_same(every: list[Kept], target: Path) -> None:
@@ -121,12 +130,14 @@ def _kept(value: Any, heavy: tuple[type, ...], *, top: bool = True) -> Kept:
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
     else:
-        return Kept()
-    parts = {key: _kept(item, heavy, top=False) for key, item in items}
-    made = Kept(tensors=any(x.tensors for x in parts.values()), parts=parts)
-    if top or made.spread or (made.tensors and isinstance(value, Mapping)):
-        return made
-    return Kept(tensors=made.tensors)
+        return _PLAIN
+    made = Kept()
+    for key, item in items:
+        part = _kept(item, heavy, top=False)
+        made.tensors |= part.tensors
+        if part.spread or isinstance(value, Mapping):  # a list may be long
+            made.parts[key] = part
+    return made if made.tensors or top else _PLAIN
 
 
 def _ordered(kept: Kept) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,6 +68,7 @@ def plan(
     about: About | None = None,
     ours: dict[str, Any] | None = None,
     may_lack: Sequence[str] = (),
+    compared: Collection[str] | None = None,
     newest: bool = True,
 ) -> tuple[Save, list[str]]:
     """Begin a save: what is sent between ranks is sent here. Collective.
@@ -79,6 +80,7 @@ def plan(
         about: for the manifest.
         ours: noted beside the state; plain.
         may_lack: keys of the top level whose entries are left out if they cannot be written.
+        compared: keys of the top level below which whole tensors are compared, too; all by default.
         newest: ``latest`` is to name it.
 
     Returns:
@@ -105,7 +107,7 @@ def plan(
     except OSError as error:
         raise failed_save(target, told(error)) from error
     made = mine[0]
-    require_same_states(world, target, lambda: made.tree)
+    require_same_states(world, target, lambda: made.tree, compared=compared)
     notes = {**(ours or {}), "notes": made.notes}
     try:
         planned = FORMS[form](made.tree, notes, target, about or About())

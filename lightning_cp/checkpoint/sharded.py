@@ -43,10 +43,12 @@ from lightning_cp.checkpoint.notes import leave_failure, read_note
 from lightning_cp.checkpoint.plain import Place, name_of
 from lightning_cp.checkpoint.shard_file import Block, Written, write_shard
 from lightning_cp.comm.objects import World, told
-from lightning_cp.errors import CheckpointError
+from lightning_cp.errors import CheckpointError, without_home
 
 STATE = "state.json"
 _NOTE, _PAUSE = "done-", 0.02
+_SEEN = 10.0
+"""Seconds until a folder that one rank has made has to be there for another."""
 
 
 @dataclass
@@ -213,14 +215,30 @@ def plan_sharded(
 
     try:
         begun = world.together(begin, lambda said: failed_save(target, said))
+        _, folder, save = begun[0]
+        world.together(
+            lambda: _require_seen(target.with_name(folder)), lambda said: failed_save(target, said)
+        )
         world.together(end, lambda said: failed_save(target, said))
     except BaseException:
         if world.rank == 0:
             discard(staging)
         raise
-    _, folder, save = begun[0]
     kept = state if world.rank == 0 else None
     return ShardedSave(target, target.with_name(folder), save, about, world, blocks, kept)
+
+
+def _require_seen(folder: Path) -> None:
+    """What the first rank has made is there for this one: it may take a moment over a network."""
+    until = time.monotonic() + _SEEN
+    while not folder.is_dir():
+        if time.monotonic() > until:
+            raise CheckpointError(
+                f"this rank does not see {without_home(str(folder.parent.absolute()))}, in which rank 0 has "
+                "made a folder for the parts of all. A sharded checkpoint needs a file system that all "
+                "ranks share, and the same path on all of them; checkpoint='full' needs neither"
+            )
+        time.sleep(_PAUSE)
 
 
 def _named(tensors: dict[str, torch.Tensor], place: Place, tensor: torch.Tensor) -> str:

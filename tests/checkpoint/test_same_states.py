@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from lightning_cp.checkpoint import sharded
 from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.checkpoint.same_states import require_same_states
 from lightning_cp.checkpoint.save import save_checkpoint
+from lightning_cp.comm.objects import World
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.meshes import mesh_of
 from tests.pool import run_ranks
@@ -44,8 +50,14 @@ def refused(rank: int, world: int, form: str) -> list[str]:
         with pytest.raises(CheckpointError, match=match) as raised:
             save_checkpoint(state, Path(f"folder-{at}", "a"), form=form)
         said.append(str(raised.value))
-    with pytest.raises(CheckpointError, match=r"rank 1 saves to .*a-1, rank 0 to .*a-0") as raised:
+    names = r"different paths: a-0 on rank 0, a-1 on rank 1"
+    with pytest.raises(CheckpointError, match=names) as raised:
         save_checkpoint({"x": 1}, Path("folder-x", f"a-{rank}").absolute(), form=form)
+    said.append(str(raised.value))
+    # what differs is shown, also where that is not the end
+    names = r"different paths: .*run-0/checkpoints/a on rank 0, .*run-1/checkpoints/a on rank 1"
+    with pytest.raises(CheckpointError, match=names) as raised:
+        save_checkpoint({"x": 1}, Path("/", f"run-{rank}", "checkpoints", "a"), form=form)
     dist.barrier()
     assert list(Path().iterdir()) == [], "something was written"
     return [*said, str(raised.value)]
@@ -74,6 +86,46 @@ def allowed(rank: int, world: int, form: str) -> None:
     assert read["random"].tolist() == [0, 0]
     assert read["seconds"] == {"forward": 1.5, "only on 0": 1}
     assert read["config"] == {"lr": 0.1}
+
+
+def from_another_folder(rank: int, world: int, form: str) -> str:
+    """One path, seen from two working directories."""
+    own = Path(f"of-{rank}")
+    own.mkdir()
+    os.chdir(own)
+    spread = distribute_tensor(torch.arange(8.0), mesh_of(2), [Shard(0)])
+    try:
+        with mock.patch.object(sharded, "_SEEN", 0.1):
+            save_checkpoint({"w": spread}, Path("deep", "a"), form=form)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+        os.chdir("..")
+    return "" if rank or Path("of-0", "deep", "a").exists() else "nothing was saved"
+
+
+def test_parts_of_all_ranks_need_a_folder_that_all_see() -> None:
+    assert run_ranks(2, from_another_folder, "full") == ["", ""]
+    first, second = run_ranks(2, from_another_folder, "sharded")
+    for said in (first, second):
+        assert "does not see" in said
+        assert "of-1/deep, in which rank 0 has made a folder" in said
+        assert "all ranks share" in said
+
+
+def lists(rank: int, world: int) -> int:
+    """The most memory that comparing takes where a state has a long list, in bytes."""
+    tree = {"seen": [*range(100_000)], "w": torch.ones(1)}
+    tracemalloc.start()
+    require_same_states(World(), Path("a"), lambda: tree)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return most
+
+
+def test_what_is_plain_takes_no_memory() -> None:
+    assert max(run_ranks(2, lists)) < 1_000_000
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -128,9 +128,8 @@ def _restore(
     """Check everything, then load."""
     present = {key: obj for key, obj in state.items() if key in checkpoint}
     modules, fitted = _modules(state), {}
-    check_modules(
-        _modules(present), checkpoint, strict=strict
-    )  # whose optimizers would not fit either
+    # of another model, first of all: the optimizer of that does not fit either
+    check_modules(_modules(present), checkpoint, strict=strict)
     for key, obj in _optimizers(present).items():
         saved = names.get(key, [])
         own = names_as_saved(saved, obj, modules)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Saver:
         ours: dict[str, Any],
         *,
         may_lack: Sequence[str] = (),
+        compared: Collection[str] | None = None,
         wait: bool = False,
     ) -> None:
         """Save a state. Collective.
@@ -53,6 +54,7 @@ class Saver:
             about: for its manifest.
             ours: noted beside the state.
             may_lack: keys whose entries are left out if they cannot be written, which is said once.
+            compared: keys in which ranks have to have the same; all by default.
             wait: not in the background, whatever was set.
 
         Raises:
@@ -61,7 +63,13 @@ class Saver:
         self.finish()
         target = local_path(path)
         planned, left_out = plan(
-            tree, target, form=self._form, about=about, ours=ours, may_lack=may_lack
+            tree,
+            target,
+            form=self._form,
+            about=about,
+            ours=ours,
+            may_lack=may_lack,
+            compared=compared,
         )
         self._say_left_out(left_out)
         if self._in_background and not wait:
@@ -99,10 +107,6 @@ class Saver:
 
         try:
             self._together(running.target, done)
-            if (
-                error := running.error
-            ) is not None:  # the first cause is on a rank that asks no more
-                raise error
         except CheckpointError:
             self._later.clear()  # what was to be replaced is still needed
             raise
@@ -157,7 +161,7 @@ class Saver:
         try:
             return self._removed(target)
         except OSError as error:
-            self._say_once(f"{shown(target)} cannot be removed: {told(error)}. The run goes on.")
+            self.say_once(f"{shown(target)} cannot be removed: {told(error)}. The run goes on.")
             return True
 
     def _removed(self, target: Path) -> bool:
@@ -167,7 +171,7 @@ class Saver:
         if any(x.is_symlink() and x.resolve() == target.resolve() for x in target.parent.iterdir()):
             return False
         if is_foreign(target):
-            self._say_once(
+            self.say_once(
                 f"{shown(target)} is not removed: it has no manifest.json of ours, so it is no complete "
                 "checkpoint of lightning_cp."
             )
@@ -182,13 +186,14 @@ class Saver:
 
     def _say_left_out(self, names: Sequence[str]) -> None:
         if names:
-            self._say_once(
+            self.say_once(
                 f"{', '.join(names[:3])}{', ...' * (len(names) > 3)} cannot be saved and is left out of "
                 "checkpoints: they hold tensors, numbers, strings and plain containers. Nothing is lost "
                 "where the module is made by your own code; say save_hyperparameters(ignore=[...]) to agree."
             )
 
-    def _say_once(self, text: str) -> None:
+    def say_once(self, text: str) -> None:
+        """Warn on the first rank."""
         if text not in self._said:
             self._said.add(text)
             rank_zero_warn(text)
