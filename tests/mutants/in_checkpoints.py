@@ -134,4 +134,28 @@ CHECKPOINT_MUTANTS = (
         ("tests/strategies/resume/test_fabric.py::test_more_loaders_than_were_saved_are_refused",),
         "A load that is refused leaves other weights.",
     ),
+    Mutant(
+        "callbacks compared as weights are",
+        "lightning_cp/strategies/saves/trainer.py",
+        "            compared=_COMPARED,\n",
+        "",
+        ("tests/strategies/test_monitors_apart.py",),
+        "A run whose data ranks have seen other values ends at the third save.",
+    ),
+    Mutant(
+        "each rank loads what it calls the best",
+        "lightning_cp/strategies/saves/trainer.py",
+        "local_path(self._path_of_first(checkpoint_path))",
+        "local_path(checkpoint_path)",
+        ("tests/strategies/test_monitors_apart.py",),
+        "Data ranks load different weights, or none.",
+    ),
+    Mutant(
+        "a folder that one rank alone sees",
+        "lightning_cp/checkpoint/sharded.py",
+        "    while not folder.is_dir():",
+        "    while False:",
+        ("tests/checkpoint/test_same_states.py",),
+        "The first rank waits half an hour for parts that were never written.",
+    ),
 )

@@ -132,4 +132,20 @@ LOADING_MUTANTS = (
         (f"{TESTS}/test_siblings.py::test_what_files_hold_is_not_made_whole",),
         "An embedding is whole on every rank for the one number that scales it.",
     ),
+    Mutant(
+        "only names of what no file holds compared",
+        f"{ROOM}/rest.py",
+        'f"{list(x.shape)} {dtype_of(x)}"',
+        '""',
+        (f"{TESTS}/test_ranks_differ.py",),
+        "Ranks share a message of another length: values of one tensor end up in the next.",
+    ),
+    Mutant(
+        "a shared message not taken apart",
+        "lightning_cp/comm/reduce.py",
+        "        if part.data_ptr() != x.data_ptr():",
+        "        if part.data_ptr() != x.data_ptr() and len(own) == 1:",
+        ("tests/comm/test_from_first.py",),
+        "Each rank keeps its own random values of small tensors.",
+    ),
 )
