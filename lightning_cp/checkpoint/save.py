@@ -17,7 +17,7 @@ from lightning_cp.checkpoint.latest import require_name
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.plain import plain
 from lightning_cp.checkpoint.same_states import require_same_states
-from lightning_cp.checkpoint.sharded import plan_sharded
+from lightning_cp.checkpoint.sharded_plan import plan_sharded
 from lightning_cp.checkpoint.unasked import UnaskedError
 from lightning_cp.comm.objects import World, told
 from lightning_cp.errors import CheckpointError

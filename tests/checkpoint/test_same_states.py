@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_cp.checkpoint import sharded
+from lightning_cp.checkpoint import sharded_plan
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.same_states import require_same_states
 from lightning_cp.checkpoint.save import save_checkpoint
@@ -95,7 +95,7 @@ def from_another_folder(rank: int, world: int, form: str) -> str:
     os.chdir(own)
     spread = distribute_tensor(torch.arange(8.0), mesh_of(2), [Shard(0)])
     try:
-        with mock.patch.object(sharded, "_SEEN", 0.1):
+        with mock.patch.object(sharded_plan, "_SEEN", 0.1):
             save_checkpoint({"w": spread}, Path("deep", "a"), form=form)
     except CheckpointError as error:
         return str(error)

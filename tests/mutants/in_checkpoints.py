@@ -152,7 +152,7 @@ CHECKPOINT_MUTANTS = (
     ),
     Mutant(
         "a folder that one rank alone sees",
-        "lightning_cp/checkpoint/sharded.py",
+        "lightning_cp/checkpoint/sharded_plan.py",
         "    while not folder.is_dir():",
         "    while False:",
         ("tests/checkpoint/test_same_states.py",),

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -18,7 +17,7 @@ from lightning_cp.checkpoint.read import Checkpoint, open_checkpoint
 from lightning_cp.checkpoint.same_paths import both, odd_path
 from lightning_cp.comm.objects import World
 from lightning_cp.errors import CheckpointError
-from lightning_cp.strategies.replaced import Replaced
+from lightning_cp.strategies.saves.callbacks import ALONE, adopt_callbacks
 from lightning_cp.strategies.saves.front import SavesOfBoth
 from lightning_cp.strategies.saves.kinds import kinds_of
 from lightning_cp.strategies.saves.optimizers import fitting_state, names_of
@@ -40,7 +39,7 @@ class TrainerSaves(SavesOfBoth):
 
     def _adopt_callbacks(self, trainer: Trainer) -> None:
         """Have callbacks save as several ranks can."""
-        _adopt_callbacks(self._adopted, trainer, self._saver)
+        adopt_callbacks(self._adopted, trainer, self._saver)
 
     _before: dict[str, Any] | None = None
     """The weights before a load, on the CPU, until the optimizers' state is known to fit too."""
@@ -64,7 +63,7 @@ class TrainerSaves(SavesOfBoth):
         """
         trainer = self.lightning_module.trainer
         if trainer.state.status == TrainerStatus.INTERRUPTED and World().size > 1:
-            raise CheckpointError(f"{Path(filepath).name} is not saved: {_ALONE}")
+            raise CheckpointError(f"{Path(filepath).name} is not saved: {ALONE}")
         self._require_local(storage_options)
         self._require_complete([self.lightning_module])
         named = dict(self.lightning_module.named_parameters())
@@ -225,32 +224,3 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
         for name, x in state.items()
         if not (isinstance(x, torch.Tensor) and x.is_meta)
     }
-
-
-def _adopt_callbacks(replaced: Replaced, trainer: Trainer, saver: Any) -> None:
-    """Have links made once they have something to point to, and nobody save alone when a rank fails."""
-    replaced.undo()
-    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    for callback in callbacks:
-        if isinstance(callback, ModelCheckpoint) and hasattr(callback, "_link_checkpoint"):
-            replaced.replace(callback, "_link_checkpoint", lambda own: _linking(saver))
-        saves = isinstance(callback, (ModelCheckpoint, OnExceptionCheckpoint))
-        if saves and World().size > 1 and getattr(callback, "save_on_exception", True):
-            replaced.replace(callback, "on_exception", lambda own: _not_alone)
-
-
-def _linking(saver: Any) -> Any:
-    def link(trainer: Trainer, filepath: str, linkpath: str) -> None:
-        saver.link(filepath, linkpath)
-
-    return link
-
-
-def _not_alone(trainer: Trainer, module: LightningModule, error: BaseException) -> None:
-    rank_zero_info(f"no checkpoint is saved on {type(error).__name__}: {_ALONE}")
-
-
-_ALONE = (
-    "a rank that leaves with an error cannot save for all, because the others are not going to take part. "
-    "The last complete checkpoint is the one to resume from."
-)
