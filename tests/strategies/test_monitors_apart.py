@@ -1,4 +1,4 @@
-"""Values that are logged without ``sync_dist`` differ between data ranks: checkpoints are the first one's."""
+"""Values that are logged without ``sync_dist`` differ between data ranks: the first one's decides."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_cp.checkpoint.read import open_checkpoint
@@ -15,25 +16,48 @@ from tests.strategies.logs import RING_TWICE
 from tests.strategies.small import Batch, Small, loader, trainer_of, weights
 
 SCORES = ([1.0, 0.9, 0.8, 0.7], [0.9, 1.0, 0.6, 0.7])
-"""Of each data rank, by epoch: all of them agree when to save, and not which one is the worst then."""
+"""Of each data rank, by epoch: another one is the worst, and the best."""
+ROUNDED = ([0.512, 0.511, 0.3, 0.2], [0.534, 0.512, 0.4, 0.1])
+"""The first two have one name on the first rank, and two on the other."""
+RISING = ([5.0, 4.0, 3.0, 2.0], [5.0, 6.0, 7.0, 8.0])
+"""Falls on one, rises on the other."""
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:It is recommended to use .*sync_dist=True:UserWarning"
+)
 
 
 class Apart(Small):
-    """Each data rank has its own score."""
+    """Each data rank has its own score; ``only``: the first rank alone has one."""
+
+    def __init__(self, scores: Any, *, only: bool = False) -> None:
+        super().__init__()
+        self.scores, self.only = scores, only
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.loss(batch)
         strategy: Any = self.trainer.strategy
-        score = SCORES[strategy.mesh.data_rank][min(self.current_epoch, 3)]
-        self.log("score", score, batch_size=1)
+        score = self.scores[strategy.mesh.data_rank][min(self.current_epoch, 3)]
+        self.log("score", score, batch_size=1, rank_zero_only=self.only)
 
 
-def kept(rank: int, world: int, form: str, filename: str | None) -> dict[str, Any]:
-    checkpoint = ModelCheckpoint("kept", monitor="score", filename=filename, save_top_k=2)
-    module = Apart()
+class Plateau(Apart):
+    """A learning rate that falls when the score does not."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+        scheduler = {"scheduler": plateau, "monitor": "score", "interval": "epoch"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def fitted(
+    rank: int, world: int, module: Apart, settings: dict[str, Any], **options: Any
+) -> dict[str, Any]:
+    """What a rank has in the end."""
+    checkpoint = ModelCheckpoint("kept", monitor="score", **options)
     trainer = trainer_of(
         world,
-        {**RING_TWICE, "checkpoint": form},
+        {**RING_TWICE, **settings},
         max_epochs=len(SCORES[0]),
         callbacks=[checkpoint],
         enable_checkpointing=True,
@@ -41,39 +65,70 @@ def kept(rank: int, world: int, form: str, filename: str | None) -> dict[str, An
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, loader(4), loader(4))
-        own_best = Path(checkpoint.best_model_path).name
+        best = checkpoint.best_model_path
+        rates = [group["lr"] for x in trainer.optimizers for group in x.param_groups]
         trainer.validate(module, loader(4), ckpt_path="best")
-    found = sorted(x.name for x in Path("kept").glob("*.ckpt"))
-    best = (
-        open_checkpoint(Path("kept", Path(checkpoint.best_model_path).name)) if not rank else None
-    )
-    own: Any = next(iter(best.read()["callbacks"].values())) if best is not None else {}
+    read = open_checkpoint(Path(best)).read() if not rank else {}
+    states: Any = read.get("callbacks", {})
     return {
-        "found": found,
-        "best": {Path(path).name for path in own.get("best_k_models", ())},
-        "own best": own_best,
+        "found": sorted(x.name for x in Path("kept").glob("*.ckpt")),
+        "saved": [{Path(path).name for path in x["best_k_models"]} for x in states.values()],
+        "best": Path(best).name,
         "weights": weights(module).tolist(),
-        "said": [str(x.message) for x in caught if "other names" in str(x.message)],
+        "rates": rates,
+        "said": [str(x.message) for x in caught if "monitored" in str(x.message)],
     }
 
 
-@pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist=True:UserWarning")
-@pytest.mark.parametrize("form", ["full", "sharded"])
-def test_each_has_its_own_worst_and_the_first_ones_goes(form: str) -> None:
-    first, *others = run_ranks(4, kept, form, None)
-    assert first["found"] == ["epoch=2-step=6.ckpt", "epoch=3-step=8.ckpt"]
-    assert first["best"] == set(first["found"])
-    assert others[1]["own best"] == "epoch=2-step=6.ckpt" != first["own best"], "ranks disagree"
-    assert all(other["weights"] == first["weights"] for other in others)
+def kept(rank: int, world: int, form: str, scores: Any, options: dict[str, Any]) -> dict[str, Any]:
+    return fitted(rank, world, Apart(scores), {"checkpoint": form}, **options)
+
+
+TWO = ["epoch=2-step=6.ckpt", "epoch=3-step=8.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("form", "scores", "options", "found"),
+    [
+        ("full", SCORES, {"save_top_k": 2}, TWO),
+        ("sharded", SCORES, {"save_top_k": 2}, TWO),
+        ("full", ROUNDED, {"save_top_k": 1, "filename": "{score:.2f}"}, ["score=0.20.ckpt"]),
+        ("full", SCORES, {"save_top_k": 2, "filename": "best"}, ["best-v1.ckpt", "best.ckpt"]),
+    ],
+    ids=["full", "sharded", "names that are the same once rounded", "a name of its own"],
+)
+def test_checkpoints_are_those_of_the_first(
+    form: str, scores: Any, options: dict[str, Any], found: list[str]
+) -> None:
+    first, *others = run_ranks(4, kept, form, scores, options, timeout=60)
+    assert first["found"] == found
+    assert first["saved"] == [set(found)]
+    for other in others:
+        assert other["best"] == first["best"]
+        assert other["weights"] == first["weights"]
     (said,) = first["said"]
-    assert "epoch=3-step=8.ckpt on rank 0, epoch=2-step=6.ckpt on rank 2" in said
-
-
-@pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist=True:UserWarning")
-def test_names_are_those_of_the_first_and_that_is_said_once() -> None:
-    first, *_ = run_ranks(4, kept, "full", "{epoch}-{score:.2f}")
-    assert first["found"] == ["epoch=2-score=0.80.ckpt", "epoch=3-score=0.70.ckpt"]
-    said = first["said"][0]
-    assert "epoch=0-score=1.00.ckpt on rank 0" in said
-    assert "epoch=0-score=0.90.ckpt on rank 2" in said
+    assert "other values of 'score'" in said
+    values = f"{scores[0][0]:g} on rank 0, {scores[1][0]:g} on rank 2"
+    assert values in said
     assert "sync_dist=True" in said
+
+
+def stepped(rank: int, world: int, engine: str) -> dict[str, Any]:
+    return fitted(rank, world, Plateau(RISING), {"data_parallel": engine})
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_learning_rates_are_the_same_on_all_ranks(engine: str) -> None:
+    first, *others = run_ranks(4, stepped, engine)
+    assert first["rates"] == [0.05], "its score fell"
+    for other in others:
+        assert other["rates"] == first["rates"]
+        assert other["weights"] == first["weights"]
+
+
+def logged_by_one(rank: int, world: int) -> dict[str, Any]:
+    return fitted(rank, world, Apart(SCORES, only=True), {}, save_top_k=2)
+
+
+def test_a_value_that_one_rank_alone_has_logged_is_monitored() -> None:
+    assert [found["found"] for found in run_ranks(4, logged_by_one)] == [TWO] * 4

@@ -192,8 +192,8 @@ class Saver:
                 "where the module is made by your own code; say save_hyperparameters(ignore=[...]) to agree."
             )
 
-    def say_once(self, text: str) -> None:
-        """Warn on the first rank."""
-        if text not in self._said:
-            self._said.add(text)
+    def say_once(self, text: str, about: str = "") -> None:
+        """Warn on the first rank, once about a thing; else once with these words."""
+        if (about or text) not in self._said:
+            self._said.add(about or text)
             rank_zero_warn(text)

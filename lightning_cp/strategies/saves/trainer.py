@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.paths import local_path
 from lightning_cp.checkpoint.read import Checkpoint, open_checkpoint
-from lightning_cp.checkpoint.same_paths import both, odd_path
 from lightning_cp.comm.objects import World
 from lightning_cp.errors import CheckpointError
 from lightning_cp.strategies.saves.callbacks import ALONE, adopt_callbacks
@@ -71,7 +70,7 @@ class TrainerSaves(SavesOfBoth):
         kinds = [kinds_of(optimizer) for optimizer in self.optimizers]
         self._saver.save(
             checkpoint,
-            self._path_of_first(filepath),
+            filepath,
             self._about(checkpoint.get("global_step")),
             {"parameters": listed_names(names), "kinds": listed_names(kinds)},
             may_lack=_HYPERPARAMETERS,
@@ -83,20 +82,6 @@ class TrainerSaves(SavesOfBoth):
         sizes = {str(axis): size for axis, size in self.mesh.sizes.items()}
         return About(step, sizes, self._core.settings.data_parallel)
 
-    def _path_of_first(self: Any, path: str | Path) -> str | Path:
-        """The first rank's, if ranks name other checkpoints of one folder, as DDP does. Collective.
-
-        Data ranks do where a value decides that they have each for themselves: logged without ``sync_dist``.
-        """
-        found = odd_path(World(), Path(path))
-        if found is None or len({other.parent for other in found[1]}) > 1:
-            return path
-        self._saver.say_once(
-            f"ranks call a checkpoint by other names: {both(*found)}. That of rank 0 is taken. Values that "
-            "name checkpoints, or say which one is the best, are the same on all ranks with sync_dist=True."
-        )
-        return found[1][0]
-
     def load_checkpoint(
         self: Any, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
@@ -106,7 +91,7 @@ class TrainerSaves(SavesOfBoth):
             CheckpointError: on every rank: it is missing, damaged or no checkpoint.
         """
         require_weights_only(weights_only)
-        opened = open_checkpoint(local_path(self._path_of_first(checkpoint_path)), World())
+        opened = open_checkpoint(local_path(checkpoint_path), World())
         _require_trainers(opened)
         if opened.manifest is None:
             rank_zero_info(
