@@ -20,12 +20,14 @@ from lightning_cp.checkpoint.index import INDEX, stored_in
 from lightning_cp.checkpoint.manifest import NAME as MANIFEST
 from lightning_cp.checkpoint.manifest import Manifest, read_manifest, verify
 from lightning_cp.checkpoint.plain import Place, map_leaves, name_of, restored
+from lightning_cp.checkpoint.same_paths import both, odd_path
 from lightning_cp.checkpoint.shard_file import said_by
 from lightning_cp.checkpoint.sharded import STATE
 from lightning_cp.checkpoint.tensors import Stored, fill, like, stored_whole
 from lightning_cp.comm.objects import World, told
 from lightning_cp.errors import CheckpointError
 
+_OPENING = "opening a checkpoint"
 T = TypeVar("T")
 Template = Callable[[Place], torch.Tensor | None]
 
@@ -100,17 +102,31 @@ def open_checkpoint(path: Path, world: World | None = None) -> Checkpoint:
         CheckpointError: on every rank: it is missing, incomplete, damaged or no checkpoint; names the file.
     """
     named, world = Path(path), world or _alone()
-    machines = world.gather(this_machine())
+    machines = _machines(named, world)
     near = [rank for rank, machine in enumerate(machines) if machine == machines[world.rank]]
     share = slice(near.index(world.rank), None, len(near))
     place, manifest = _together(named, world, lambda: _verified(found(named), share))
     manifests = world.gather(manifest.render() if manifest else "")
     if len(set(manifests)) > 1:
+        odd = odd_path(world, named)
+        where = both(*odd) if odd else shown(named)
         raise CheckpointError(
-            f"ranks see different checkpoints at {shown(named)}: it must be on a file system that all share, "
+            f"ranks see different checkpoints at {where}: it must be on a file system that all share, "
             "and nobody may write it meanwhile."
         )
     return _together(place, world, lambda: _opened(place, manifest, world))
+
+
+def _machines(path: Path, world: World) -> list[str]:
+    """Where each rank is, if all of them have come to open a checkpoint."""
+    every: list[Any] = world.gather((_OPENING, this_machine()))
+    for rank, said in enumerate(every):
+        if not (isinstance(said, tuple) and len(said) == 2 and said[0] == _OPENING):
+            raise CheckpointError(
+                f"rank {world.rank} loads {shown(path)}, and rank {rank} loads nothing: every rank has to "
+                "give the same ckpt_path, of a file system that all share."
+            )
+    return [machine for _, machine in every]
 
 
 def _together(path: Path, world: World, action: Callable[[], T]) -> T:

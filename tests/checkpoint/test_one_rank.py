@@ -16,6 +16,7 @@ from lightning_cp.checkpoint import read, tensors
 from lightning_cp.checkpoint.durable import beside, discard
 from lightning_cp.checkpoint.full import FullSave
 from lightning_cp.checkpoint.manifest import About
+from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import Background, plan, save_checkpoint
 from lightning_cp.checkpoint.shard_file import Block
 from lightning_cp.checkpoint.sharded import ShardedSave
@@ -223,3 +224,34 @@ def test_a_note_may_come_when_the_folder_has_its_name_already(
         "done-00001.json",
         "shard-00001-of-00002.safetensors",
     ]
+
+
+def opened_by_one(rank: int, world: int) -> str:
+    """Another rank is at what comes next."""
+    save_checkpoint({"x": 1}, Path("a"))
+    if rank:
+        World().gather(5)
+        return ""
+    with pytest.raises(CheckpointError) as raised:
+        open_checkpoint(Path("a"), World())
+    return str(raised.value)
+
+
+def test_a_checkpoint_that_one_rank_alone_loads() -> None:
+    first, _ = run_ranks(2, opened_by_one)
+    assert "rank 0 loads a, and rank 1 loads nothing" in first
+    assert "same ckpt_path" in first
+
+
+def opened_apart(rank: int, world: int) -> str:
+    for name in "ab":
+        save_checkpoint({"x": name}, Path(name))
+    with pytest.raises(CheckpointError) as raised:
+        open_checkpoint(Path("ab"[rank]), World())
+    return str(raised.value)
+
+
+def test_other_checkpoints_are_named() -> None:
+    first, second = run_ranks(2, opened_apart)
+    assert first == second
+    assert "different checkpoints at a on rank 0, b on rank 1" in first

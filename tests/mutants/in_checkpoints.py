@@ -143,12 +143,12 @@ CHECKPOINT_MUTANTS = (
         "A run whose data ranks have seen other values ends at the third save.",
     ),
     Mutant(
-        "each rank loads what it calls the best",
-        "lightning_cp/strategies/saves/trainer.py",
-        "local_path(self._path_of_first(checkpoint_path))",
-        "local_path(checkpoint_path)",
+        "each data rank decides by its own value",
+        "lightning_cp/strategies/saves/callbacks.py",
+        "    first = every[0]",
+        "    first = every[World().rank]",
         ("tests/strategies/test_monitors_apart.py",),
-        "Data ranks load different weights, or none.",
+        "Ranks train with different learning rates, or wait for each other's checkpoints.",
     ),
     Mutant(
         "a folder that one rank alone sees",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_cp.checkpoint.read import open_checkpoint
 from tests.pool import run_ranks
@@ -132,3 +132,25 @@ def logged_by_one(rank: int, world: int) -> dict[str, Any]:
 
 def test_a_value_that_one_rank_alone_has_logged_is_monitored() -> None:
     assert [found["found"] for found in run_ranks(4, logged_by_one)] == [TWO] * 4
+
+
+class Seen(Callback):
+    """Keeps a tensor by a name that only its rank has."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": {f"by rank {self.rank}": torch.ones(1)}}
+
+
+def saves_callbacks(rank: int, world: int) -> list[str]:
+    trainer = trainer_of(world, RING_TWICE, callbacks=[Seen(rank)])
+    trainer.fit(Apart(SCORES), loader(4), loader(4))
+    trainer.save_checkpoint("a.ckpt")
+    (state,) = open_checkpoint(Path("a.ckpt")).read()["callbacks"].values()
+    return list(state["seen"])
+
+
+def test_callbacks_that_have_seen_other_things_are_saved_as_the_first_ones() -> None:
+    assert run_ranks(4, saves_callbacks) == [["by rank 0"]] * 4
