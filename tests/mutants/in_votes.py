@@ -57,6 +57,14 @@ VOTE_MUTANTS = (
         (PLANS,),
         "Every layer has the first one's sinks.",
     ),
+    Mutant(
+        "optimizers step by what they have",
+        "lightning_cp/strategies/watch/finite.py",
+        "fact = (WHAT, settings_of(step.optimizer))",
+        "fact = WHAT",
+        ("tests/strategies/test_rates.py",),
+        "A scheduler that follows its own rank's value trains parts of what is no model.",
+    ),
 )
 """All seeded mutants of agreements.
 

@@ -29,6 +29,7 @@ from lightning_cp.comm.local import local_part
 from lightning_cp.comm.vote import tally
 from lightning_cp.containers import tensors_of
 from lightning_cp.errors import NonFiniteError
+from lightning_cp.strategies.watch.rates import refuse_settings, settings_of
 
 WHAT = "end of a step"
 
@@ -82,6 +83,7 @@ class FiniteGuard:
 
         Raises:
             NonFiniteError: on every rank, if there is a loss or a gradient on any that is not finite.
+            ConfigError: on every rank, if optimizers have other settings on some, such as a learning rate.
         """
         if id(step.optimizer) in self._voted:
             return
@@ -95,7 +97,8 @@ class FiniteGuard:
         if group is None:
             total = number if finite else None
         else:
-            total = tally(WHAT, group, dissents=not finite, number=number)
+            fact = (WHAT, settings_of(step.optimizer))
+            total = tally(fact, group, dissents=not finite, number=number)
         if total is not None:
             self.wishes = total
         elif group is None:
@@ -103,7 +106,10 @@ class FiniteGuard:
         else:
             tell({"step": step.number}, group, what=WHAT)  # ranks at different calls hear of that
             found = _findings(step, bad_loss) if not finite else []
-            _refuse(step.number, gathered_lists(found, group))
+            every = gathered_lists(found, group)
+            if not any(every):
+                refuse_settings(step.number, step.optimizer, group)
+            _refuse(step.number, every)
 
 
 def _all_finite(optimizer: Optimizer, bad_loss: torch.Tensor | None) -> bool:

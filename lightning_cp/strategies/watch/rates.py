@@ -1,0 +1,54 @@
+"""What an optimizer is about to step by, which has to be the same on all ranks that train one model.
+
+Ranks with other learning rates train parts of what is no model, or copies that drift apart: a scheduler that
+follows a value of its own rank does that, without an error anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from lightning_cp.comm.agreement import gathered_lists
+from lightning_cp.errors import ConfigError
+from lightning_cp.strategies.watch.same import differences
+
+
+def settings_of(optimizer: Optimizer) -> list[tuple[str, str]]:
+    """The numbers of its groups; those on a device are left alone, as reading them would wait for it."""
+    return [
+        (f"{key} of group {at}", repr(float(x) if isinstance(x, torch.Tensor) else x))
+        for at, group in enumerate(optimizer.param_groups)
+        for key, x in group.items()
+        if _is_number(x) or (isinstance(x, tuple) and all(map(_is_number, x)))
+    ]
+
+
+def _is_number(x: object) -> bool:
+    if isinstance(x, torch.Tensor):
+        return x.device.type == "cpu" and x.numel() == 1
+    return isinstance(x, (bool, int, float))
+
+
+def refuse_settings(step: int, optimizer: Optimizer, group: dist.ProcessGroup) -> NoReturn:
+    """Say in which settings ranks differ. Collective.
+
+    Args:
+        step: the number of the optimizer step.
+        optimizer: which is about to step.
+        group: ranks that have voted, and do not have the same.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    every = [dict(found) for found in gathered_lists(settings_of(optimizer), group)]
+    found = next(differences(every), "settings")
+    raise ConfigError(
+        f"step {step}: the optimizers of ranks have different {found}. All ranks train one model, so they "
+        "have to step by the same. A scheduler that follows a value (ReduceLROnPlateau) needs one that all "
+        "ranks share: log it with sync_dist=True, or average it over ranks before it is given to step(). No "
+        "rank has stepped."
+    )
