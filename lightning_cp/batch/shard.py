@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from lightning_cp.batch.noted import POSITIONS, NotedBatch
-from lightning_cp.batch.read import WholeBatch
+from lightning_cp.batch.noted import POSITIONS, NotedBatch, UnsharedBatch
+from lightning_cp.batch.read import WholeBatch, read_batch
 from lightning_cp.batch.rules import KNOWN_DIMS, PAD_VALUES, BatchRules
 from lightning_cp.containers import ROOT, map_tensors, tensors_of
+from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.labels import IGNORED_LABEL
 from lightning_cp.layout import SequenceLayout
 
@@ -91,6 +92,24 @@ def shard_batch(
         aligned_local,
         valid_counts(whole, layout) if valid is None else valid,
     )
+
+
+def unshared(batch: Any, rules: BatchRules) -> Any:
+    """A batch that no other rank shares, as it is; a dict gives positions when it is asked for them."""
+
+    def positions() -> torch.Tensor | None:
+        try:
+            whole = read_batch(batch, rules, needs_labels=False)
+        except (ConfigError, ShapeError):  # one rank may read it in ways that several cannot
+            return None
+        device = dict(tensors_of(batch))[next(iter(whole.dims))].device
+        return torch.arange(whole.seq_len, device=device).expand(whole.rows, -1)
+
+    if type(batch) is not dict or POSITIONS in batch:
+        return batch
+    given = UnsharedBatch(batch)
+    given.positions = positions
+    return given
 
 
 def valid_counts(whole: WholeBatch, layout: SequenceLayout) -> tuple[int, ...]:

@@ -96,8 +96,8 @@ def plan(
         _require_no_notes(tree)
         made = plain(tree, may_lack)
         if world.rank == 0:
-            require_name(target)
             require_replaceable(target)
+            require_name(target)
             sweep(target.parent)
         return made
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from lightning_cp import ContextParallelMixin
 from lightning_cp.batch.noted import NotedBatch
+from lightning_cp.fabric import UlyssesRingStrategy as Fabrics
 from tests.pool import run_ranks
 from tests.strategies.kinds import plain
 from tests.strategies.small import (
@@ -51,6 +54,59 @@ def test_a_module_asks_for_the_positions_of_a_tuple() -> None:
     close(alone, plain("small"))
     for got in run_ranks(4, fit_tuples, HYBRID):
         close(got, alone)
+
+
+class ReadsByName(ContextParallelMixin, Small):
+    """Reads positions from every batch, as a module written for several ranks does."""
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        return self.model(batch["input_ids"], batch["position_ids"])
+
+
+def fit_by_name(rank: int, world_size: int, settings: Settings) -> torch.Tensor:
+    module = ReadsByName()
+    trainer_of(world_size, settings).fit(module, loader(8))
+    return weights(module)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"data_parallel": "fsdp"}, {"context_parallel_size": 1}], ids=str
+)
+def test_positions_are_there_on_one_rank(settings: Settings) -> None:
+    """Debugging a module on one device takes no second way of counting tokens."""
+    for got in run_ranks(1, fit_by_name, settings):
+        close(got, plain("small"))
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1"])
+def test_positions_are_there_where_only_data_is_shared(engine: str) -> None:
+    """Both ranks get the same samples, because nothing is distributed here."""
+    settings = {"context_parallel_size": 1, "data_parallel": engine, "data_parallel_size": 2}
+    for got in run_ranks(2, fit_by_name, settings):
+        close(got, plain("small"))
+
+
+def of_fabric(rank: int, world_size: int) -> None:
+    fabric: Any = L.Fabric(accelerator="cpu", devices=1, strategy=Fabrics())
+    fabric.launch()
+    fabric.setup(nn.Linear(3, 3))
+    for given in ({"x": 1}, {"input_ids": torch.zeros(2)}, [torch.zeros(2, 5)]):
+        local: Any = fabric.strategy.shard_batch(given)
+        assert local == given or local is given
+        with pytest.raises((KeyError, TypeError)):
+            local["position_ids"]
+    given = {"input_ids": torch.zeros(2, 5), "labels": torch.zeros(2, 5)}
+    local = fabric.strategy.shard_batch(given)
+    assert local["position_ids"].tolist() == [[*range(5)]] * 2
+    assert {**local}.keys() == given.keys()
+    assert tree_map(lambda x: 1, local) == {"input_ids": 1, "labels": 1}
+    assert local.get("position_ids").shape == local.pop("position_ids").shape
+    assert local.get("others", 3) == local.pop("others", 3) == 3
+
+
+def test_what_has_no_sequence_has_no_positions() -> None:
+    """One rank refuses no batch for what several could not do with it."""
+    run_ranks(1, of_fabric)
 
 
 class CountsItself(Small):

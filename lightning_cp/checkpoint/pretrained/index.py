@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from lightning_cp.checkpoint.durable import found
 from lightning_cp.checkpoint.failures import shown
+from lightning_cp.checkpoint.in_the_way import is_foreign
 from lightning_cp.checkpoint.paths import local_path
 from lightning_cp.checkpoint.pretrained.header import (
     HEADER_LIMIT,
@@ -23,6 +24,12 @@ from lightning_cp.errors import CheckpointError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_OF_A_RUN = (
+    "A checkpoint of a training run is resumed with ckpt_path=. To begin another run from its weights, load "
+    "them into the model (MyModule.load_from_checkpoint(file); of a folder, `python -m "
+    "lightning_cp.checkpoint folder file` makes one file) and write them once with export_pretrained(model, "
+    "new_path)."
+)
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,10 @@ def _of_directory(path: Path) -> Path:
         )
     if single.exists() or index.exists():
         return single if single.exists() else index
+    if not is_foreign(path.resolve()):
+        raise CheckpointError(
+            f"{shown(path)} holds no weights in Hugging Face's format. {_OF_A_RUN}"
+        )
     others = sorted(path.glob("*.safetensors"))
     if len(others) == 1:
         return others[0]
@@ -167,8 +178,7 @@ def _refuse_pickle(file: Path) -> NoReturn:
     raise CheckpointError(
         f"{file.name} is refused: such files are pickles, which can run any code when they are read. Only "
         "safetensors are loaded from outside. If you trust who made it, convert it once: "
-        "AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path). A checkpoint of a training "
-        "run is resumed with ckpt_path=."
+        f"AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path). {_OF_A_RUN}"
     )
 
 

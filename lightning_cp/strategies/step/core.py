@@ -17,7 +17,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_cp.attention.delegate import THEIR_KERNELS
-from lightning_cp.batch import BatchRules
+from lightning_cp.batch import BatchRules, unshared
 from lightning_cp.errors import ConfigError
 from lightning_cp.faults.position import Position
 from lightning_cp.kernels.api import Request, explain_kernels
@@ -73,10 +73,11 @@ class ContextParallelCore(StepLosses):
             ConfigError: attention that cannot be swapped, or labels of unknown kind.
         """
         self._say_if_nothing_is_profiled()
+        settings = self.settings.with_sequence_dims(options.get("sequence_dims") or {})
         if not self.enabled:
+            self.rules = BatchRules(sequence_dims=settings.sequence_dims)
             return []
         self.detach()
-        settings = self.settings.with_sequence_dims(options.get("sequence_dims") or {})
         declared = options.get("labels") or settings.labels
         self.rules = BatchRules(
             sequence_dims=settings.sequence_dims,
@@ -163,7 +164,7 @@ class ContextParallelCore(StepLosses):
         """
         self.watch.position.progress()
         if not self.enabled:
-            return batch
+            return unshared(batch, self.rules)
         before, self._part, self._loss = self._part, None, None
         if self._handle is None:
             raise ConfigError(

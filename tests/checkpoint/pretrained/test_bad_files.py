@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_cp.checkpoint import load_pretrained
+from lightning_cp.checkpoint import export_pretrained, load_pretrained
+from lightning_cp.checkpoint.__main__ import main
 from lightning_cp.checkpoint.pretrained.header import HEADER_LIMIT, read_header
+from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.pretrained.bad_files import FILES, FOLDERS, pickle_only
 from tests.checkpoint.pretrained.files import GOOD, made_of
@@ -132,6 +134,28 @@ def test_a_pickle_given_by_its_path_is_refused(suffix: str, tmp_path: Path) -> N
         CheckpointError, match=f"weights{suffix} is refused: such files are pickles"
     ):
         load_pretrained(Tiny(), file, progress=False)
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_a_checkpoint_of_a_run_says_how_its_weights_become_those_of_another(
+    form: str, tmp_path: Path
+) -> None:
+    """The ways it names are taken here."""
+    module, run = Tiny(), tmp_path / "run.ckpt"
+    torch.nn.init.ones_(module.a)
+    save_checkpoint({"state_dict": module.state_dict()}, run, form=form)
+    advice = r"resumed with ckpt_path=.*load_from_checkpoint.*lightning_cp\.checkpoint.*export_pretrained"
+    with pytest.raises(CheckpointError, match=advice) as raised:
+        load_pretrained(Tiny(), run, progress=False)
+    assert str(tmp_path) not in str(raised.value)
+    if form == "sharded":
+        assert main([str(run), str(tmp_path / "file.ckpt")]) == 0
+        run = tmp_path / "file.ckpt"
+    module.load_state_dict(torch.load(run, weights_only=True)["state_dict"])
+    export_pretrained(module, tmp_path / "weights")
+    other = Tiny()
+    load_pretrained(other, tmp_path / "weights", progress=False)
+    assert other.a.eq(1).all()
 
 
 def test_a_path_that_is_not_there_is_named_without_where_it_is(tmp_path: Path) -> None:
