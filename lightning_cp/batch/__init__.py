@@ -4,7 +4,7 @@ from lightning_cp.batch.documents import documents_of
 from lightning_cp.batch.output import unshard_output
 from lightning_cp.batch.read import WholeBatch, read_batch
 from lightning_cp.batch.rules import KNOWN_DIMS, BatchRules
-from lightning_cp.batch.shard import ShardedBatch, shard_batch, unshared, valid_counts
+from lightning_cp.batch.shard import ShardedBatch, shard_batch, valid_counts, with_positions
 
 __all__ = [
     "KNOWN_DIMS",
@@ -15,6 +15,6 @@ __all__ = [
     "read_batch",
     "shard_batch",
     "unshard_output",
-    "unshared",
     "valid_counts",
+    "with_positions",
 ]

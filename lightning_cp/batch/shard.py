@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_cp.batch.noted import POSITIONS, NotedBatch, UnsharedBatch
+from lightning_cp.batch.noted import POSITIONS, NotedBatch
 from lightning_cp.batch.read import WholeBatch, read_batch
 from lightning_cp.batch.rules import KNOWN_DIMS, PAD_VALUES, BatchRules
 from lightning_cp.containers import ROOT, map_tensors, tensors_of
@@ -94,22 +94,23 @@ def shard_batch(
     )
 
 
-def unshared(batch: Any, rules: BatchRules) -> Any:
-    """A batch that no other rank shares, as it is; a dict gives positions when it is asked for them."""
+def with_positions(batch: Any, rules: BatchRules) -> Any:
+    """A batch that no other rank shares: as it is, and with the positions that a shard of it would have.
 
-    def positions() -> torch.Tensor | None:
-        try:
-            whole = read_batch(batch, rules, needs_labels=False)
-        except (ConfigError, ShapeError):  # one rank may read it in ways that several cannot
-            return None
-        device = dict(tensors_of(batch))[next(iter(whole.dims))].device
-        return torch.arange(whole.seq_len, device=device).expand(whole.rows, -1)
-
-    if type(batch) is not dict or POSITIONS in batch:
+    Returns:
+        ``batch`` itself where it has them, is no dict, or what its sequence is cannot be said: one process
+        may read it in ways that several cannot.
+    """
+    if not isinstance(batch, MutableMapping) or POSITIONS in batch:
         return batch
-    given = UnsharedBatch(batch)
-    given.positions = positions
-    return given
+    try:
+        whole = read_batch(batch, rules, needs_labels=False)
+    except (ConfigError, ShapeError):
+        return batch
+    local = map_tensors(batch, lambda name, x: x)
+    device = dict(tensors_of(batch))[next(iter(whole.dims))].device
+    local[POSITIONS] = torch.arange(whole.seq_len, device=device).expand(whole.rows, -1)
+    return local
 
 
 def valid_counts(whole: WholeBatch, layout: SequenceLayout) -> tuple[int, ...]:

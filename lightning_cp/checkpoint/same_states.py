@@ -45,7 +45,7 @@ def require_same_states(
     target: Path,
     make: Callable[[], Mapping[Any, Any]],
     heavy: tuple[type, ...] = (),
-    compared: Collection[str] | None = None,
+    may_differ: Collection[str] = (),
 ) -> None:
     """Refuse to save states of which another rank has something that the first one has not. Collective.
 
@@ -56,7 +56,7 @@ def require_same_states(
         target: the checkpoint.
         make: gives what this rank is about to save; does not communicate.
         heavy: what counts as having tensors, besides those.
-        compared: keys of the top level; below others only what is spread is compared.
+        may_differ: keys of the top level below which only what is spread is compared.
 
     Raises:
         CheckpointError: on every rank: naming the first difference; or what ``make`` raises somewhere.
@@ -65,8 +65,7 @@ def require_same_states(
 
     def digest() -> str:
         mine.append(_kept(make(), heavy))
-        if compared is not None:
-            mine[0].parts = dict(_below(mine[0], compared))
+        mine[0].parts = dict(_below(mine[0], may_differ))
         return hashlib.sha256(repr(_ordered(mine[0])).encode()).hexdigest()
 
     every = world.together(digest, lambda said: failed_save(target, said))
@@ -78,9 +77,9 @@ def require_same_states(
         _require_same(world.gather(mine[0]), target)
 
 
-def _below(top: Kept, compared: Collection[str]) -> Iterator[tuple[Any, Kept]]:
+def _below(top: Kept, may_differ: Collection[str]) -> Iterator[tuple[Any, Kept]]:
     for key, value in top.parts.items():
-        if key in compared:
+        if key not in may_differ:
             yield key, value
         elif value.spread:
             yield key, _spread(value)

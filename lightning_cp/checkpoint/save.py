@@ -68,7 +68,7 @@ def plan(
     about: About | None = None,
     ours: dict[str, Any] | None = None,
     may_lack: Sequence[str] = (),
-    compared: Collection[str] | None = None,
+    may_differ: Collection[str] = (),
     newest: bool = True,
 ) -> tuple[Save, list[str]]:
     """Begin a save: what is sent between ranks is sent here. Collective.
@@ -80,7 +80,7 @@ def plan(
         about: for the manifest.
         ours: noted beside the state; plain.
         may_lack: keys of the top level whose entries are left out if they cannot be written.
-        compared: keys of the top level below which whole tensors are compared, too; all by default.
+        may_differ: keys of the top level below which only what is spread is compared.
         newest: ``latest`` is to name it.
 
     Returns:
@@ -107,7 +107,7 @@ def plan(
     except OSError as error:
         raise failed_save(target, told(error)) from error
     made = mine[0]
-    require_same_states(world, target, lambda: made.tree, compared=compared)
+    require_same_states(world, target, lambda: made.tree, may_differ=may_differ)
     notes = {**(ours or {}), "notes": made.notes}
     try:
         planned = FORMS[form](made.tree, notes, target, about or About())

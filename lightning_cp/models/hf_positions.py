@@ -88,6 +88,15 @@ def counts_alone(models: list[Any]) -> bool:
     return not any(hasattr(part, "relative_attention_bias") for part in models[0].modules())
 
 
+def take_positions(roots: list[Any]) -> bool:
+    """Whether all of these Hugging Face models can be told positions 0, 1, 2, ..., and would count these."""
+    for root in roots:
+        inside = [part for part in root.modules() if hasattr(part, "_can_set_attn_implementation")]
+        if own_positions(root) or counts_alone(inside):
+            return False
+    return True
+
+
 def refuse_counting(model: Any, given: dict[str, Any]) -> None:
     """Refuse a call with tokens of a model that numbers them from 0 on every rank.
 

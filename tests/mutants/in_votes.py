@@ -60,7 +60,7 @@ VOTE_MUTANTS = (
     Mutant(
         "optimizers step by what they have",
         "lightning_cp/strategies/watch/finite.py",
-        "fact = (WHAT, settings_of(step.optimizer))",
+        "fact = (WHAT, numbers_of(step.optimizer))",
         "fact = WHAT",
         ("tests/strategies/test_rates.py",),
         "A scheduler that follows its own rank's value trains parts of what is no model.",

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.errors import CheckpointError
 from tests.pool import run_ranks
 from tests.strategies.logs import RING_TWICE
 from tests.strategies.small import Batch, Small, loader, trainer_of, weights
@@ -37,7 +38,8 @@ class Apart(Small):
         self.loss(batch)
         strategy: Any = self.trainer.strategy
         score = self.scores[strategy.mesh.data_rank][min(self.current_epoch, 3)]
-        self.log("score", score, batch_size=1, rank_zero_only=self.only)
+        if self.trainer.is_global_zero or not self.only:
+            self.log("score", score, batch_size=1)
 
 
 class Plateau(Apart):
@@ -131,7 +133,30 @@ def logged_by_one(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_a_value_that_one_rank_alone_has_logged_is_monitored() -> None:
-    assert [found["found"] for found in run_ranks(4, logged_by_one)] == [TWO] * 4
+    every = run_ranks(4, logged_by_one)
+    assert [found["found"] for found in every] == [TWO] * 4
+    (said,) = every[0]["said"]
+    assert "on rank 0, none on rank 1" in said
+    assert "log it on all of them" in said
+
+
+class Remembers(Small):
+    """Has a tensor to save on one rank only."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank == 1:
+            checkpoint["memory"] = {"bank": torch.ones(2)}
+
+
+def saves_more(rank: int, world: int) -> None:
+    trainer = trainer_of(world, RING_TWICE)
+    trainer.fit(Remembers(), loader(4))
+    with pytest.raises(CheckpointError, match="rank 1 also has 'memory'"):
+        trainer.save_checkpoint("a.ckpt")
+
+
+def test_what_one_rank_alone_has_is_not_dropped() -> None:
+    run_ranks(4, saves_more)
 
 
 class Seen(Callback):

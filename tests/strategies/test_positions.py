@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import pickle
+from collections import OrderedDict
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
+from transformers import BatchEncoding
 
 from lightning_cp import ContextParallelMixin
 from lightning_cp.batch.noted import NotedBatch
 from lightning_cp.fabric import UlyssesRingStrategy as Fabrics
+from tests.models.steps import Case, make_model
 from tests.pool import run_ranks
 from tests.strategies.kinds import plain
 from tests.strategies.small import (
@@ -90,23 +95,41 @@ def of_fabric(rank: int, world_size: int) -> None:
     fabric: Any = L.Fabric(accelerator="cpu", devices=1, strategy=Fabrics())
     fabric.launch()
     fabric.setup(nn.Linear(3, 3))
-    for given in ({"x": 1}, {"input_ids": torch.zeros(2)}, [torch.zeros(2, 5)]):
-        local: Any = fabric.strategy.shard_batch(given)
-        assert local == given or local is given
-        with pytest.raises((KeyError, TypeError)):
-            local["position_ids"]
-    given = {"input_ids": torch.zeros(2, 5), "labels": torch.zeros(2, 5)}
-    local = fabric.strategy.shard_batch(given)
-    assert local["position_ids"].tolist() == [[*range(5)]] * 2
-    assert {**local}.keys() == given.keys()
-    assert tree_map(lambda x: 1, local) == {"input_ids": 1, "labels": 1}
-    assert local.get("position_ids").shape == local.pop("position_ids").shape
-    assert local.get("others", 3) == local.pop("others", 3) == 3
+    shard = fabric.strategy.shard_batch
+    own = {"input_ids": torch.zeros(2, 5), "position_ids": torch.ones(2, 5)}
+    for given in ({"x": 1}, {"input_ids": torch.zeros(2)}, [torch.zeros(2, 5)], own, 3):
+        assert shard(given) is given, (
+            "one rank refuses no batch for what several could not do with it"
+        )
+    batch = {"input_ids": torch.zeros(2, 5), "labels": torch.zeros(2, 5)}
+    for kind in (dict, OrderedDict, BatchEncoding):
+        given = kind(batch)
+        local = shard(given)
+        assert type(local) is kind
+        assert local["position_ids"].tolist() == [[*range(5)]] * 2
+        assert "position_ids" not in given
+        copied = apply_to_collection(local, torch.Tensor, lambda x: x.half())
+        assert "position_ids" in copied
+        assert "position_ids" in pickle.loads(pickle.dumps(local))
 
 
-def test_what_has_no_sequence_has_no_positions() -> None:
-    """One rank refuses no batch for what several could not do with it."""
+def test_batches_of_one_rank_have_positions() -> None:
     run_ranks(1, of_fabric)
+
+
+def keys_for(rank: int, world_size: int, name: str) -> list[str]:
+    fabric: Any = L.Fabric(accelerator="cpu", devices=1, strategy=Fabrics())
+    fabric.launch()
+    fabric.setup(make_model(Case(model=name)))
+    return sorted(fabric.strategy.shard_batch({"input_ids": torch.zeros(2, 5, dtype=torch.long)}))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("llama", True), ("bert", True), ("roberta", False), ("opt", False)]
+)
+def test_models_that_count_otherwise_are_told_nothing_on_one_rank(name: str, told: bool) -> None:
+    (found,) = run_ranks(1, keys_for, name)
+    assert found == ["input_ids", *["position_ids"] * told]
 
 
 class CountsItself(Small):

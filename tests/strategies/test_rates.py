@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.strategies.watch.finite import FiniteGuard, Step
+from lightning_cp.strategies.watch.rates import numbers_of, settings_of
 from tests.pool import run_ranks
 from tests.strategies.small import HYBRID, RING, Batch, Small, loader, trainer_of, weights
 from tests.strategies.test_fabric import Loop
@@ -67,6 +71,44 @@ def test_no_rank_steps(
         assert "sync_dist=True" in said
         assert unchanged
         assert steps == AT
+
+
+def test_equal_numbers_are_equal() -> None:
+    """Whatever they are made of, and what they are."""
+    x = torch.nn.Parameter(torch.ones(1))
+    groups: list[dict[str, Any]] = [{"params": [x], "lr": 1, "betas": (0.5, 0.25)}]
+    plain = torch.optim.AdamW(groups)
+    other = torch.optim.AdamW([{"params": [x]}], foreach=None)
+    (group,) = other.param_groups
+    group.update(
+        {**plain.param_groups[0], "lr": torch.tensor(1.0), "betas": [np.float64(0.5), 0.25]}
+    )
+    assert numbers_of(other) == numbers_of(plain)
+    assert dict(settings_of(other)) == dict(settings_of(plain))
+    assert dict(settings_of(plain))["betas of group 0"] == "0.5, 0.25"
+    assert "params of group 0" not in dict(settings_of(plain))
+    for key, value in (("lr", np.float32(0.5)), ("betas", [0.5, 0.5]), ("amsgrad", True)):
+        before = group[key]
+        group[key] = value
+        assert numbers_of(other) != numbers_of(plain), key
+        group[key] = before
+
+
+def voted(rank: int, world: int) -> str:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
+    guard = FiniteGuard(checks=True)
+    guard.note_loss(None)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, torch.inf)  # which is the scaler's business
+    with pytest.raises(ConfigError) as raised:
+        guard.before_step(Step(1, optimizer, model, None), dist.group.WORLD, object())
+    return str(raised.value)
+
+
+def test_also_with_a_scaler() -> None:
+    for said in run_ranks(2, voted):
+        assert "lr of group 0 (rank 0: 0.1; rank 1: 0.2)" in said
 
 
 def looped(rank: int, world: int) -> tuple[str, bool]:

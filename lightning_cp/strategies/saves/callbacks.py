@@ -78,8 +78,8 @@ def _of_first(values: dict[str, Any], decides: str | None, saver: Any) -> dict[s
         if len(set(said)) > 1:
             saver.say_once(
                 f"ranks have other values of {decides!r}, which is monitored: {said[0]} on rank 0, {said[1]} "
-                f"on rank {rank}. That of rank 0 decides on all of them. Log it with sync_dist=True to have "
-                "the mean of all decide.",
+                f"on rank {rank}. That of rank 0 decides on all of them. "
+                + (_LACKS if "none" in said else _MEAN),
                 about=f"monitored {decides}",
             )
             break
@@ -87,6 +87,10 @@ def _of_first(values: dict[str, Any], decides: str | None, saver: Any) -> dict[s
     return {
         name: x.to(devices[name]) if _is(x) and name in devices else x for name, x in first.items()
     }
+
+
+_MEAN = "Log it with sync_dist=True to have the mean of all decide."
+_LACKS = "To have the mean of all decide, log it on all of them, with sync_dist=True."
 
 
 def _is(x: object) -> TypeGuard[torch.Tensor]:

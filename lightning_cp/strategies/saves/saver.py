@@ -43,7 +43,7 @@ class Saver:
         ours: dict[str, Any],
         *,
         may_lack: Sequence[str] = (),
-        compared: Collection[str] | None = None,
+        may_differ: Collection[str] = (),
         wait: bool = False,
     ) -> None:
         """Save a state. Collective.
@@ -54,7 +54,7 @@ class Saver:
             about: for its manifest.
             ours: noted beside the state.
             may_lack: keys whose entries are left out if they cannot be written, which is said once.
-            compared: keys in which ranks have to have the same; all by default.
+            may_differ: keys in which ranks may have others; the first one's are saved.
             wait: not in the background, whatever was set.
 
         Raises:
@@ -69,7 +69,7 @@ class Saver:
             about=about,
             ours=ours,
             may_lack=may_lack,
-            compared=compared,
+            may_differ=may_differ,
         )
         self._say_left_out(left_out)
         if self._in_background and not wait:

@@ -28,8 +28,8 @@ from lightning_cp.strategies.saves.reading import (
 )
 
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-_COMPARED = ("state_dict", "optimizer_states")
-"""What has to be the same on all ranks. Callbacks have seen other values: the first rank's are saved."""
+_MAY_DIFFER = ("callbacks",)
+"""Callbacks have seen other values: the first rank's are saved."""
 _DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
@@ -74,7 +74,7 @@ class TrainerSaves(SavesOfBoth):
             self._about(checkpoint.get("global_step")),
             {"parameters": listed_names(names), "kinds": listed_names(kinds)},
             may_lack=_HYPERPARAMETERS,
-            compared=_COMPARED,
+            may_differ=_MAY_DIFFER,
             wait=not self._trains_on,
         )
 

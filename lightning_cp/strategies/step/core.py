@@ -17,7 +17,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_cp.attention.delegate import THEIR_KERNELS
-from lightning_cp.batch import BatchRules, unshared
+from lightning_cp.batch import BatchRules, with_positions
 from lightning_cp.errors import ConfigError
 from lightning_cp.faults.position import Position
 from lightning_cp.kernels.api import Request, explain_kernels
@@ -25,6 +25,7 @@ from lightning_cp.layout import CostModel, LayoutChoice
 from lightning_cp.layout.cost import Heads
 from lightning_cp.models.expected import expected_heads, expected_mask
 from lightning_cp.models.facts import PositionFacts
+from lightning_cp.models.hf_positions import take_positions
 from lightning_cp.models.swap import StepState, hf_models, swap_attention
 from lightning_cp.named_ranges import named
 from lightning_cp.profile.recorder import StepRecorder
@@ -50,6 +51,7 @@ class ContextParallelCore(StepLosses):
         self._loss_outside = False
         self._needs_loss = self._trains = True
         self._positions = PositionFacts()
+        self._gives_positions = False  # where no rank shares a batch
         self._rule = LayoutRule(settings.layout)
         self.recorder = StepRecorder(
             settings.profiled_steps, Path(settings.profile_folder or "profile")
@@ -76,6 +78,7 @@ class ContextParallelCore(StepLosses):
         settings = self.settings.with_sequence_dims(options.get("sequence_dims") or {})
         if not self.enabled:
             self.rules = BatchRules(sequence_dims=settings.sequence_dims)
+            self._gives_positions = take_positions(hf_models(model))
             return []
         self.detach()
         declared = options.get("labels") or settings.labels
@@ -164,7 +167,7 @@ class ContextParallelCore(StepLosses):
         """
         self.watch.position.progress()
         if not self.enabled:
-            return unshared(batch, self.rules)
+            return with_positions(batch, self.rules) if self._gives_positions else batch
         before, self._part, self._loss = self._part, None, None
         if self._handle is None:
             raise ConfigError(

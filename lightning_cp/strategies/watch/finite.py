@@ -9,7 +9,7 @@ The norm of the gradients tells in one fused pass: what is not finite in it make
 may be false, as squares of large numbers overflow, so then every gradient is looked at by itself.
 
 With a ``GradScaler`` (``precision="16-mixed"``) gradients may be infinite by design, and the scaler skips
-such a step: it is left alone.
+such a step: they are left alone, and ranks vote on the rest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_cp.comm.local import local_part
 from lightning_cp.comm.vote import tally
 from lightning_cp.containers import tensors_of
 from lightning_cp.errors import NonFiniteError
-from lightning_cp.strategies.watch.rates import refuse_settings, settings_of
+from lightning_cp.strategies.watch.rates import numbers_of, refuse_settings
 
 WHAT = "end of a step"
 
@@ -92,12 +92,12 @@ class FiniteGuard:
         bad_loss, self._bad_loss = self._bad_loss, None
         finite = not looks or _all_finite(step.optimizer, bad_loss)
         number = 0 if self.wish is None else self.wish()
-        if not looks and self.wish is None:
+        if not self._checks and self.wish is None:
             return
         if group is None:
             total = number if finite else None
         else:
-            fact = (WHAT, settings_of(step.optimizer))
+            fact = (WHAT, numbers_of(step.optimizer))
             total = tally(fact, group, dissents=not finite, number=number)
         if total is not None:
             self.wishes = total

@@ -6,7 +6,10 @@ follows a value of its own rank does that, without an error anywhere.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from array import array
+from collections.abc import Iterator
+from numbers import Real
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,20 +20,35 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.strategies.watch.same import differences
 
 
+def numbers_of(optimizer: Optimizer) -> bytes:
+    """The numbers of its groups, at every step: equal ones are equal here, as 1 and 1.0 are."""
+    return array("d", (x for _, _, numbers in _settings(optimizer) for x in numbers)).tobytes()
+
+
 def settings_of(optimizer: Optimizer) -> list[tuple[str, str]]:
-    """The numbers of its groups; those on a device are left alone, as reading them would wait for it."""
+    """The same with names, for people."""
     return [
-        (f"{key} of group {at}", repr(float(x) if isinstance(x, torch.Tensor) else x))
-        for at, group in enumerate(optimizer.param_groups)
-        for key, x in group.items()
-        if _is_number(x) or (isinstance(x, tuple) and all(map(_is_number, x)))
+        (f"{key} of group {at}", ", ".join(map(repr, numbers)))
+        for at, key, numbers in _settings(optimizer)
     ]
 
 
-def _is_number(x: object) -> bool:
+def _settings(optimizer: Optimizer) -> Iterator[tuple[int, str, tuple[float, ...]]]:
+    """By group and key; those on a device are left alone, as reading them would wait for it."""
+    for at, group in enumerate(optimizer.param_groups):
+        for key, x in group.items():
+            if type(x) is float:  # most of them: recipes have hundreds of groups
+                yield at, key, (x,)
+            elif key != "params" and x is not None:
+                every = x if isinstance(x, (tuple, list)) else (x,)
+                if all(map(_is_number, every)):
+                    yield at, key, tuple(map(float, every))
+
+
+def _is_number(x: Any) -> bool:
     if isinstance(x, torch.Tensor):
         return x.device.type == "cpu" and x.numel() == 1
-    return isinstance(x, (bool, int, float))
+    return isinstance(x, Real)
 
 
 def refuse_settings(step: int, optimizer: Optimizer, group: dist.ProcessGroup) -> NoReturn:
@@ -50,5 +68,5 @@ def refuse_settings(step: int, optimizer: Optimizer, group: dist.ProcessGroup) -
         f"step {step}: the optimizers of ranks have different {found}. All ranks train one model, so they "
         "have to step by the same. A scheduler that follows a value (ReduceLROnPlateau) needs one that all "
         "ranks share: log it with sync_dist=True, or average it over ranks before it is given to step(). No "
-        "rank has stepped."
+        "rank has taken this step; what is set between clipping and a step is seen at the next one."
     )
