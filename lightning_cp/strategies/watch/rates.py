@@ -28,7 +28,7 @@ def numbers_of(optimizer: Optimizer) -> bytes:
 def settings_of(optimizer: Optimizer) -> list[tuple[str, str]]:
     """The same with names, for people."""
     return [
-        (f"{key} of group {at}", ", ".join(map(repr, numbers)))
+        (f"{key} of group {at}", ", ".join(repr(float(x)) for x in numbers))
         for at, key, numbers in _settings(optimizer)
     ]
 
@@ -37,7 +37,7 @@ def _settings(optimizer: Optimizer) -> Iterator[tuple[int, str, tuple[float, ...
     """By group and key; those on a device are left alone, as reading them would wait for it."""
     for at, group in enumerate(optimizer.param_groups):
         for key, x in group.items():
-            if type(x) is float:  # most of them: recipes have hundreds of groups
+            if type(x) in _USUAL:  # looked up, not asked: recipes have hundreds of groups
                 yield at, key, (x,)
             elif key != "params" and x is not None:
                 every = x if isinstance(x, (tuple, list)) else (x,)
@@ -45,7 +45,12 @@ def _settings(optimizer: Optimizer) -> Iterator[tuple[int, str, tuple[float, ...
                     yield at, key, tuple(map(float, every))
 
 
+_USUAL = {float, int, bool}
+
+
 def _is_number(x: Any) -> bool:
+    if type(x) in _USUAL:
+        return True
     if isinstance(x, torch.Tensor):
         return x.device.type == "cpu" and x.numel() == 1
     return isinstance(x, Real)
