@@ -112,6 +112,13 @@ class Watch:
             if not self._watcher.is_named:
                 self._watcher.join(GRACE + 2.0)
 
+    def hear(self, seconds: float) -> None:
+        """Wait for word of another rank's failure, which ends this process; return if there is none."""
+        if self.is_on:
+            assert self._watcher is not None
+            if self._watcher.wait(seconds):
+                self._watcher.join(GRACE + 2.0)
+
     def stop(self) -> None:
         """End in good order; after an error only once all ranks have one."""
         watcher, self._watcher = self._watcher, None

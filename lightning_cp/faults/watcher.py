@@ -89,9 +89,9 @@ class Watcher(threading.Thread):
         self._note = note
         self._poke()
 
-    def wait(self, seconds: float) -> None:
-        """Until it is known who failed."""
-        self._judged.wait(seconds)
+    def wait(self, seconds: float) -> bool:
+        """Until it is known who failed; whether it is."""
+        return self._judged.wait(seconds)
 
     @property
     def is_named(self) -> bool:

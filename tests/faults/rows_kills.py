@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lightning_cp.faults.verdict import UNSAID
 from tests.faults.run import LAUNCHED, Outcome, run_fault, run_torchrun
@@ -35,8 +35,8 @@ def alone(way: str, rank: int, where: str, *settings: str, ranks: int = 3) -> Ro
     return Row(name, BOUND, run, check, quick=(way, rank, where) in QUICK)
 
 
-def launched(way: str, rank: int, quick: bool = False) -> Row:
-    """Lightning starts the processes."""
+def launched(way: str, rank: int, *, late: bool = False) -> Row:
+    """Lightning starts the processes; ``late``: the others hear of it once they were sent SIGTERM."""
 
     def check(done: Outcome) -> None:
         line = f"{who(rank, 2)} lost at step 3, in backward: {UNSAID}"
@@ -45,13 +45,14 @@ def launched(way: str, rank: int, quick: bool = False) -> Row:
         assert done.last.endswith(line), done.output
         assert "Connection closed by peer" not in done.output
 
-    run = partial(_run, way, 2, rank, "backward", LAUNCHED)
-    return Row(
-        f"SIGKILL of rank {rank} of 2 ({way}, started by Lightning)", BOUND, run, check, quick
-    )
+    def run(folder: Path) -> Outcome:
+        return run_fault(folder, way, 2, "kill", rank, "backward", ranks=LAUNCHED, **_late(late))
+
+    started = f"started by Lightning{', heard late' * late}"
+    return Row(f"SIGKILL of rank {rank} of 2 ({way}, {started})", BOUND, run, check)
 
 
-def by_torchrun(way: str) -> Row:
+def by_torchrun(way: str, *, late: bool = False) -> Row:
     """Its agent ends the others with SIGTERM as soon as one is gone, and has the last word."""
     line = f"{who(1, 2)} lost at step 3, in backward: {UNSAID}"
 
@@ -60,13 +61,15 @@ def by_torchrun(way: str) -> Row:
         assert done.statuses == (1,)
 
     def run(folder: Path) -> Outcome:
-        return run_torchrun(folder, 2, way, 2, "kill", 1, "backward")
+        return run_torchrun(folder, 2, way, 2, "kill", 1, "backward", **_late(late))
 
-    return Row(f"SIGKILL of rank 1 of 2 ({way}, torchrun)", BOUND, run, check)
+    return Row(
+        f"SIGKILL of rank 1 of 2 ({way}, torchrun{', heard late' * late})", BOUND, run, check
+    )
 
 
-def _run(way: str, devices: int, rank: int, where: str, ranks: int, folder: Path) -> Outcome:
-    return run_fault(folder, way, devices, "kill", rank, where, ranks=ranks)
+def _late(late: bool) -> dict[str, Any]:
+    return {"HEARD_LATE": "1"} if late else {}
 
 
 def group_of(rank: int) -> str:
@@ -111,9 +114,9 @@ KILLS = (
     alone("fabric", 2, "forward", "data_parallel=zero1"),
     exits(),
     *(launched(way, rank) for way in ("trainer", "fabric", "trainer_spawn") for rank in (0, 1)),
-    *(launched(way, rank, quick=False) for way in ("trainer_fork",) for rank in (0, 1)),
+    *(launched("trainer_fork", rank) for rank in (0, 1)),
     launched("fabric_fork", 0),
     launched("fabric_spawn", 1),
-    by_torchrun("trainer"),
-    by_torchrun("fabric"),
+    *(launched(way, 1, late=True) for way in ("fabric_spawn", "fabric_fork", "trainer_spawn")),
+    *(by_torchrun(way, late=late) for way in ("trainer", "fabric") for late in (False, True)),
 )

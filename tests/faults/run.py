@@ -62,11 +62,13 @@ def run_fault(
     return run_processes(folder, told, (SCRIPT, *arguments), limit=limit, **variables)
 
 
-def run_torchrun(folder: Path, ranks: int, *arguments: object, limit: float = LIMIT) -> Outcome:
+def run_torchrun(
+    folder: Path, ranks: int, *arguments: object, limit: float = LIMIT, **variables: str
+) -> Outcome:
     """Run ``script.py`` by torchrun's own agent."""
     options = (f"--nproc-per-node={ranks}", f"--master-port={free_port()}")
     command = ("-m", "torch.distributed.run", *options, SCRIPT, *arguments)
-    return run_processes(folder, [{}], command, limit=limit)
+    return run_processes(folder, [{}], command, limit=limit, **variables)
 
 
 def run_processes(

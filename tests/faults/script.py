@@ -3,13 +3,15 @@
 WAY is ``trainer``, ``manual`` (the Trainer with manual optimization) or ``fabric``, or one of them with a
 start method: ``trainer_spawn``. What FAULT and WHERE may be is told in ``fault.py``; ``other`` is a rank that
 is given another setting, and ``slow`` one whose files are written slowly. Pairs are the strategy's, besides
-``saves=1``: callbacks save, also on exceptions; and ``accumulate=2`` micro-batches a step.
+``saves=1``: callbacks save, also on exceptions; and ``accumulate=2`` micro-batches a step. With the variable
+``HEARD_LATE`` watchers hear of everything half a second late, as on a busy machine.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,9 +27,22 @@ import lightning_cp.fabric
 from lightning_cp import UlyssesRingStrategy
 from lightning_cp.checkpoint import full_file
 from lightning_cp.errors import NonFiniteError
+from lightning_cp.faults.watcher import Watcher
 from tests.faults.fault import Fault, SlowHash, digest_of, fire
 
 STEPS = 8
+
+
+def hear_late(watcher: Watcher) -> None:
+    """As it hears, but whoever ends processes has done so by then."""
+    time.sleep(0.5)
+    _hear(watcher)
+
+
+_hear = Watcher._hear
+if "HEARD_LATE" in os.environ:  # here, for processes that are spawned
+    late: Any = Watcher
+    late._hear = hear_late
 
 
 class Hooked(torch.autograd.Function):

@@ -56,7 +56,7 @@ def test_the_program_s_own_hook_is_called_whoever_ends_first(
     watches, error = [Switched(Position()), Switched(Position())], ValueError("x")
     monkeypatch.setattr(sys, "__excepthook__", lambda *_: pytest.fail("Python's own"))
     for watch in watches:
-        watch.begin(Settings(), "", None)
+        watch.begin(Settings(), "", None, handles_sigterm=False)
     for watch in (watches[first], watches[1 - first]):
         watch.stop()
     sys.excepthook(ValueError, error, None)
@@ -101,7 +101,7 @@ def test_stages_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy: Any = fabric.UlyssesRingStrategy()
     strategy.cluster_environment = _Environment()
     strategy._launcher = None
-    monkeypatch.setattr(strategy._core.watch, "begin", lambda *_: None)
+    monkeypatch.setattr(strategy._core.watch, "begin", lambda *_, **__: None)
     registry: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
     strategy._begin_watch()
     before = len(registry)

@@ -23,7 +23,9 @@ AT = 2
 """The step in which the signal comes; there are six."""
 
 
-STOPPED = f"after step {AT}"
+def stopped(who: str) -> str:
+    """After which step, as a pattern: a signal that is passed on may come a step later."""
+    return f"after step {f'[{AT}-5]' if who == 'parent' else AT}"
 
 
 def run(folder: Path, how: str, *arguments: object, script: Path = SCRIPT) -> list[Done]:
@@ -87,7 +89,9 @@ def test_every_rank_saves_the_same_step(
     assert [one.status for one in done] == [143] * len(done), done[0].output[-3000:]
     said = "".join(one.output for one in done)
     assert said.count("SIGNAL SENT") == len(who.split(","))
-    assert re.search(rf"stopped by a signal {STOPPED}, saved as \S*last.ckpt", said), said[-3000:]
+    assert re.search(rf"stopped by a signal {stopped(who)}, saved as \S*last.ckpt", said), said[
+        -3000:
+    ]
     goes_on(folder, how, saves, tmp_path_factory.getbasetemp())
 
 
@@ -108,7 +112,7 @@ def test_a_loop_is_told_by_should_stop(
     assert [one.status for one in done] == [143] * len(done), done[0].output[-3000:]
     said = "".join(one.output for one in done)
     assert said.count("SIGNAL SENT") == len(who.split(","))
-    assert said.count(f"stopped {STOPPED}") == 1
+    assert len(re.findall(f"stopped {stopped(who)}", said)) == 1
     goes_on(folder, how, "none", tmp_path_factory.getbasetemp(), LOOP)
 
 
@@ -122,7 +126,7 @@ def test_the_agent_of_torchrun_passes_it_on(
     (done,) = ranks(tmp_path, [{}], *command)
     assert done.status != 0
     assert done.output.count("SIGNAL SENT") == 1
-    assert STOPPED in done.output, done.output[-3000:]
+    assert re.search(stopped("parent"), done.output), done.output[-3000:]
     goes_on(tmp_path, "torchrun", "file", tmp_path_factory.getbasetemp(), script)
 
 

@@ -107,4 +107,15 @@ FAULT_MUTANTS = (
         ),
         "The others take it for killed, and end with status 1.",
     ),
+    Mutant(
+        "SIGTERM leaves no last words",
+        "lightning_cp/strategies/watch/last_words.py",
+        "        self._watch.hear(SOON)\n",
+        "",
+        (
+            "tests/faults/test_table.py::test_a_fault"
+            "[SIGKILL of rank 1 of 2 (fabric_spawn, started by Lightning, heard late)]",
+        ),
+        "On a busy machine nobody says where the lost rank was.",
+    ),
 )

@@ -29,6 +29,7 @@ def test_every_attempt_has_a_name_of_its_own() -> None:
 def test_questions_of_the_dead_do_not_count() -> None:
     """A rank that had asked, and was killed: rank 0 waits for the one that lives."""
     store = dist.HashStore()
+    store.set_timeout(SOON)
     store.set("lightning_cp/attempt/asks/1", "somebody dead")
     first, second = attempt(store, [0, 1], 2)
     assert first == second

@@ -37,7 +37,8 @@ class Processes:
     def _begin_watch(self: Any, trainer: Any = None) -> None:
         require_same_start(self._core.settings, trainer, self._chosen_besides())
         address = self.cluster_environment.main_address
-        self._core.watch.begin(self._core.settings, address, self.launcher)
+        handles = trainer is not None  # the Trainer stops all ranks at one step
+        self._core.watch.begin(self._core.settings, address, self.launcher, handles_sigterm=handles)
         if not self._ends_watch:  # there may be many stages
             self._ends_watch = True
             # Not the core's method: the core knows the model, that the Trainer, and that this strategy.

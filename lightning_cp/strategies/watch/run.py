@@ -16,6 +16,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _launch_proc
 from lightning_cp.faults.watch import Watch
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.arguments.sizes import context_size
+from lightning_cp.strategies.watch.last_words import LastWords
 
 
 class RunWatch(Watch):
@@ -24,8 +25,11 @@ class RunWatch(Watch):
     _launcher: Any = None
     _hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     """What is told of uncaught errors, and what was before."""
+    _last_words: LastWords | None = None
 
-    def begin(self, settings: Settings, address: str, launcher: Any) -> None:
+    def begin(
+        self, settings: Settings, address: str, launcher: Any, *, handles_sigterm: bool
+    ) -> None:
         """On all ranks together.
 
         Args:
@@ -33,12 +37,16 @@ class RunWatch(Watch):
             address: rank 0's machine.
             launcher: Lightning's; its observer would end everything with SIGKILL once one process is gone,
                 before anybody can say which.
+            handles_sigterm: somebody else does, and goes on (the Trainer).
         """
         self.start(name_of(dist.get_rank(), dist.get_world_size(), settings), address)
         if not self.is_on or self._hooks is not None:
             return
         self._hooks = self._noting(sys.excepthook), sys.excepthook
         sys.excepthook = self._hooks[0]
+        if not handles_sigterm:
+            self._last_words = LastWords(self)
+            self._last_words.begin()
         if procs := _processes(launcher):
             self._launcher, launcher.procs = launcher, list(procs)
             procs.clear()  # the observer has this list, and ends
@@ -59,7 +67,9 @@ class RunWatch(Watch):
         super().stop()
         if self._hooks is not None and sys.excepthook is self._hooks[0]:
             sys.excepthook = self._hooks[1]
-        launcher, self._launcher, self._hooks = self._launcher, None, None
+        if self._last_words is not None:
+            self._last_words.end()
+        launcher, self._launcher, self._hooks, self._last_words = self._launcher, None, None, None
         goes_on = threading.main_thread().is_alive()  # not in what atexit calls
         if launcher is not None and not self.failed and launcher.procs and goes_on:
             _launch_process_observer(launcher.procs)

@@ -33,6 +33,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_cp.checkpoint.failures import shown
 from lightning_cp.strategies.replaced import Replaced
 from lightning_cp.strategies.watch.finite import FiniteGuard
+from lightning_cp.strategies.watch.last_words import LastWords
 
 STATUS = 128 + signal.SIGTERM
 REQUEUE = 2**32
@@ -63,6 +64,7 @@ class Sent:
 def noting_sigterm(owner: object) -> Sent:
     """While ``owner`` lives SIGTERM makes a note; what the program itself has it do, if anything, follows."""
     sent, own = Sent(), signal.getsignal(signal.SIGTERM)
+    own = signal.SIG_DFL if isinstance(own, LastWords) else own
 
     def note(number: int, frame: Any) -> None:
         sent.stop()
