@@ -23,6 +23,8 @@ class PositionFacts:
     """They are anything else than 0, 1, 2, ... and a constant; in packed rows, than 0, 1, 2, ..."""
     packed: bool = False
     """A row has several documents, whoever declared them."""
+    longest: int = -1
+    """The largest position of all; -1 if that was not looked at."""
 
     @property
     def restart(self) -> bool:
@@ -39,11 +41,12 @@ def position_facts(position_ids: torch.Tensor | None, layout: SequenceLayout) ->
     """
     packed = _packed(layout.documents)
     if position_ids is None:
-        return PositionFacts(packed=packed)
+        return PositionFacts(packed=packed, longest=layout.seq_len - 1)
     ahead = position_ids - torch.arange(layout.seq_len, device=position_ids.device)
     first = 0 if packed else ahead[..., :1]
-    anew = position_ids.dim() == 2 and bool((ahead != first).any())
-    return PositionFacts(not bool(ahead.any()), anew, packed)
+    said = (ahead.any().long(), (ahead != first).any().long(), position_ids.max())
+    moved, anew, longest = torch.stack(said).tolist()  # at once: of a GPU each waits for it
+    return PositionFacts(not moved, position_ids.dim() == 2 and bool(anew), packed, longest)
 
 
 def _packed(documents: Documents | None) -> bool:

@@ -21,7 +21,7 @@ from lightning_cp.models.hf_attention import attention_function
 from lightning_cp.models.hf_call import CallCheck
 from lightning_cp.models.hf_labels import label_alignment as label_alignment
 from lightning_cp.models.hf_mask import mask_function
-from lightning_cp.models.hf_positions import refuse_frequencies_by_length
+from lightning_cp.models.hf_rotary import tell_longest
 
 _names = (f"lightning_cp_{number}" for number in itertools.count())
 
@@ -48,7 +48,7 @@ def swap_hf(model: Any, handle: SwapHandle) -> None:
             "is not sharded. Use a decoder-only or encoder-only model, or a strategy without context "
             "parallelism."
         )
-    refuse_frequencies_by_length(model, _all_configs(model))
+    tell_longest(model, _all_configs(model), handle)
     name = next(_names)
     here: Any = weakref.proxy(handle)  # what is global must not keep a model alive
     AttentionInterface.register(name, attention_function(here, before))

@@ -36,29 +36,6 @@ def _asks_its_file(module: nn.Module) -> bool:
     )
 
 
-_BY_LENGTH = ("dynamic", "longrope")
-"""Kinds of rotary embedding whose frequencies depend on the largest position that a call holds."""
-
-
-def refuse_frequencies_by_length(model: Any, configs: list[Any]) -> None:
-    """Refuse rotary embeddings that look at the length: ranks hold different positions.
-
-    Raises:
-        ConfigError: naming the kind.
-    """
-    for config in configs:
-        for name in ("rope_parameters", "rope_scaling"):
-            rope = getattr(config, name, None) or {}
-            for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-                kind = part.get("rope_type", part.get("type"))
-                if kind in _BY_LENGTH:
-                    raise ConfigError(
-                        f"{type(model).__name__} has rope_type={kind!r}, whose frequencies depend on the "
-                        "largest position that a rank holds, so that ranks would rotate by different ones. "
-                        "What works: default, linear, yarn and llama3."
-                    )
-
-
 def check_positions(state: StepState, name: str) -> None:
     """Refuse global positions 0, 1, 2, ... where one process would have counted otherwise.
 

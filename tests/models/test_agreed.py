@@ -129,10 +129,10 @@ def facts(row: list[int], cuts: list[int] | None = None) -> PositionFacts:
 
 
 def test_how_positions_run() -> None:
-    assert facts([0, 1, 2, 3]) == PositionFacts()
-    assert facts([2, 3, 4, 5]) == PositionFacts(from_zero=False)
-    assert facts([0, 1, 0, 1]) == PositionFacts(from_zero=False, count_anew=True)
+    assert facts([0, 1, 2, 3]) == PositionFacts(longest=3)
+    assert facts([2, 3, 4, 5]) == PositionFacts(from_zero=False, longest=5)
+    assert facts([0, 1, 0, 1]) == PositionFacts(from_zero=False, count_anew=True, longest=1)
     assert facts([0, 1, 0, 1], [0, 2, 4]).restart
     assert facts([2, 3, 4, 5], [0, 2, 4]).restart
     assert not facts([0, 1, 2, 3], [0, 2, 4]).restart
-    assert position_facts(None, SequenceLayout(4)) == PositionFacts()
+    assert position_facts(None, SequenceLayout(4)) == PositionFacts(longest=3)

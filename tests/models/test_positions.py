@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.models.handle import SwapHandle
-from lightning_cp.models.hf import swap_hf
 from lightning_cp.models.hf_positions import counts_alone
 from tests.models.steps import Case, Outcome, make_batch, make_model, one_process, parallel, start
 from tests.models.test_windows import compare
@@ -116,43 +114,3 @@ def test_models_that_can_be_told_or_are_relative() -> None:
 @pytest.mark.parametrize("name", sorted({*ZOO, "llama", "gpt2", "bert"}))
 def test_every_model_of_the_zoo_can_be_told(name: str) -> None:
     assert not counts_alone([make_model(Case(model=name))])
-
-
-def swapped(rope: dict[str, Any]) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    parameters = {
-        "rope_theta": 10000.0,
-        "factor": 2.0,
-        "original_max_position_embeddings": 32,
-        **rope,
-    }
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        rope_parameters=parameters,
-    )
-    mesh: Any = None
-    handle = SwapHandle(mesh)
-    try:
-        swap_hf(LlamaForCausalLM(config), handle)
-    finally:
-        handle.undo()
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_frequencies_that_depend_on_the_length_are_refused(kind: str) -> None:
-    factors = [1.0] * 4
-    match = (
-        f"LlamaForCausalLM has rope_type='{kind}', whose frequencies depend on the largest position"
-    )
-    with pytest.raises(ConfigError, match=match):
-        swapped({"rope_type": kind, "short_factor": factors, "long_factor": factors})
-
-
-@pytest.mark.parametrize("kind", ["default", "linear", "yarn"])
-def test_other_frequencies_are_not(kind: str) -> None:
-    swapped({"rope_type": kind})

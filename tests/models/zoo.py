@@ -143,6 +143,24 @@ def esm(asked: Asked, kind: str = "absolute") -> Any:
     return make("EsmForMaskedLM", asked, position_embedding_type=kind, **dropout, **sizes)
 
 
+def by_length(
+    kind: str, name: str = "LlamaForCausalLM", original: int = 32
+) -> Callable[[Asked], Any]:
+    """Frequencies change where a sequence is longer than ``original``: the tests' are."""
+    factors = [0.3 * (1 + index) for index in range(4)]
+    rope: Options = {
+        "rope_type": kind,
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": original,
+        "short_factor": [1.0] * 4,
+        "long_factor": factors,
+    }
+    longest: Options = {"max_position_embeddings": original if kind == "dynamic" else 4 * original}
+    more = {"original_max_position_embeddings": original} if name.startswith("Phi3") else {}
+    return lambda asked: make(name, asked, rope_parameters=rope, **longest, **more)
+
+
 def ordinary(name: str, **extra: Any) -> Callable[[Asked], Any]:
     """A family without a window."""
     return lambda asked: make(name, asked, **extra)
@@ -166,6 +184,11 @@ ZOO: dict[str, Callable[[Asked], Any]] = {
     "afmoe": ordinary("AfmoeForCausalLM", head_dim=8, num_experts=2, num_experts_per_tok=1),
     "qwen3": ordinary("Qwen3ForCausalLM", head_dim=8),
     "phi3": ordinary("Phi3ForCausalLM"),
+    "phi3_longrope": by_length("longrope", "Phi3ForCausalLM"),
+    "phi3_shortrope": by_length("longrope", "Phi3ForCausalLM", 64),
+    "llama_longrope": by_length("longrope"),
+    "llama_dynamic": by_length("dynamic"),
+    "llama_not_dynamic": by_length("dynamic", original=64),
     "gpt_neox": ordinary("GPTNeoXForCausalLM"),
     "olmo2": ordinary("Olmo2ForCausalLM"),
     "mixtral": ordinary("MixtralForCausalLM", num_local_experts=2),

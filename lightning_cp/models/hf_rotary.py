@@ -1,0 +1,90 @@
+"""Rotary embeddings whose frequencies depend on the longest position: on every rank that of the whole batch.
+
+transformers takes the largest position that a call of the embedding holds, which on a rank is that of its own
+tokens. One position more, the largest of all, is put behind them, and taken out of what comes back.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.models.handle import SwapHandle
+
+BY_LENGTH = ("dynamic", "longrope")
+"""Kinds of rotary embedding that look at the length."""
+
+
+def tell_longest(model: Any, configs: Iterable[Any], handle: SwapHandle) -> None:
+    """Have rotary embeddings that look at the length see that of the whole batch, while a step is active.
+
+    Raises:
+        ConfigError: a config asks for such a kind, and no module is known that does it.
+    """
+    found = [part for part in model.modules() if _kinds(getattr(part, "rope_type", None))]
+    kinds = {kind for config in configs for kind in _of_config(config)}
+    if kinds and not found:
+        raise ConfigError(
+            f"{type(model).__name__} has rope_type={sorted(kinds)[0]!r}, whose frequencies depend on the "
+            "largest position that a rank holds, and no module of it has such a rope_type, so it cannot be "
+            "told that of the whole batch. What works: default, linear, yarn and llama3."
+        )
+    for part in found:
+        _tell(part, handle)
+
+
+def _tell(part: nn.Module, handle: SwapHandle) -> None:
+    signature = inspect.signature(part.forward)
+    if "position_ids" not in signature.parameters:
+        raise ConfigError(
+            f"{type(part).__name__} looks at the longest position (rope_type={_kinds(part.rope_type)[0]!r}) "
+            f"and takes no position_ids, but {list(signature.parameters)}, so it cannot be told that of the "
+            "whole batch. Use a version of transformers that this package was tested with."
+        )
+
+    def lengthen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if handle.state is None:
+            return None
+        given = signature.bind(*args, **kwargs).arguments
+        positions = given["position_ids"]
+        longest = positions.new_full((*positions.shape[:-1], 1), handle.state.positions.longest)
+        extra = given.pop("kwargs", {})
+        return (), {**given, "position_ids": torch.cat([positions, longest], dim=-1), **extra}
+
+    def shorten(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if handle.state is None:
+            return None
+        expected = kwargs["position_ids"].shape[-1]
+        parts = output if isinstance(output, tuple) else (output,)
+        for x in parts:
+            if x.shape[-2] != expected:
+                raise ConfigError(
+                    f"{type(part).__name__} was given {expected} positions and returned {tuple(x.shape)}, "
+                    "whose last dimension but one should be these. Use a version of transformers that this "
+                    "package was tested with."
+                )
+        cut = tuple(x[..., :-1, :] for x in parts)
+        return cut if isinstance(output, tuple) else cut[0]
+
+    handle.on_undo(part.register_forward_pre_hook(lengthen, with_kwargs=True).remove)
+    handle.on_undo(part.register_forward_hook(shorten, with_kwargs=True).remove)
+
+
+def _of_config(config: Any) -> list[str]:
+    found: list[str] = []
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = getattr(config, name, None) or {}
+        for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+            found += _kinds(part.get("rope_type", part.get("type")))
+    return found
+
+
+def _kinds(rope_type: Any) -> list[str]:
+    """Those that look at the length; of embeddings that differ by layer, of any."""
+    every = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+    return [kind for kind in every if isinstance(kind, str) and any(x in kind for x in BY_LENGTH)]
