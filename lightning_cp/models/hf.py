@@ -21,6 +21,7 @@ from lightning_cp.models.hf_attention import attention_function
 from lightning_cp.models.hf_call import CallCheck
 from lightning_cp.models.hf_labels import label_alignment as label_alignment
 from lightning_cp.models.hf_mask import mask_function
+from lightning_cp.models.hf_own import has_own, swap_own
 from lightning_cp.models.hf_rotary import tell_longest
 
 _names = (f"lightning_cp_{number}" for number in itertools.count())
@@ -36,7 +37,8 @@ def swap_hf(model: Any, handle: SwapHandle) -> None:
     from transformers.modeling_utils import AttentionInterface
 
     before: str = model.config._attn_implementation
-    if not _uses_interface(model):
+    own = not _uses_interface(model) and has_own(model)
+    if not own and not _uses_interface(model):
         raise ConfigError(
             f"{type(model).__name__} does not use transformers' attention interface, so its attention cannot "
             f"be swapped (0 modules). {_ALIBI if _has_alibi(model) else ''}Use a model that does "
@@ -51,16 +53,20 @@ def swap_hf(model: Any, handle: SwapHandle) -> None:
     tell_longest(model, _all_configs(model), handle)
     name = next(_names)
     here: Any = weakref.proxy(handle)  # what is global must not keep a model alive
-    AttentionInterface.register(name, attention_function(here, before))
-    AttentionMaskInterface.register(name, mask_function(here, before))
+    attend = attention_function(here, before)
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask_function(here, before, dims=2 if own else 4))
     for interface in (AttentionInterface, AttentionMaskInterface):
         forget = weakref.finalize(handle, interface._global_mapping.pop, name, None)
         forget.atexit = False
         handle.on_undo(forget)
-    configs = _configs_that_change(model, name)
+    configs = _all_configs(model) if own else _configs_that_change(model, name)
     handle.on_activate(lambda: _choose(configs, name))
+    if own:
+        swap_own(model, handle, attend)
     CallCheck(handle, _hf_modules(model), before)
-    handle.report.append(f"{type(model).__name__} (attention interface, was {before})")
+    how = "attention of its own, patched" if own else "attention interface"
+    handle.report.append(f"{type(model).__name__} ({how}, was {before})")
 
 
 def _uses_interface(model: Any) -> bool:

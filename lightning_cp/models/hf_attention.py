@@ -11,7 +11,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf_mask import EXPRESSIBLE, MaskNote
 
-READ = {"sliding_window", "softcap", "s_aux"}
+READ = {"sliding_window", "softcap", "s_aux", "alibi_slopes"}
 """Arguments that become part of the spec; a kernel that lacks a cap refuses it."""
 
 HARMLESS = {
@@ -67,6 +67,7 @@ def attention_function(handle: SwapHandle, before: str) -> Any:
             softmax_scale=scaling,
             window=window,
             softcap=kwargs.get("softcap") or 0.0,
+            alibi_slopes=kwargs.get("alibi_slopes"),
             sinks=kwargs.get("s_aux"),
             dropout_p=dropout,
         )

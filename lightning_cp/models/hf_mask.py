@@ -126,12 +126,13 @@ def _named(made: str, function: Callable[..., Any]) -> str:
     return f"{parts} ({_MEANINGS[made]})"
 
 
-def mask_function(handle: SwapHandle, before: str) -> Any:
+def mask_function(handle: SwapHandle, before: str, *, dims: int = 4) -> Any:
     """What is registered as transformers' mask function.
 
     Args:
         handle: holds the active step.
         before: the attention implementation that one process uses.
+        dims: of the notes: Falcon adds its bias to masks of four.
     """
 
     def mask(
@@ -172,7 +173,7 @@ def mask_function(handle: SwapHandle, before: str) -> Any:
             handle.checks.agreed(f"attention mask of {model}", check)
         if state.positions.restart and not visible.causal:
             warn_isolated(handle.warned, model)
-        return make_note(visible, (batch_size, 1, q_length, kv_length), device)
+        return make_note(visible, (batch_size, 1, q_length, kv_length)[-dims:], device)
 
     return mask
 

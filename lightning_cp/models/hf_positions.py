@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import StepState
+from lightning_cp.models.hf_own import is_relative
 from lightning_cp.models.hf_signature import parameters_of
 
 
@@ -58,9 +59,11 @@ def check_positions(state: StepState, name: str) -> None:
 def counts_alone(models: list[Any]) -> bool:
     """Whether no model of these, one inside the other, can be told positions, and none is relative.
 
-    A bias by distance (T5) needs no positions; whether it can be sharded is seen at its attention.
+    A bias by distance (T5, BLOOM) needs no positions; whether it can be sharded is seen at its attention.
     """
     if any("position_ids" in parameters_of(model) for model in models):
+        return False
+    if is_relative(models[0]):
         return False
     return not any(hasattr(part, "relative_attention_bias") for part in models[0].modules())
 

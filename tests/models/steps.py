@@ -20,13 +20,16 @@ from lightning_cp.strategies.step.core import ContextParallelCore
 from tests.models.zoo import ZOO
 
 VOCAB, ROWS, LENGTH = 43, 3, 37
+CUTS = [[0, 5, 6, 30, LENGTH], [0, 18, LENGTH], [0, LENGTH]]
+"""Where the documents of packed rows begin, and the last ends."""
 
 Options = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is computed. ``batch``: plain, padded on the right, left or both sides, or packed."""
+    """What is computed. ``batch``: plain, padded on the right, left or both sides, or packed (with positions
+    that restart; with ``segment_ids``)."""
 
     model: str = "llama"
     batch: str = "plain"
@@ -120,8 +123,12 @@ def make_batch(case: Case) -> dict[str, torch.Tensor]:
     batch = {"input_ids": ids, "labels": labels}
     kind = case.batch
     if kind == "packed":
-        cuts = [[0, 5, 6, 30, LENGTH], [0, 18, LENGTH], [0, LENGTH]]
-        batch["position_ids"] = torch.stack([restarting(row) for row in cuts])
+        batch["position_ids"] = torch.stack([restarting(row) for row in CUTS])
+    elif kind == "segments":
+        lengths = [torch.tensor(row).diff() for row in CUTS]
+        batch["segment_ids"] = torch.stack(
+            [torch.arange(len(row)).repeat_interleave(row) for row in lengths]
+        )
     elif kind != "plain":
         mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
         if kind in ("right", "both"):

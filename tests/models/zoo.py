@@ -16,7 +16,7 @@ WIDE = 1000
 CAP = 2.0
 """Of the scores of a capped model."""
 
-NEED_EAGER = {"Gemma2ForCausalLM", "GptOssForCausalLM"}
+NEED_EAGER = {"BloomForCausalLM", "Gemma2ForCausalLM", "GptOssForCausalLM"}
 """Models for which transformers has no other attention in one process; its softmax is float32."""
 
 
@@ -161,6 +161,19 @@ def by_length(
     return lambda asked: make(name, asked, rope_parameters=rope, **longest, **more)
 
 
+def bloom(asked: Asked) -> Any:
+    """ALiBi; twelve heads, whose slopes are no powers of two."""
+    dropout: Options = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    sizes: Options = {"hidden_size": 48, "n_head": 12, "n_layer": 2, "initializer_range": 0.2}
+    return make("BloomForCausalLM", asked, **{**sizes, **dropout})
+
+
+def falcon(**kind: Any) -> Callable[[Asked], Any]:
+    """Rotary or ALiBi positions; keys of one head, of groups or of each."""
+    dropout: Options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "initializer_range": 0.2}
+    return lambda asked: make("FalconForCausalLM", asked, **dropout, **kind)
+
+
 def ordinary(name: str, **extra: Any) -> Callable[[Asked], Any]:
     """A family without a window."""
     return lambda asked: make(name, asked, **extra)
@@ -169,6 +182,8 @@ def ordinary(name: str, **extra: Any) -> Callable[[Asked], Any]:
 ZOO: dict[str, Callable[[Asked], Any]] = {
     "mistral": mistral,
     "qwen2": qwen2,
+    "gemma": ordinary("GemmaForCausalLM", head_dim=8),
+    "cohere": ordinary("CohereForCausalLM"),
     "gemma2": gemma2,
     "gemma2_capped": lambda asked: gemma2(asked, CAP),
     "gemma2_almost_uncapped": lambda asked: gemma2(asked, 1e6),
@@ -184,6 +199,10 @@ ZOO: dict[str, Callable[[Asked], Any]] = {
     "afmoe": ordinary("AfmoeForCausalLM", head_dim=8, num_experts=2, num_experts_per_tok=1),
     "qwen3": ordinary("Qwen3ForCausalLM", head_dim=8),
     "phi3": ordinary("Phi3ForCausalLM"),
+    "bloom": bloom,
+    "falcon": falcon(),
+    "falcon_new": falcon(new_decoder_architecture=True, num_kv_heads=2),
+    "falcon_alibi": falcon(alibi=True, multi_query=False),
     "phi3_longrope": by_length("longrope", "Phi3ForCausalLM"),
     "phi3_shortrope": by_length("longrope", "Phi3ForCausalLM", 64),
     "llama_longrope": by_length("longrope"),
