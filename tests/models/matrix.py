@@ -153,11 +153,20 @@ def _settings(case: Case, ulysses: int, ring: int, **more: Any) -> Settings:
 def eager(case: Case) -> Outcome:
     """The model's own attention, of what belongs together in a row and nothing else."""
     model, batch = make_model(case), make_batch(case)
+    _take_frequencies_of_all(model, batch)
     logits = torch.stack([_row(model, batch, row) for row in range(ROWS)])
     loss = cross_entropy(model, logits, batch)
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Outcome(float(loss.detach()), gradients, logits.detach())
+
+
+def _take_frequencies_of_all(model: Any, batch: dict[str, torch.Tensor]) -> None:
+    """Longrope chooses them by the longest of a call, which in every batch here is all of one row."""
+    model(input_ids=batch["input_ids"])
+    for part in model.modules():
+        if hasattr(part, "long_inv_freq"):
+            part.original_inv_freq.copy_(part.long_inv_freq)
 
 
 def _row(model: Any, batch: dict[str, torch.Tensor], row: int) -> torch.Tensor:

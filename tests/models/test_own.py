@@ -78,6 +78,15 @@ def test_falcons_own_bias_is_exact_until_there() -> None:
     assert not torch.equal(bias, exact)
 
 
+def refused(model: Any) -> None:
+    mesh: Any = None
+    handle = SwapHandle(mesh)
+    try:
+        swap_hf(model, handle)
+    finally:
+        handle.undo()
+
+
 class Changed(nn.Module):
     """BLOOM's attention as another version may have it."""
 
@@ -89,27 +98,26 @@ def test_other_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.bloom.modeling_bloom import BloomAttention
 
     monkeypatch.setattr(BloomAttention, "forward", Changed.forward)
-    mesh = cast(Any, None)
     with pytest.raises(ConfigError, match=r"BloomAttention of this version .*'alibi_slopes'"):
-        swap_hf(make_model(Case(model="bloom")), SwapHandle(mesh))
+        refused(make_model(Case(model="bloom")))
 
 
 def test_slow_but_exact_is_refused() -> None:
-    model, mesh = make_model(Case(model="bloom")), cast(Any, None)
+    model = make_model(Case(model="bloom"))
     attention = model.transformer.h[0].self_attention
     attention.slow_but_exact, attention.pretraining_tp = True, 2
     with pytest.raises(ConfigError, match="slow_but_exact=True"):
-        swap_hf(model, SwapHandle(mesh))
+        refused(model)
 
 
 def test_a_bias_that_is_added_twice_is_refused() -> None:
     """If transformers adds it once in a later version, this fails, and the refusal can go."""
     once, twice = (Case(model="falcon_alibi", attention=name) for name in ("sdpa", "eager"))
-    model, mesh = make_model(twice), cast(Any, None)
+    model = make_model(twice)
     ids = make_batch(twice)["input_ids"]
     assert (model(input_ids=ids).logits - make_model(once)(input_ids=ids).logits).abs().max() > 1e-2
     with pytest.raises(ConfigError, match="has its ALiBi bias twice"):
-        swap_hf(model, SwapHandle(mesh))
+        refused(model)
 
 
 def test_the_bias_matters() -> None:

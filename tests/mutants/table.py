@@ -22,6 +22,7 @@ from tests.mutants.in_guards import GUARD_MUTANTS
 from tests.mutants.in_kernels import KERNEL_MUTANTS
 from tests.mutants.in_layouts import LAYOUT_MUTANTS
 from tests.mutants.in_loading import LOADING_MUTANTS
+from tests.mutants.in_models import MODEL_MUTANTS
 from tests.mutants.in_resume import RESUME_MUTANTS
 from tests.mutants.in_tensor_parallel import TENSOR_PARALLEL_MUTANTS
 from tests.mutants.in_triton import TRITON_MUTANTS
@@ -40,6 +41,7 @@ EVERY = (
     *TENSOR_PARALLEL_MUTANTS,
     *LOADING_MUTANTS,
     *ENGINE_MUTANTS,
+    *MODEL_MUTANTS,
     *(TRITON_MUTANTS if is_installed() else ()),  # without Triton their tests are skipped
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}

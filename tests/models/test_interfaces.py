@@ -1,0 +1,98 @@
+"""What is used of transformers besides its documented names: an upgrade that changes it fails here.
+
+Whether the results are right is shown by the other tests; these say what has moved.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, masking_utils, modeling_rope_utils
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from lightning_cp.models.hf_own import _FILES, _FORWARDS
+from tests.models.steps import Case, make_model
+
+MAKERS = {
+    "causal_mask_function": (),
+    "bidirectional_mask_function": (),
+    "and_masks": ("mask_functions",),
+    "or_masks": ("mask_functions",),
+    "sliding_window_overlay": ("sliding_window",),
+    "sliding_window_bidirectional_overlay": ("sliding_window",),
+    "chunked_overlay": ("chunk_size",),
+    "packed_sequence_mask_function": ("packed_sequence_mask",),
+    "padding_mask_function": ("padding_mask",),
+}
+"""Functions of ``masking_utils`` that masks are composed of, and the closure that tells what of."""
+
+
+@pytest.mark.parametrize("interface", [AttentionInterface, AttentionMaskInterface])
+def test_functions_are_registered_and_forgotten(interface: Any) -> None:
+    interface.register("lightning_cp_test", print)
+    assert interface()["lightning_cp_test"] is print
+    assert interface._global_mapping.pop("lightning_cp_test") is print
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_masks_are_made_of_known_parts(name: str) -> None:
+    made = getattr(masking_utils, name)
+    if not MAKERS[name]:
+        return
+    arguments: list[Any] = [torch.zeros(1, 4)]
+    if name in ("and_masks", "or_masks"):
+        arguments = [masking_utils.causal_mask_function]
+    elif "overlay" in name:
+        arguments = [3] if name != "chunked_overlay" else [3, torch.zeros(1, dtype=torch.long)]
+    assert set(MAKERS[name]) <= set(made(*arguments).__code__.co_freevars)
+
+
+def test_masks_are_asked_for_by_these_names() -> None:
+    names = set(inspect.signature(masking_utils.sdpa_mask).parameters)
+    used = {"batch_size", "kv_length", "mask_function", "attention_mask", "q_length"}
+    assert used <= names
+
+
+def test_configs_name_the_implementation() -> None:
+    model = make_model(Case())
+    assert model._can_set_attn_implementation()
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "eager"
+    model.config._attn_implementation_internal = "sdpa"
+    assert model.config._attn_implementation == "sdpa"
+    assert isinstance(model.config.sub_configs, dict)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_are_decided_by_the_positions_that_are_given(kind: str) -> None:
+    names = list(inspect.signature(modeling_rope_utils.dynamic_rope_update).parameters)
+    assert names == ["rope_forward"]
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope |= {"original_max_position_embeddings": 8}
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    config = LlamaConfig(
+        vocab_size=8, intermediate_size=8, max_position_embeddings=8, rope_parameters=rope, **sizes
+    )
+    part = LlamaForCausalLM(config).model.rotary_emb
+    assert part.rope_type == kind
+    x, short = torch.zeros(1, 4, 8), torch.arange(4)[None]
+    near = part(x, short)[0]
+    far = part(x, torch.tensor([[0, 1, 2, 3, 20]]))[0]
+    assert far.shape[-2] == 5
+    assert not torch.equal(near, far[:, :4])
+
+
+@pytest.mark.parametrize("file", _FILES)
+def test_patched_attention_is_where_it_was(file: str) -> None:
+    module = __import__(file, fromlist=["x"])
+    found = [getattr(module, name) for name in _FORWARDS if hasattr(module, name)]
+    assert found
+    for kind in found:
+        own = list(inspect.signature(kind.forward).parameters)[1:]
+        assert own == list(inspect.signature(_FORWARDS[kind.__name__]).parameters)[2:]
+    assert hasattr(module, "build_alibi_tensor")
