@@ -68,7 +68,7 @@ def watch_strategy(time_of: OwnTime) -> None:
 def _watch_made(time_of: OwnTime, owner: Any, factory: str, name: str) -> None:
     make = getattr(owner, factory)
 
-    def counted(*args: Any) -> Any:
-        return time_of.counted(make(*args), name)
+    def counted(*args: Any, **options: Any) -> Any:
+        return time_of.counted(make(*args, **options), name)
 
     time_of.replace(owner, factory, counted)
