@@ -42,7 +42,10 @@ class ContextParallelMixin:
     that share a sample; all others are fed with what a rank holds."""
 
     def context_parallel_modules(self) -> Iterable[nn.Module] | None:
-        """The Hugging Face models whose attention is swapped; ``None``: all of them."""
+        """The modules whose attention runs along the sequence, Hugging Face models or others; ``None``: all.
+
+        All other attention is left alone: on each rank it sees what the rank holds.
+        """
         return None
 
     def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:

@@ -26,6 +26,7 @@ from lightning_cp.layout import SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.models.checks import Checks
 from lightning_cp.models.facts import PositionFacts
+from lightning_cp.models.report import SwapReport
 
 
 @dataclass
@@ -104,7 +105,11 @@ class SwapHandle:
         """Told of every attention call: its plan, q and out."""
         self.progress: Callable[[], None] = _nothing
         """Called at every attention call, before ranks exchange anything for it."""
-        self.report: list[str] = []
+        self.report = SwapReport()
+        self.intercepts_outside = True
+        """Whether calls outside of all modules that tell (``scopes``) are intercepted."""
+        self.scopes: list[tuple[nn.Module, bool]] = []
+        """The modules that are being called and tell so, and whether attention in them is intercepted."""
         self.warned: set[str] = set()
         """Models of which something was said once."""
         self.checks = Checks(mesh)
@@ -117,6 +122,16 @@ class SwapHandle:
         """Whether a context-parallel step is under way."""
         return self.state is not None
 
+    @property
+    def intercepts(self) -> bool:
+        """Whether an attention call that is made now is the sequence's."""
+        return self.active and not self.in_local
+
+    @property
+    def in_local(self) -> bool:
+        """Whether what is being called is left alone."""
+        return not (self.scopes[-1][1] if self.scopes else self.intercepts_outside)
+
     def activate(self, state: StepState) -> None:
         """Begin a step; the state stays until the next one, or until ``deactivate``."""
         self.deactivate()
@@ -126,6 +141,7 @@ class SwapHandle:
     def deactivate(self) -> None:
         """End the step: the model is the plain model again."""
         self.state = None
+        self.scopes.clear()
         self.checks.drop()
         while self._leave:
             self._leave.pop()()

@@ -13,7 +13,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
@@ -27,7 +27,14 @@ from lightning_cp.models.hf_rotary import tell_longest
 _names = (f"lightning_cp_{number}" for number in itertools.count())
 
 
-def swap_hf(model: Any, handle: SwapHandle) -> None:
+class Swap(NamedTuple):
+    """How the attention of a model was swapped, and the implementation that it has outside of a step."""
+
+    how: str
+    before: str
+
+
+def swap_hf(model: Any, handle: SwapHandle) -> Swap:
     """Swap the attention of one ``PreTrainedModel``.
 
     Raises:
@@ -65,8 +72,7 @@ def swap_hf(model: Any, handle: SwapHandle) -> None:
     if own:
         swap_own(model, handle, attend)
     CallCheck(handle, _hf_modules(model), before)
-    how = "attention of its own, patched" if own else "attention interface"
-    handle.report.append(f"{type(model).__name__} ({how}, was {before})")
+    return Swap("attention of its own, patched" if own else "attention interface", before)
 
 
 def _uses_interface(model: Any) -> bool:

@@ -10,6 +10,7 @@ from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf_mask import EXPRESSIBLE, MaskNote
+from lightning_cp.models.mixing import LOCAL
 
 READ = {"sliding_window", "softcap", "s_aux", "alibi_slopes"}
 """Arguments that become part of the spec; a kernel that lacks a cap refuses it."""
@@ -59,6 +60,7 @@ def attention_function(handle: SwapHandle, before: str) -> Any:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         name = type(module).__name__
+        _refuse_local(name, handle)
         _refuse_unknown(name, kwargs)
         _refuse_cross(module, query, key)
         causal, window = _mask_of(module, attention_mask, is_causal, kwargs, before)
@@ -76,6 +78,15 @@ def attention_function(handle: SwapHandle, before: str) -> Any:
         return handle.attention(q, k, v, spec).contiguous(), None
 
     return attention
+
+
+def _refuse_local(name: str, handle: SwapHandle) -> None:
+    if handle.in_local:
+        raise ConfigError(
+            f"{name} is a part of a Hugging Face model that is swapped, and it, or a module around it, has "
+            f"{LOCAL} = True: a model makes the masks of all its attention, so no part of it can be left "
+            "alone. Set the attribute on modules without attention."
+        )
 
 
 def _refuse_unknown(name: str, kwargs: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -20,9 +21,15 @@ from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
 
+SDPA = "scaled_dot_product_attention"
 
-def swap_sdpa(handle: SwapHandle) -> None:
-    """Route calls through ``handle`` while it is active; others go to the original function."""
+
+def swap_sdpa(handle: SwapHandle) -> int:
+    """Route calls through ``handle`` while it is active; others go to the original function.
+
+    Returns:
+        How many names of it were replaced in loaded modules.
+    """
     original = F.scaled_dot_product_attention
     link = _Link(original)
     held = weakref.ref(
@@ -40,7 +47,7 @@ def swap_sdpa(handle: SwapHandle) -> None:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         handle = held()
-        if handle is None or not handle.active:
+        if handle is None or not handle.intercepts:
             extra: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
             return link.original(query, key, value, attn_mask, dropout_p, is_causal, **extra)
         _check(query, key, attn_mask, enable_gqa)
@@ -49,12 +56,12 @@ def swap_sdpa(handle: SwapHandle) -> None:
         return _in_memory_as_theirs(handle.attention(q, k, v, spec), query)
 
     setattr(scaled_dot_product_attention, _LINK, link)
-    _replace(original, scaled_dot_product_attention)
+    replaced = _replace(original, scaled_dot_product_attention)
     handle.on_activate(_without_fast_path)
     take_back = weakref.finalize(handle, _take_back, scaled_dot_product_attention, link)
     take_back.atexit = False
     handle.on_undo(take_back)
-    handle.report.append("torch.nn.functional.scaled_dot_product_attention")
+    return replaced
 
 
 def _check(
@@ -71,6 +78,14 @@ def _check(
         raise ConfigError(
             "scaled_dot_product_attention needs [batch, heads, tokens, head dim] under context parallelism, "
             f"got query {tuple(query.shape)}."
+        )
+    if query.shape[2] != key.shape[2]:
+        raise ConfigError(
+            f"scaled_dot_product_attention of {query.shape[2]} queries and {key.shape[2]} keys: the keys are "
+            "of another sequence (cross-attention, or a cache), which is not sharded as the queries are. If "
+            "every rank holds all of these keys, set context_parallel_local = True on the module that makes "
+            "the call: each rank's queries then see all of them. Otherwise use a strategy without context "
+            "parallelism."
         )
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ConfigError(
@@ -92,6 +107,21 @@ def _in_memory_as_theirs(out_BLHD: torch.Tensor, query: torch.Tensor) -> torch.T
 _LINK = "_lightning_cp_link"
 
 
+def is_sdpa(value: object) -> bool:
+    """Whether it is PyTorch's function, or what has taken its place."""
+    if isinstance(value, FunctionType):
+        return _LINK in vars(value)
+    return isinstance(value, BuiltinFunctionType) and value is _builtin()
+
+
+def _builtin() -> object:
+    """PyTorch's own, under all that have taken its place."""
+    found: Any = F.scaled_dot_product_attention
+    while (link := getattr(found, _LINK, None)) is not None:
+        found = link.original
+    return found
+
+
 @dataclass
 class _Link:
     """What a replacement hands over to: the function that it replaced."""
@@ -99,13 +129,16 @@ class _Link:
     original: Callable[..., torch.Tensor]
 
 
-def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """Put ``new`` into every loaded module's globals that are ``old``."""
+def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> int:
+    """Put ``new`` into every loaded module's globals that are ``old``; how many there were."""
+    count = 0
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
         if isinstance(names, dict):
             for name in [name for name, value in list(names.items()) if value is old]:
                 setattr(module, name, new)
+                count += 1
+    return count
 
 
 def _take_back(ours: Callable[..., Any], link: _Link) -> None:

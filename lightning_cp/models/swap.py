@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from math import gcd
 from typing import Any
@@ -15,10 +15,13 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.models.handle import StepState as StepState
 from lightning_cp.models.handle import SwapHandle as SwapHandle
-from lightning_cp.models.hf import swap_hf
+from lightning_cp.models.held import refuse_held
+from lightning_cp.models.hf import Swap, swap_hf
 from lightning_cp.models.mixing import refuse_mixing
 from lightning_cp.models.pooling import watch_pooling
-from lightning_cp.models.sdpa import swap_sdpa
+from lightning_cp.models.report import Swapped, SwapReport, attention_modules
+from lightning_cp.models.scope import follow_calls, left_alone, require_roots
+from lightning_cp.models.sdpa import SDPA, swap_sdpa
 from lightning_cp.models.watch import watch_attention
 
 
@@ -36,32 +39,56 @@ def swap_attention(
         model: a module, with or without Hugging Face models inside.
         mesh: the process groups.
         kernel: which kernel to use.
-        roots: the Hugging Face models to swap; all inside ``model`` by default.
+        roots: the modules whose attention is swapped, Hugging Face models or any others; by default all
+            attention inside ``model``. What is not listed, or has ``context_parallel_local = True``, is left
+            alone: on each rank it attends to what the rank holds, as cross-attention to keys that all
+            ranks hold should.
         exchange: how keys reach the queries over the ring axis; hop by hop by default.
 
     Returns:
-        The handle; ``report`` says what was replaced, ``undo()`` restores it.
+        The handle; ``print(handle.report)`` shows a table of what was swapped, ``undo()`` restores it.
 
     Raises:
         ConfigError: a Hugging Face model that does not use transformers' attention interface or is
-            compiled, or a layer that mixes tokens outside of attention.
+            compiled, a layer that mixes tokens outside of attention, a part of a Hugging Face model in
+            ``roots``, or PyTorch's attention function kept where it cannot be replaced.
     """
     found = hf_models(model)
-    chosen = found if roots is None else list(roots)
+    listed = None if roots is None else list(roots)
+    if listed is not None:
+        require_roots(listed, found)
+    chosen = found if listed is None else [part for root in listed for part in hf_models(root)]
     others = _apart(found, chosen)
+    alone = left_alone(model, listed, others)
     refuse_mixing(model, others)
+    refuse_held(model, alone)
     _refuse_compiled(model, chosen)
     handle = SwapHandle(mesh, kernel, exchange)
     try:
-        for root in chosen:
-            swap_hf(root, handle)
-        swap_sdpa(handle)
-        watch_attention(model, handle, others)
+        swaps = {root: swap_hf(root, handle) for root in chosen}
+        replaced = swap_sdpa(handle)
+        follow_calls(model, handle, listed, alone)
+        watch_attention(model, handle, alone)
         watch_pooling(model, handle, others)
     except BaseException:
         handle.undo()
         raise
+    _fill(handle.report, model, swaps, alone)
+    where = "every call" if listed is None else "calls in listed modules"
+    handle.report.append(Swapped("torch.nn.functional", replaced, SDPA, where, "torch's"))
     return handle
+
+
+def _fill(
+    report: SwapReport, model: nn.Module, swaps: Mapping[nn.Module, Swap], alone: set[nn.Module]
+) -> None:
+    """Lines for all attention that is seen in the model, swapped or not."""
+    inside = {part for root in swaps for part in root.modules()}
+    plain = [part for part in attention_modules(model) if part not in inside]
+    for root, swap in swaps.items():
+        report.add(model, list(attention_modules(root)) or [root], *swap)
+    report.add(model, [part for part in plain if part not in alone], "calls of torch's", "torch's")
+    report.add(model, [part for part in plain if part in alone], "left alone", "its own")
 
 
 def hf_models(model: nn.Module) -> list[Any]:

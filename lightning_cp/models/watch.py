@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -12,28 +11,24 @@ from torch import nn
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.mixing import LOCAL
-
-_NAMES = re.compile(r"(Attention|Attn)(Layer|Block)?(V?\d+)?$")
-"""Classes that are expected to call attention at least once when they are called."""
+from lightning_cp.models.report import ATTENTION
 
 
-def watch_attention(model: nn.Module, handle: SwapHandle, skip: Iterable[nn.Module] = ()) -> None:
+def watch_attention(model: nn.Module, handle: SwapHandle, skip: Collection[nn.Module] = ()) -> None:
     """Have every attention module notice a call of it in which no attention was intercepted.
 
     Args:
         model: everything that will be called in a step.
         handle: counts intercepted calls.
-        skip: modules inside that are not swapped on purpose.
+        skip: modules that are left alone, each by itself.
     """
-    accepted = set(skip)
     for name, module in model.named_modules():
-        if module in accepted or getattr(module, LOCAL, False):
-            accepted.update(module.modules())
+        if module in skip:
             continue
         if isinstance(module, nn.MultiheadAttention):
             hook = _refuse_weights(handle, name)
             handle.on_undo(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        if _NAMES.search(type(module).__name__):
+        if ATTENTION.search(type(module).__name__):
             _watch(module, name, handle)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -234,9 +235,20 @@ def parallel(rank: int, world_size: int, case: Case, ulysses: int, ring: int) ->
 
 def step_of(core: ContextParallelCore, case: Case, model: Any, world_size: int) -> Outcome:
     """One step of an attached core."""
-    local = core.shard(make_batch(case), needs_labels=True)
+    return run_step(core, model, world_size, make_batch(case), partial(step, case))
+
+
+def run_step(
+    core: ContextParallelCore,
+    model: Any,
+    world_size: int,
+    batch: dict[str, torch.Tensor],
+    step: Callable[[Any, dict[str, torch.Tensor]], tuple[Any, torch.Tensor]],
+) -> Outcome:
+    """One step of an attached core, of any model; ``step`` gives (loss, logits)."""
+    local = core.shard(batch, needs_labels=True)
     core.begin_step()
-    loss, logits = step(case, model, local)
+    loss, logits = step(model, local)
     core.check_step()
     core.scale_loss(loss).backward()
     core.after_backward(model.parameters())

@@ -16,6 +16,7 @@ from lightning_cp.models import StepState, SwapHandle, swap_attention
 from lightning_cp.models.hf import swap_hf
 from lightning_cp.models.mixing import refuse_mixing
 from lightning_cp.models.pooling import watch_pooling
+from lightning_cp.models.scope import left_alone
 from lightning_cp.models.sdpa import swap_sdpa
 from lightning_cp.models.watch import watch_attention
 from tests.models.steps import Case, make_model
@@ -216,7 +217,7 @@ class Calls(SwapHandle):
 def watched(model: nn.Module) -> SwapHandle:
     handle = Calls(MESH)
     swap_sdpa(handle)
-    watch_attention(model, handle)
+    watch_attention(model, handle, left_alone(model, None))
     return handle
 
 

@@ -74,10 +74,19 @@ def state(tokens: int = 8) -> StepState:
 def test_the_report_names_what_was_swapped() -> None:
     inner = nn.ModuleDict({"a": make_model(Case()), "b": make_model(Case(model="gpt2"))})
     handle = swap_attention(inner, MESH)
-    assert handle.report == [
-        "LlamaForCausalLM (attention interface, was sdpa)",
-        "GPT2LMHeadModel (attention interface, was sdpa)",
-        "torch.nn.functional.scaled_dot_product_attention",
+    *models, function = handle.report
+    assert [str(line) for line in models] == [
+        "2 x LlamaAttention (attention interface, was sdpa)",
+        "2 x GPT2Attention (attention interface, was sdpa)",
+    ]
+    assert function.count == len(references())
+    shown = str(handle.report).splitlines()
+    assert [line.split()[0] for line in shown] == [
+        "modules",
+        shown[1].split()[0],
+        "a.model.layers.*.self_attn",
+        "b.transformer.h.*.attn",
+        "torch.nn.functional",
     ]
     handle.undo()
 
@@ -85,7 +94,11 @@ def test_the_report_names_what_was_swapped() -> None:
 def test_only_the_chosen_models_are_swapped() -> None:
     chosen, other = make_model(Case()), make_model(Case(attention="eager"))
     handle = swap_attention(nn.ModuleList([chosen, other]), MESH, roots=[chosen])
-    assert len(handle.report) == 2
+    assert [(x.modules, x.how) for x in handle.report] == [
+        ("0.model.layers.*.self_attn", "attention interface"),
+        ("1.model.layers.*.self_attn", "left alone"),
+        ("torch.nn.functional", "calls in listed modules"),
+    ]
     handle.activate(state())
     assert chosen.config._attn_implementation.startswith("lightning_cp")
     assert other.config._attn_implementation == "eager"

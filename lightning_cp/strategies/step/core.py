@@ -103,7 +103,7 @@ class ContextParallelCore(StepLosses):
         self._handle.progress = self.watch.position.progress
         self._handle.listener = self.recorder.note if settings.profiled_steps else None
         self._requests = self._handle.requests
-        return self._handle.report
+        return [str(line) for line in self._handle.report]
 
     def follow_progress(self, model: nn.Module) -> None:
         """A model, wrapped for data parallelism, in which signs of progress are to be seen."""
