@@ -10,6 +10,7 @@ from lightning_cp.layout.memory import attention_memory
 from lightning_cp.layout.sequence import SequenceLayout
 from lightning_cp.layout.tiles import ALL_ROWS, Hop, RankSchedule, Schedule, Tile, schedule
 from lightning_cp.layout.traffic import Traffic, attention_traffic
+from lightning_cp.layout.visible import visible_pairs
 
 __all__ = [
     "ALL_ROWS",
@@ -32,4 +33,5 @@ __all__ = [
     "explain_layout",
     "gathered_schedule",
     "schedule",
+    "visible_pairs",
 ]
