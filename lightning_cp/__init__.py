@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_cp.mesh import ContextParallelMesh as ContextParallelMesh
     from lightning_cp.mixin import ContextParallelMixin as ContextParallelMixin
     from lightning_cp.strategies.trainer import UlyssesRingStrategy as UlyssesRingStrategy
+    from lightning_cp.throughput.callback import ThroughputCallback as ThroughputCallback
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,7 @@ _HOME = {
     "ContextParallelMixin": "lightning_cp.mixin",
     "Documents": "lightning_cp.layout",
     "SequenceLayout": "lightning_cp.layout",
+    "ThroughputCallback": "lightning_cp.throughput.callback",
     "UlyssesRingStrategy": "lightning_cp.strategies.trainer",
     "context_parallel_attention": "lightning_cp.attention.api",
     "keep_attention": "lightning_cp.attention.keep",

@@ -24,6 +24,7 @@ PUBLIC = [
     "ContextParallelMixin",
     "Documents",
     "SequenceLayout",
+    "ThroughputCallback",
     "UlyssesRingStrategy",
     "context_parallel_attention",
     "keep_attention",
@@ -74,7 +75,7 @@ WITHOUT_LIGHTNING = """
 import sys
 sys.modules["lightning"] = None
 import lightning_cp
-needs = {"UlyssesRingStrategy", "ContextParallelCallback"}
+needs = {"UlyssesRingStrategy", "ContextParallelCallback", "ThroughputCallback"}
 print(sorted(name for name in lightning_cp.__all__ if name not in needs and getattr(lightning_cp, name)))
 """
 
@@ -89,7 +90,7 @@ def test_imported_after_lightning() -> None:
 
 
 def test_the_core_works_without_lightning() -> None:
-    needs = {"UlyssesRingStrategy", "ContextParallelCallback"}
+    needs = {"UlyssesRingStrategy", "ContextParallelCallback", "ThroughputCallback"}
     assert python(WITHOUT_LIGHTNING) == str([name for name in PUBLIC if name not in needs])
 
 

@@ -1,5 +1,6 @@
 """Sharding a batch along the sequence, and putting outputs together again."""
 
+from lightning_cp.batch.counted import CountedBatch
 from lightning_cp.batch.documents import documents_of
 from lightning_cp.batch.output import unshard_output
 from lightning_cp.batch.read import WholeBatch, read_batch
@@ -9,6 +10,7 @@ from lightning_cp.batch.shard import ShardedBatch, shard_batch, valid_counts, wi
 __all__ = [
     "KNOWN_DIMS",
     "BatchRules",
+    "CountedBatch",
     "ShardedBatch",
     "WholeBatch",
     "documents_of",

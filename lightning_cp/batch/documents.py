@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from lightning_cp.batch.read import WholeBatch
@@ -42,6 +44,12 @@ def documents_of(whole: WholeBatch, rules: BatchRules) -> Documents | None:
     if mask is None and positions is not None and positions.dim() == 2:
         return Documents.from_position_ids(positions)
     return None
+
+
+def padding_mask_of(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """The batch's mask [B, S] that is 0 for padding, whether the model reads it or not."""
+    mask = tensors.get("attention_mask")
+    return mask if mask is not None and mask.dim() == 2 else None
 
 
 def _refuse_padded_targets(mask: torch.Tensor, aligned: torch.Tensor | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_cp.batch.documents import padding_mask_of
 from lightning_cp.batch.noted import POSITIONS, NotedBatch
 from lightning_cp.batch.read import WholeBatch, read_batch
 from lightning_cp.batch.rules import KNOWN_DIMS, PAD_VALUES, BatchRules
@@ -30,6 +31,10 @@ class ShardedBatch:
     aligned_labels: torch.Tensor | None
     valid: tuple[int, ...]
     """Targets (tokens, if there are no labels) of every context-parallel rank."""
+    rows: int = 1
+    """Of the whole batch."""
+    padding_mask: torch.Tensor | None = None
+    """[B, S], of the whole batch, if it has one: 0 for padding."""
 
     @property
     def positions_ignored(self) -> bool:
@@ -91,6 +96,8 @@ def shard_batch(
         tensors.get(rules.label_key),
         aligned_local,
         valid_counts(whole, layout) if valid is None else valid,
+        whole.rows,
+        padding_mask_of(dict(tensors_of(whole.batch))),
     )
 
 

@@ -32,6 +32,13 @@ def expected_mask(model: nn.Module) -> Mask:
     return Mask(causal, (widest, UNBOUNDED if causal else widest))
 
 
+def mask_of(part: Any) -> Mask:
+    """Of one Hugging Face attention module: causal where it does not say."""
+    causal = bool(getattr(part, "is_causal", True))
+    window = _window(part)
+    return Mask(causal, (window, UNBOUNDED if causal else window))
+
+
 def expected_heads(model: nn.Module) -> Heads | None:
     """The heads of a Hugging Face model, of the first that tells if there are several; else ``None``."""
     for root in hf_models(model):

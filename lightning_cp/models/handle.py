@@ -28,6 +28,8 @@ from lightning_cp.models.checks import Checks
 from lightning_cp.models.facts import PositionFacts
 from lightning_cp.models.report import SwapReport
 
+Listener = Callable[[AttentionPlan, torch.Tensor, torch.Tensor], None]
+
 
 @dataclass
 class StepState:
@@ -101,7 +103,7 @@ class SwapHandle:
         self.state: StepState | None = None
         self.requests: dict[Request, None] = {}
         """What attention calls have asked of a kernel, each kind once."""
-        self.listener: Callable[[AttentionPlan, torch.Tensor, torch.Tensor], None] | None = None
+        self.listeners: Sequence[Listener] = ()
         """Told of every attention call: its plan, q and out."""
         self.progress: Callable[[], None] = _nothing
         """Called at every attention call, before ranks exchange anything for it."""
@@ -158,8 +160,8 @@ class SwapHandle:
         plan = self._plan(q, k, v, spec, state)
         out = attend(q, k, v, plan)
         assert isinstance(out, torch.Tensor)
-        if self.listener is not None:
-            self.listener(plan, q, out)
+        for listener in self.listeners:
+            listener(plan, q, out)
         state.need_gradients.append(out.requires_grad)
         if out.requires_grad:
             out.register_hook(state.note_gradient)

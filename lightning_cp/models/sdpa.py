@@ -64,6 +64,33 @@ def swap_sdpa(handle: SwapHandle) -> int:
     return replaced
 
 
+def observe_sdpa(tell: Callable[..., None]) -> Callable[[], None]:
+    """Have ``tell(query, key, attn_mask, is_causal, out)`` see the calls; returns what ends that.
+
+    What is compiled is not seen: its calls are no longer made from Python.
+    """
+    original = F.scaled_dot_product_attention
+    link = _Link(original)
+
+    def scaled_dot_product_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **extra: Any,
+    ) -> torch.Tensor:
+        out = link.original(query, key, value, attn_mask, dropout_p, is_causal, **extra)
+        if not torch.compiler.is_compiling():
+            tell(query, key, attn_mask, is_causal, out)
+        return out
+
+    setattr(scaled_dot_product_attention, _LINK, link)
+    _replace(original, scaled_dot_product_attention)
+    return lambda: _take_back(scaled_dot_product_attention, link)
+
+
 def _check(
     query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None, enable_gqa: bool
 ) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_cp.attention.exchange import Exchange
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.models.handle import Listener as Listener
 from lightning_cp.models.handle import StepState as StepState
 from lightning_cp.models.handle import SwapHandle as SwapHandle
 from lightning_cp.models.held import refuse_held

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.local import local_part
 
+OF_STEPS = "state_is_of_steps"
+"""True of callbacks whose state changes with an optimizer's step only: nothing is to be taken back."""
 _PLAIN = (int, float, str, bool, type(None))
 
 
@@ -115,6 +117,8 @@ class PlainStates:
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         for callback in callbacks:
             if isinstance(callback, Checkpoint) or id(callback) in self._others:
+                continue
+            if getattr(callback, OF_STEPS, False):
                 continue
             try:
                 state = _copied(callback.state_dict())

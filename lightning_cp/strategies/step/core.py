@@ -8,7 +8,7 @@ Nothing here knows of a Trainer. A strategy calls, in this order: ``build_mesh``
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from lightning_cp.layout.cost import Heads
 from lightning_cp.models.expected import expected_heads, expected_mask
 from lightning_cp.models.facts import PositionFacts
 from lightning_cp.models.hf_positions import take_positions
-from lightning_cp.models.swap import StepState, hf_models, swap_attention
+from lightning_cp.models.swap import Listener, StepState, hf_models, swap_attention
 from lightning_cp.named_ranges import named
 from lightning_cp.profile.recorder import StepRecorder
 from lightning_cp.strategies.arguments.settings import Settings
@@ -56,6 +56,7 @@ class ContextParallelCore(StepLosses):
         self.recorder = StepRecorder(
             settings.profiled_steps, Path(settings.profile_folder or "profile")
         )
+        self._listeners: list[Listener] = [self.recorder.note] if settings.profiled_steps else []
         self.watch = RunWatch(Position(), settings.step_timeout, settings.first_step_timeout)
         self.progress = Progress(self.watch.position)
         self.layout_choice: LayoutChoice | None = None
@@ -101,9 +102,14 @@ class ContextParallelCore(StepLosses):
             exchange=settings.attention_exchange,
         )
         self._handle.progress = self.watch.position.progress
-        self._handle.listener = self.recorder.note if settings.profiled_steps else None
+        self._handle.listeners = self._listeners
         self._requests = self._handle.requests
         return [str(line) for line in self._handle.report]
+
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Tell of every attention call, of models that come later too; returns what ends that."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
 
     def follow_progress(self, model: nn.Module) -> None:
         """A model, wrapped for data parallelism, in which signs of progress are to be seen."""

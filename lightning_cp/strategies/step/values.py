@@ -48,6 +48,11 @@ class StepValues(RunMesh):
         """This rank's part of the current batch, if it was sharded here."""
         return None if self._part is None else self._part.batch
 
+    @property
+    def part(self) -> ShardedBatch | None:
+        """This rank's part of the current batch, and what is known of the whole."""
+        return self._part
+
     def own_loss(self, loss: torch.Tensor) -> torch.Tensor | None:
         """This rank's own, where callbacks are shown the group's; ``None`` if it is the mean of nothing."""
         return loss if self._loss is None else self._loss.own(loss)

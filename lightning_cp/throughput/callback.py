@@ -1,0 +1,211 @@
+"""ThroughputCallback: tokens per second, model FLOPs and MFU, the same however the work is shared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_cp.mixin import options_of
+from lightning_cp.strategies.replaced import Replaced
+from lightning_cp.throughput.meter import Meter, shown
+from lightning_cp.throughput.options import Options, peak_of
+from lightning_cp.throughput.ranks import refuse_unknown
+from lightning_cp.throughput.window import NAMES, Metrics
+from lightning_cp.throughput.work import Work
+
+
+class ThroughputCallback(Callback):
+    """Logs the throughput of training: every token counted once, however many ranks share it.
+
+    Loggers, and callbacks that monitor a value, are given ``throughput/`` and ``tokens_per_second``,
+    ``tokens_per_second_per_device``, ``seconds_per_step``, ``tflops_per_device``, ``mfu``, and of the run so
+    far, what it was resumed from included, ``tokens`` and ``model_flops``. Works with the context-parallel
+    strategy, DDP and one device.
+
+    Args:
+        every_n_steps: optimizer steps of a window, at the end of which ranks exchange one small message and,
+            on a GPU, wait for the device; the last one may be shorter.
+        warmup_steps: first optimizer steps, of each ``fit``, that count in no rate.
+        peak_flops: FLOP/s of one device, of which MFU is a share; ``None`` looks it up in Lightning's table.
+        active_parameters: parameters that multiply each token, where the model's are not counted right
+            (layers that are called twice, weights that are used by hand).
+        sequence_dims: as of ``UlyssesRingStrategy``, for batches with names of their own.
+
+    Raises:
+        ConfigError: a setting of another kind.
+    """
+
+    state_is_of_steps = True  # not of the batches of a window that is not complete
+
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        warmup_steps: int = 1,
+        peak_flops: float | None = None,
+        active_parameters: int | None = None,
+        sequence_dims: Mapping[str, int | None] | None = None,
+    ) -> None:
+        given = (every_n_steps, warmup_steps, peak_flops, active_parameters, sequence_dims)
+        self._options = Options(*given)
+        self._meter: Meter | None = None
+        self._replaced = Replaced()
+        self._clock: Callable[[], float] = time.perf_counter
+        self._done = Work()
+        self._stepped = 0
+        self.metrics: Metrics = {}
+        """What was logged last."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a strategy under which tokens cannot be counted.
+
+        Raises:
+            ConfigError: naming the strategies that work.
+        """
+        if stage == "fit":
+            refuse_unknown(trainer.strategy)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Watch the model from here on, and say what is counted."""
+        strategy: Any = trainer.strategy
+        device: torch.device = strategy.root_device
+        declared = options_of(pl_module).get("sequence_dims") or {}
+        options = self._options.with_dims(declared)
+        peak = peak_of(options, device, trainer.precision_plugin, strategy, pl_module)
+        given = (pl_module, strategy, options, peak, device, self._done, self._clock)
+        self._meter = Meter(*given)
+        self._stepped = trainer.global_step
+        self._replaced.replace(trainer, "save_checkpoint", self._around_saves)
+        rank_zero_info(self._meter.convention())
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """A micro-batch begins."""
+        if self._meter is not None:
+            self._meter.begin_batch(batch)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the step if there was one, and log where a window ends."""
+        meter = self._meter
+        if meter is None:
+            return
+        meter.end_batch()
+        if trainer.global_step == self._stepped:
+            return
+        self._stepped = trainer.global_step
+        meter.end_step()
+        if not meter.is_due:
+            return
+        self._end_window(meter, trainer, 0)
+        for name, value in self.metrics.items():
+            exact = torch.tensor(value, dtype=torch.float64)
+            shows = name == NAMES["tokens_per_second"]
+            pl_module.log(name, exact, prog_bar=shows, logger=False)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A batch that a hook has skipped the epoch at was not trained on."""
+        if self._meter is not None:
+            self._meter.model.work.abandon()
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The clock stops."""
+        if self._meter is not None:
+            self._meter.watch.pause()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The clock goes on."""
+        if self._meter is not None:
+            self._meter.watch.start()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell the loggers of the steps that are left, and show the rates of the last window."""
+        meter = self._meter
+        if meter is None:
+            return
+        if meter.has_steps:
+            self._end_window(meter, trainer, 1)
+        else:
+            meter.settle()
+        self._done = meter.done
+        if self.metrics:
+            rank_zero_info(f"throughput, at the end: {shown(self.metrics)}")
+        self._release()
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Leave the model as it was; nobody waits for other ranks here."""
+        self._release()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._release()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The tokens that the run has trained on, of all ranks, and their FLOPs."""
+        return self._done.state
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting from a checkpoint."""
+        self._done = Work.of(state_dict)
+
+    def _end_window(self, meter: Meter, trainer: Trainer, since: int) -> None:
+        """Tell the loggers, once: by ``self.log`` every later row of the epoch would have it again.
+
+        Args:
+            meter: its window is over.
+            trainer: has the loggers, and the number of a step as they have it.
+            since: steps that Lightning has counted already.
+        """
+        metrics = meter.end_window()
+        self.metrics = metrics or self.metrics
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped - since
+        for logger in trainer.loggers if metrics else ():
+            logger.log_metrics(metrics, step)
+        reason = meter.take_reason()
+        if reason:
+            rank_zero_info(reason)
+
+    def _around_saves(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        """A save is no training; all ranks take part in it, so that they can add up what they have."""
+
+        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            meter = self._meter
+            if meter is None:
+                return save(*args, **kwargs)
+            runs = meter.watch.runs
+            meter.watch.pause()
+            meter.settle()
+            self._done = meter.done
+            try:
+                return save(*args, **kwargs)
+            finally:
+                if runs:
+                    meter.watch.start()
+
+        return save_checkpoint
+
+    def _release(self) -> None:
+        self._replaced.undo()
+        if self._meter is not None:
+            self._meter.end()
+            self._meter = None
