@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hydra.errors import InstantiationException, MissingConfigException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp import UlyssesRingStrategy
+from lightning_cp import ThroughputCallback, UlyssesRingStrategy
 from lightning_cp.bench.settings import Settings
 from lightning_cp.config_files import config_dir
 from lightning_cp.data import ByteDataModule
@@ -23,7 +24,7 @@ from lightning_cp.strategies.arguments.settings import Settings as StrategySetti
 from lightning_cp.train.module import LanguageModel
 
 CONFIGS = config_dir()
-GROUPS = ("model", "data", "trainer", "strategy", "experiment")
+GROUPS = ("model", "data", "trainer", "strategy", "throughput", "experiment")
 CHOICES = [
     (group, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))
 ]
@@ -186,3 +187,13 @@ def test_learning_rate_warms_up_and_falls_to_its_end() -> None:
     assert rates[55] == pytest.approx((1 + model.final_rate) / 2)
     assert rates[100] == pytest.approx(model.final_rate)
     assert model.rate(500, 100) == pytest.approx(model.final_rate)
+
+
+def test_throughput_is_counted_where_it_is_asked_for() -> None:
+    assert composed().throughput is None
+    callback = instantiate(composed("throughput=mfu", "throughput.peak_flops=989e12").throughput)
+    assert isinstance(callback, ThroughputCallback)
+    defaults = {name: p.default for name, p in signature(ThroughputCallback).parameters.items()}
+    settings = composed("throughput=mfu").throughput
+    assert set(settings) - {"_target_"} == set(defaults)
+    assert {name: settings[name] for name in defaults} == {**defaults, "every_n_steps": 10}

@@ -12,11 +12,12 @@ from lightning_cp.errors import ConfigError
 FREE = (
     "strategy",
     "threads_per_rank",
+    "throughput",
     "trainer.devices",
     "trainer.num_nodes",
     "trainer.accelerator",
 )
-"""Settings that say how the work is shared, and must change no loss; with all that is below them."""
+"""Settings that say how the work is shared or watched, and must change no loss; with all below them."""
 
 
 def pair(runs: Sequence[Run], named: Sequence[str] = ()) -> list[tuple[Run, Run]]:

@@ -122,15 +122,9 @@ class ThroughputCallback(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The clock stops."""
+        """The clock stops, until the next batch: callbacks draw and save after a validation."""
         if self._meter is not None:
             self._meter.watch.pause()
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The clock goes on."""
-        if self._meter is not None:
-            self._meter.watch.start()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

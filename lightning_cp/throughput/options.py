@@ -86,7 +86,7 @@ def peak_of(
         return Peak(float(options.peak_flops), "peak_flops=")
     if device.type != "cuda":
         return Peak(None, device.type)
-    dtype = _dtype_of(precision, strategy, model)
+    dtype = dtype_of(precision, strategy, model)
     name = torch.cuda.get_device_name(device)
     with warnings.catch_warnings():  # it is said here, once
         warnings.simplefilter("ignore")
@@ -97,7 +97,7 @@ def peak_of(
     return Peak(found, f"{name} in {str(dtype).removeprefix('torch.')}")
 
 
-def _dtype_of(precision: Any, strategy: Any, model: nn.Module) -> torch.dtype:
+def dtype_of(precision: Any, strategy: Any, model: nn.Module) -> torch.dtype:
     """What matrix products are computed in."""
     core = core_of(strategy)
     cast = None if core is None else precision_of(core.settings.mixed_precision).param_dtype

@@ -112,6 +112,8 @@ def make_trainer(
         ),
         TQDMProgressBar(refresh_rate=10),
     ]
+    if config.throughput is not None:
+        callbacks.append(instantiate(config.throughput))
     _keep_single(config)
     return instantiate(config.trainer, logger=logger, callbacks=callbacks)
 

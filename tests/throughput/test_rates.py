@@ -1,10 +1,8 @@
-"""Rates by a clock that the test winds, what is left out of them, and what is refused."""
+"""Rates by a clock that the test winds, what is left out of them, and runs that are resumed."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,11 +10,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import FSDPStrategy
-from torch.utils.data import DataLoader
 
 from lightning_cp import ThroughputCallback
-from lightning_cp.errors import ConfigError
 from tests.pool import run_ranks
 from tests.strategies.small import (
     HYBRID,
@@ -26,7 +21,6 @@ from tests.strategies.small import (
     Settings,
     Small,
     loader,
-    samples,
     trainer_of,
 )
 
@@ -212,115 +206,3 @@ def midway(rank: int, world: int, settings: Settings) -> list[float]:
 def test_a_window_that_is_gone_through_again_counts_once() -> None:
     for found in run_ranks(2, midway, RING):
         assert found == [16 * LENGTH] * 2
-
-
-# -- what is said, and refused ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("option", "says"),
-    [
-        ({"every_n_steps": 0}, "every_n_steps must be a whole number of at least 1, got 0"),
-        ({"every_n_steps": 2.0}, "50 logs every 50 optimizer steps"),
-        ({"warmup_steps": -1}, "warmup_steps must be a whole number of at least 0, got -1"),
-        (
-            {"peak_flops": 0},
-            "peak_flops must be the FLOP/s of one device, a positive number, got 0",
-        ),
-        ({"peak_flops": "h100"}, "989e12 is an H100"),
-        ({"active_parameters": True}, "active_parameters must be a whole number"),
-        ({"sequence_dims": 1}, "sequence_dims must map names"),
-    ],
-)
-def test_settings_of_another_kind(option: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        ThroughputCallback(**option)
-
-
-def test_strategies_of_which_too_little_is_known() -> None:
-    trainer: Any = SimpleNamespace(strategy=FSDPStrategy())
-    with pytest.raises(ConfigError, match=r"under FSDPStrategy: .*strategy='ulysses_ring'"):
-        ThroughputCallback().setup(trainer, Small(), "fit")
-
-
-class Odd(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.zeros(48, 48))
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        return self.loss(batch) + self.table.sum() * 0
-
-
-def said(rank: int, world: int, odd: bool, options: dict[str, Any]) -> tuple[str, dict[str, float]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    callback = ThroughputCallback(**options)
-    try:
-        trainer_of(1, None, callbacks=[callback]).fit(Odd() if odd else Small(), loader(8))
-    finally:
-        logger.removeHandler(handler)
-    return "\n".join(line for line in lines if "throughput" in line), callback.metrics
-
-
-def test_the_convention_is_said_once() -> None:
-    ((text, metrics),) = run_ranks(1, said, False, {})
-    assert text.count("MFU counts model FLOPs") == 1
-    assert f"6 x {FLOPS // 6:,} parameters per token" in text
-    assert "causal: only visible pairs" in text
-    assert text.count("MFU is not logged: the peak FLOP/s of cpu is not known. peak_flops= ") == 1
-    assert "throughput/tflops_per_device" in metrics
-    assert "throughput/mfu" not in metrics
-    ((text, metrics),) = run_ranks(1, said, False, {"peak_flops": 2.5e12})
-    assert "It assumes a peak of 2.5 TFLOP/s per device (peak_flops=)" in text
-    assert "throughput/mfu" in metrics
-
-
-def test_flops_that_are_not_known_are_not_logged() -> None:
-    ((text, metrics),) = run_ranks(1, said, True, {"peak_flops": 1e12})
-    assert text.count("it is not known how often table multiply a token") == 1
-    assert set(metrics) & {"throughput/mfu", "throughput/tflops_per_device"} == set()
-    assert metrics["throughput/tokens"] == 8 * LENGTH
-    ((text, metrics),) = run_ranks(1, said, True, {"active_parameters": FLOPS // 6})
-    assert metrics["throughput/model_flops"] == 4 * PER_STEP
-
-
-class Unreadable(Small):
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        return self.loss({"input_ids": batch["tokens"], "labels": batch["targets"]})
-
-
-def renamed(rank: int, world: int, dims: dict[str, int] | None) -> dict[str, float]:
-    callback = ThroughputCallback(sequence_dims=dims)
-    rows: Any = [{"tokens": x["input_ids"], "targets": x["labels"]} for x in samples(8)]
-    trainer_of(1, None, callbacks=[callback]).fit(Unreadable(), DataLoader(rows, batch_size=2))
-    return callback.metrics
-
-
-def test_batches_with_names_of_their_own() -> None:
-    with pytest.raises(Exception, match=r"tokens of this batch cannot be counted.*sequence_dims="):
-        run_ranks(1, renamed, None)
-    (metrics,) = run_ranks(1, renamed, {"tokens": 1, "targets": 1})
-    assert metrics["throughput/tokens"] == 8 * LENGTH
-
-
-def refit(rank: int, world: int) -> tuple[int, int, bool]:
-    """Hooks and replacements are gone after a fit, and after an error."""
-    module, callback = Small(), ThroughputCallback()
-    before = torch.nn.functional.scaled_dot_product_attention
-    trainer = trainer_of(1, None, callbacks=[callback])
-    trainer.fit(module, loader(4))
-    module.loss = lambda batch: 1 / 0  # type: ignore[method-assign,assignment]
-    with pytest.raises(ZeroDivisionError):
-        trainer_of(1, None, callbacks=[callback]).fit(module, loader(4))
-    hooks = sum(len(part._forward_pre_hooks) for part in module.modules())
-    same = torch.nn.functional.scaled_dot_product_attention is before
-    return hooks, len([x for x in vars(trainer) if x == "save_checkpoint"]), same
-
-
-def test_nothing_is_left_behind() -> None:
-    assert run_ranks(1, refit) == [(0, 0, True)]
