@@ -209,3 +209,11 @@ def test_blocks_are_found_and_lists_within_them_are_not() -> None:
     model: Any = PlainLlama(layers=3)
     wrapped = units_of(model, ["blocks.1", "Linear"])
     assert wrapped.index(model.blocks[1]) > wrapped.index(model.blocks[1].q)  # innermost first
+
+
+def test_blocks_are_found_in_a_list_within_a_dict() -> None:
+    """As nanoGPT and LitGPT hold them, beside embeddings; the list itself has no forward."""
+    model: Any = nn.Module()
+    blocks: Any = PlainLlama(layers=3).blocks
+    model.transformer = nn.ModuleDict({"wte": nn.Embedding(5, 4), "h": blocks})
+    assert units_of(model, None) == list(blocks)
