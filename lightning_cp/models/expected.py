@@ -13,21 +13,23 @@ from torch import nn
 
 from lightning_cp.layout import Mask
 from lightning_cp.layout.cost import Heads
+from lightning_cp.models.litgpt import litgpt_heads, litgpt_models, litgpt_windows
 from lightning_cp.models.swap import hf_models, told
 
 UNBOUNDED = -1
 
 
 def expected_mask(model: nn.Module) -> Mask:
-    """The widest mask of the Hugging Face attention modules inside; causal where nothing tells.
+    """The widest mask of the Hugging Face and LitGPT attention modules inside; causal where nothing tells.
 
     Layers differ (Gemma 2 and 3, gpt-oss): those that see most cost most. A window of theirs counts the query
     itself.
     """
     parts = [part for root in hf_models(model) for part in root.modules()]
     said = [part for part in parts if isinstance(getattr(part, "is_causal", None), bool)]
-    causal = any(part.is_causal for part in said) or not said
-    sizes = [_window(part) for part in said]
+    of_litgpt = litgpt_windows(model)
+    causal = any(part.is_causal for part in said) or bool(of_litgpt) or not said
+    sizes = [*(_window(part) for part in said), *of_litgpt]
     widest = UNBOUNDED if UNBOUNDED in sizes or not sizes else max(sizes)
     return Mask(causal, (widest, UNBOUNDED if causal else widest))
 
@@ -40,14 +42,14 @@ def mask_of(part: Any) -> Mask:
 
 
 def expected_heads(model: nn.Module) -> Heads | None:
-    """The heads of a Hugging Face model, of the first that tells if there are several; else ``None``."""
+    """The heads of a Hugging Face or LitGPT model, of the first that tells; ``None`` if none does."""
     for root in hf_models(model):
         config = root.config
         query, size = told(config, "num_attention_heads"), told(config, "hidden_size")
         if type(query) is int and type(size) is int:
             kv = told(config, "num_key_value_heads") or query
             return Heads(query, kv, told(config, "head_dim") or size // query)
-    return None
+    return next((litgpt_heads(root) for root in litgpt_models(model)), None)
 
 
 def _window(part: Any) -> int:

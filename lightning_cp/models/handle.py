@@ -112,6 +112,8 @@ class SwapHandle:
         """Whether calls outside of all modules that tell (``scopes``) are intercepted."""
         self.scopes: list[tuple[nn.Module, bool]] = []
         """The modules that are being called and tell so, and whether attention in them is intercepted."""
+        self.tells_positions = False
+        """Models inside are told the positions of their tokens, so that the step need not read them."""
         self.warned: set[str] = set()
         """Models of which something was said once."""
         self.checks = Checks(mesh)
@@ -213,9 +215,9 @@ class SwapHandle:
         raise ConfigError(
             "no attention call was intercepted in this step (0 calls), so every rank would attend to its "
             f"own tokens only. Attention classes seen: {', '.join(seen) or 'none'}. Attention is "
-            "intercepted in Hugging Face models that use transformers' attention interface, and in "
-            "calls of torch.nn.functional.scaled_dot_product_attention; call one of these, or use a "
-            "strategy without context parallelism."
+            "intercepted in Hugging Face models that use transformers' attention interface, in LitGPT "
+            "models, and in calls of torch.nn.functional.scaled_dot_product_attention; call one of these, or "
+            "use a strategy without context parallelism."
         )
 
     def require_same_gradients(self) -> None:

@@ -13,7 +13,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
@@ -23,15 +23,9 @@ from lightning_cp.models.hf_labels import label_alignment as label_alignment
 from lightning_cp.models.hf_mask import mask_function
 from lightning_cp.models.hf_own import has_own, swap_own
 from lightning_cp.models.hf_rotary import tell_longest
+from lightning_cp.models.report import Swap
 
 _names = (f"lightning_cp_{number}" for number in itertools.count())
-
-
-class Swap(NamedTuple):
-    """How the attention of a model was swapped, and the implementation that it has outside of a step."""
-
-    how: str
-    before: str
 
 
 def swap_hf(model: Any, handle: SwapHandle) -> Swap:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
@@ -15,6 +16,13 @@ Place = tuple[str, ...]
 """A module's name, at its dots."""
 
 COLUMNS = ("modules", "count", "class", "attention", "was")
+
+
+class Swap(NamedTuple):
+    """How the attention of a model was swapped, and the implementation that it has outside of a step."""
+
+    how: str
+    before: str
 
 
 @dataclass(frozen=True)

@@ -62,15 +62,19 @@ def _follow(module: nn.Module, handle: SwapHandle, intercepts: bool) -> None:
     handle.on_undo(module.register_forward_hook(leave, always_call=True).remove)
 
 
-def require_roots(listed: Sequence[nn.Module], found: Iterable[nn.Module]) -> None:
-    """Refuse a list that names nothing, or a part of a Hugging Face model.
+def require_roots(
+    listed: Sequence[nn.Module], found: Iterable[nn.Module], litgpts: Iterable[nn.Module]
+) -> None:
+    """Refuse a list that names nothing, or a part of a Hugging Face or LitGPT model.
 
     Args:
         listed: what shall be swapped.
         found: the Hugging Face models there are.
+        litgpts: the LitGPT models.
 
     Raises:
-        ConfigError: masks are made for a whole model, so that no part of it can be swapped alone.
+        ConfigError: masks, or rotary rows, are made for a whole model, so that no part of it can be swapped
+            alone.
     """
     if not listed:
         raise ConfigError(
@@ -84,6 +88,12 @@ def require_roots(listed: Sequence[nn.Module], found: Iterable[nn.Module]) -> No
             raise ConfigError(
                 f"{type(module).__name__} is a part of {type(around[0]).__name__}, a Hugging Face model that "
                 "makes masks for all of its attention: it is swapped whole. List the model, or a model in it."
+            )
+    for root in litgpts:
+        if any(module is not root and module in set(root.modules()) for module in listed):
+            raise ConfigError(
+                f"a part of {type(root).__name__}, a LitGPT model, is listed: the model makes the rotary rows "
+                "of all its attention, so it is swapped whole. List the model."
             )
 
 

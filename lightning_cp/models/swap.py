@@ -17,10 +17,11 @@ from lightning_cp.models.handle import Listener as Listener
 from lightning_cp.models.handle import StepState as StepState
 from lightning_cp.models.handle import SwapHandle as SwapHandle
 from lightning_cp.models.held import refuse_held
-from lightning_cp.models.hf import Swap, swap_hf
+from lightning_cp.models.hf import swap_hf
+from lightning_cp.models.litgpt import litgpt_models, require_whole, swap_litgpt
 from lightning_cp.models.mixing import refuse_mixing
 from lightning_cp.models.pooling import watch_pooling
-from lightning_cp.models.report import Swapped, SwapReport, attention_modules
+from lightning_cp.models.report import Swap, Swapped, SwapReport, attention_modules
 from lightning_cp.models.scope import follow_calls, left_alone, require_roots
 from lightning_cp.models.sdpa import SDPA, swap_sdpa
 from lightning_cp.models.watch import watch_attention
@@ -37,36 +38,42 @@ def swap_attention(
     """Route the model's attention through context parallelism while a step is active.
 
     Args:
-        model: a module, with or without Hugging Face models inside.
+        model: a module, with or without Hugging Face or LitGPT models inside.
         mesh: the process groups.
         kernel: which kernel to use.
-        roots: the modules whose attention is swapped, Hugging Face models or any others; by default all
-            attention inside ``model``. What is not listed, or has ``context_parallel_local = True``, is left
-            alone: on each rank it attends to what the rank holds, as cross-attention to keys that all
-            ranks hold should.
+        roots: the modules whose attention is swapped, Hugging Face or LitGPT models or any others; by
+            default all attention inside ``model``. What is not listed, or has ``context_parallel_local =
+            True``, is left alone: on each rank it attends to what the rank holds, as cross-attention to
+            keys that all ranks hold should.
         exchange: how keys reach the queries over the ring axis; hop by hop by default.
 
     Returns:
         The handle; ``print(handle.report)`` shows a table of what was swapped, ``undo()`` restores it.
 
     Raises:
-        ConfigError: a Hugging Face model that does not use transformers' attention interface or is
-            compiled, a layer that mixes tokens outside of attention, a part of a Hugging Face model in
-            ``roots``, or PyTorch's attention function kept where it cannot be replaced.
+        ConfigError: a Hugging Face model that does not use transformers' attention interface, attention of
+            a LitGPT model that is not its own, one of them that is compiled, a layer that mixes tokens
+            outside of attention, a part of one of these models in ``roots``, or PyTorch's attention function
+            kept where it cannot be replaced.
     """
-    found = hf_models(model)
+    found, litgpts = hf_models(model), litgpt_models(model)
     listed = None if roots is None else list(roots)
     if listed is not None:
-        require_roots(listed, found)
+        require_roots(listed, found, litgpts)
     chosen = found if listed is None else [part for root in listed for part in hf_models(root)]
     others = _apart(found, chosen)
     alone = left_alone(model, listed, others)
     refuse_mixing(model, others)
+    litgpts = [root for root in litgpts if root not in alone]
     refuse_held(model, alone)
-    _refuse_compiled(model, chosen)
+    _refuse_compiled(model, chosen, "Hugging Face")
+    _refuse_compiled(model, litgpts, "LitGPT")
+    require_whole(litgpts, alone)
     handle = SwapHandle(mesh, kernel, exchange)
+    handle.tells_positions = bool(found or litgpts)
     try:
         swaps = {root: swap_hf(root, handle) for root in chosen}
+        swaps.update({root: swap_litgpt(root, handle) for root in litgpts})
         replaced = swap_sdpa(handle)
         follow_calls(model, handle, listed, alone)
         watch_attention(model, handle, alone)
@@ -112,8 +119,8 @@ def _apart(found: list[Any], chosen: Iterable[nn.Module]) -> list[nn.Module]:
     return [model for model in found if inside.isdisjoint(model.modules())]
 
 
-def _refuse_compiled(model: nn.Module, chosen: Iterable[nn.Module]) -> None:
-    """A compiled Hugging Face model cannot be watched: what it asks of each call is decided in Python."""
+def _refuse_compiled(model: nn.Module, chosen: Iterable[nn.Module], whose: str) -> None:
+    """A compiled model of these cannot be watched: what it asks of each call is decided in Python."""
     inside = {part for root in chosen for part in root.modules()}
     for module in model.modules():
         whole = type(module).__name__ == "OptimizedModule"
@@ -121,10 +128,10 @@ def _refuse_compiled(model: nn.Module, chosen: Iterable[nn.Module]) -> None:
             module.modules()
         ):
             raise ConfigError(
-                "torch.compile of a Hugging Face model, or of parts of it, is not available yet under "
-                "context parallelism: its masks and labels are read in Python at every call. Leave "
-                "torch.compile away, or use a strategy without context parallelism. Plain modules may "
-                "be compiled."
+                f"torch.compile of a {whose} model, or of parts of it, is not available yet under "
+                "context parallelism: what it asks for (masks, labels, positions) is read in Python at every "
+                "call. Leave torch.compile away, or use a strategy without context parallelism. Plain "
+                "modules may be compiled."
             )
 
 

@@ -1,4 +1,7 @@
-"""``python -m tests.models``: the table of families and modes, on four processes of this machine."""
+"""``python -m tests.models``: the table of families and modes, on four processes of this machine.
+
+``python -m tests.models litgpt`` is that of LitGPT's, where it is installed (``make litgpt-table``).
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,24 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from tests.models.matrix import FAMILIES, MODES, Cell, cell
+from tests.models.litgpt_zoo import LITGPT_FAMILIES
+from tests.models.matrix import BATCHES, FAMILIES, LITGPT_BATCHES, MODES, Cell, cell
 from tests.pool import shut_down
 
 
 def main(wanted: Sequence[str]) -> None:
-    """Print a line for each family, or for those that are named."""
+    """Print a line for each family, or for those that are named; for those of LitGPT: ``litgpt``."""
     warnings.simplefilter("ignore")
-    print("| family | " + " | ".join(MODES) + " | own eager attention | loss |")
+    families, batches, own = FAMILIES, BATCHES, "own eager attention"
+    if "litgpt" in wanted:
+        families, batches, own = LITGPT_FAMILIES, LITGPT_BATCHES, "own attention"
+        wanted = [name for name in wanted if name != "litgpt"]
+    print("| family | " + " | ".join(MODES) + f" | {own} | loss |")
     print("|---|" + "---|" * (len(MODES) + 2))
     try:
-        for model, shown in FAMILIES.items():
+        for model, shown in families.items():
             if not wanted or model in wanted:
-                print(row(shown, [cell(model, mode) for mode in MODES]), flush=True)
+                print(row(shown, [cell(model, mode, batches) for mode in MODES]), flush=True)
     finally:
         shut_down()
 

@@ -18,6 +18,7 @@ from lightning_cp import ContextParallelMesh, keep_attention
 from lightning_cp.models.hf import label_alignment
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.step.core import ContextParallelCore
+from tests.models.litgpt_zoo import LITGPT_ZOO
 from tests.models.zoo import ZOO
 
 VOCAB, ROWS, LENGTH = 43, 3, 37
@@ -30,7 +31,7 @@ Options = dict[str, Any]
 @dataclass(frozen=True)
 class Case:
     """What is computed. ``batch``: plain, padded on the right, left or both sides, or packed (with positions
-    that restart; with ``segment_ids``)."""
+    that restart; with ``segment_ids``; ``declared``: with both)."""
 
     model: str = "llama"
     batch: str = "plain"
@@ -57,7 +58,7 @@ class Outcome:
 def make_model(case: Case) -> Any:
     """The same weights every time, float64 inside wherever the model allows it."""
     torch.manual_seed(3)
-    makers = {"llama": make_llama, "gpt2": make_gpt2, "bert": make_bert, **ZOO}
+    makers = {"llama": make_llama, "gpt2": make_gpt2, "bert": make_bert, **ZOO, **LITGPT_ZOO}
     model = makers[case.model](case)
     model.double().train()
     if case.checkpoint:
@@ -123,14 +124,14 @@ def make_batch(case: Case) -> dict[str, torch.Tensor]:
     labels[:, 9:28] = -100  # whole ranks without a target
     batch = {"input_ids": ids, "labels": labels}
     kind = case.batch
-    if kind == "packed":
+    if kind in ("packed", "declared"):
         batch["position_ids"] = torch.stack([restarting(row) for row in CUTS])
-    elif kind == "segments":
+    if kind in ("segments", "declared"):
         lengths = [torch.tensor(row).diff() for row in CUTS]
         batch["segment_ids"] = torch.stack(
             [torch.arange(len(row)).repeat_interleave(row) for row in lengths]
         )
-    elif kind != "plain":
+    elif kind not in ("plain", "packed"):
         mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
         if kind in ("right", "both"):
             mask[0, -7:], mask[2, -30:] = 0, 0

@@ -235,7 +235,7 @@ class ContextParallelCore(StepLosses):
         if not self.enabled or self._handle is None or self._model is None:
             return
         self._handle.require_intercepted(self._model)
-        asked = self._positions_taken or self.rules.reads_masks  # Hugging Face models are told
+        asked = self._positions_taken or self._handle.tells_positions
         if not asked and self._part is not None and self._part.positions_ignored:
             self._positions_taken = True
             if self.mesh.sample_rank == 0 and self.mesh.data_rank == 0:
