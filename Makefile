@@ -7,12 +7,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraint
 STAMPS := $(VENV)/stamps
 ARGS ?=
 
-.PHONY: help train test test-slow gpu-check lint clean
+.PHONY: help train test test-slow test-litgpt litgpt-table gpu-check lint clean
 
 help:
 	@echo "make train      create $(VENV) if needed, then train the main job (ARGS=... for overrides)"
 	@echo "make test       create $(VENV) if needed, then run the tests"
 	@echo "make test-slow  the long suites as well"
+	@echo "make test-litgpt  the tests of LitGPT's models, in an environment beside $(VENV) (litgpt-table: their errors)"
 	@echo "make gpu-check  tests and figures of a machine with an NVIDIA GPU (nothing is installed)"
 	@echo "make lint       ruff, pyright, import-linter, codespell"
 	@echo "make clean      remove $(VENV) and what tools have cached"
@@ -29,6 +30,26 @@ test: $(STAMPS)/dev
 test-slow: $(STAMPS)/dev
 	$(PYTEST) -m "slow or not slow"
 
+LITGPT := $(VENV)-litgpt
+LITGPT_TESTS := tests/models/test_litgpt.py tests/models/test_litgpt_refused.py tests/strategies/test_litgpt.py
+
+test-litgpt: $(LITGPT)/stamp
+	$(LITGPT)/bin/python -m pytest $(LITGPT_TESTS)
+
+litgpt-table: $(LITGPT)/stamp
+	$(LITGPT)/bin/python -m tests.models litgpt
+
+# litgpt wants older versions than $(VENV) has (huggingface_hub, jsonargparse), with which transformers 5 cannot be
+# imported: older ones of all three are installed here, and come before the rest, which is that of $(VENV).
+OLDER := litgpt==0.5.13 transformers==4.56.2
+PACKAGES := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+$(LITGPT)/stamp: $(STAMPS)/dev
+	$(BIN)/python -m venv --clear --without-pip $(LITGPT)
+	packages=$$($(BIN)/python $(PACKAGES)) \
+	  && echo "import site; site.addsitedir('$$packages')" > $$($(LITGPT)/bin/python $(PACKAGES))/beside.pth
+	$(BIN)/python -m pip --disable-pip-version-check --python $(LITGPT)/bin/python install -q $(OLDER)
+	@touch $@
+
 # Installs nothing: $(VENV) if it is there, else PYTHON; or GPU_PYTHON=python for an environment of your own.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu-check:
@@ -42,7 +63,7 @@ lint: $(STAMPS)/dev
 	$(BIN)/codespell
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LITGPT) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # The stamps keep the second run quick: pip runs again only when what it reads has changed.
 $(STAMPS)/train: $(STAMPS)/venv pyproject.toml constraints.txt
