@@ -168,10 +168,15 @@ def _attend(
     repeats = k.shape[1] // config.n_query_groups
     size = max(q.shape[-1], v.shape[-1])
     q_BLHD, k_BLKD, v_BLKD = (
-        F.pad(x.transpose(1, 2), (0, size - x.shape[-1]))
-        for x in (q, k[:, ::repeats], v[:, ::repeats])
+        _padded(x.transpose(1, 2), size) for x in (q, k[:, ::repeats], v[:, ::repeats])
     )
     return handle.attention(q_BLHD, k_BLKD, v_BLKD, spec)[..., : v.shape[-1]]
+
+
+def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
+    """[..., size] of [..., D]; no copy where D is that."""
+    missing = size - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def _spec(part: Any) -> AttentionSpec:
