@@ -13,7 +13,7 @@ help:
 	@echo "make train      create $(VENV) if needed, then train the main job (ARGS=... for overrides)"
 	@echo "make test       create $(VENV) if needed, then run the tests"
 	@echo "make test-slow  the long suites as well"
-	@echo "make test-litgpt  the tests of LitGPT's models, in an environment beside $(VENV) (litgpt-table: their errors)"
+	@echo "make test-litgpt  the tests of LitGPT's models, in an environment beside $(VENV); make litgpt-table: their errors"
 	@echo "make gpu-check  tests and figures of a machine with an NVIDIA GPU (nothing is installed)"
 	@echo "make lint       ruff, pyright, import-linter, codespell"
 	@echo "make clean      remove $(VENV) and what tools have cached"
