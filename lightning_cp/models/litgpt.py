@@ -92,7 +92,8 @@ def require_whole(models: Iterable[nn.Module], alone: Collection[nn.Module]) -> 
                 raise ConfigError(
                     f"attention of block {index} of {type(model).__name__}, a LitGPT model, is left alone "
                     f"({LOCAL} = True on it or around it), but the model's rotary rows are those of the "
-                    "whole sequence, for all its attention. Declare the whole model, or modules without attention."
+                    "whole sequence, for all its attention. Declare the whole model, or modules without "
+                    "attention."
                 )
 
 

@@ -92,8 +92,8 @@ def require_roots(
     for root in litgpts:
         if any(module is not root and module in set(root.modules()) for module in listed):
             raise ConfigError(
-                f"a part of {type(root).__name__}, a LitGPT model, is listed: the model makes the rotary rows "
-                "of all its attention, so it is swapped whole. List the model."
+                f"a part of {type(root).__name__}, a LitGPT model, is listed: the model makes the rotary "
+                "rows of all its attention, so it is swapped whole. List the model."
             )
 
 

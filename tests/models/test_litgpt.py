@@ -18,6 +18,7 @@ from lightning_cp import SequenceLayout
 from lightning_cp.models.expected import expected_heads, expected_mask
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.litgpt import litgpt_models, swap_litgpt
+from lightning_cp.models.report import Swapped
 from lightning_cp.models.swap import swap_attention
 from tests.models.litgpt_zoo import (
     LITGPT_FAMILIES,
@@ -198,7 +199,13 @@ def test_outside_of_a_step_it_is_the_plain_model(model: str) -> None:
 
 def test_what_was_swapped_is_reported() -> None:
     handle = swap_attention(litgpt_model(**LLAMA), None)  # type: ignore[arg-type]
-    assert handle.report[0] == "GPT of LitGPT (CausalSelfAttention of 2 layers, RoPE)"
+    assert handle.report[0] == Swapped(
+        modules="transformer.h.*.attn",
+        count=2,
+        kind="CausalSelfAttention",
+        how="LitGPT's method, and RoPE",
+        before="its own",
+    )
     handle.undo()
 
 

@@ -119,3 +119,29 @@ def test_compiled_models_are_refused() -> None:
     model = litgpt_model(**LLAMA)
     with pytest.raises(ConfigError, match="of a LitGPT model, or of parts of it, is not available"):
         swap(torch.compile(model, backend="eager"))
+
+
+def test_a_part_of_a_model_cannot_be_listed() -> None:
+    model = litgpt_model(**LLAMA)
+    with pytest.raises(
+        ConfigError, match=r"a part of GPT, a LitGPT model, is listed: .* List the model"
+    ):
+        swap_attention(model, None, "auto", [model.transformer.h[0]])  # type: ignore[arg-type]
+
+
+def test_attention_of_one_block_cannot_be_local() -> None:
+    model = litgpt_model(**LLAMA)
+    model.transformer.h[1].context_parallel_local = True
+    with pytest.raises(ConfigError, match=r"attention of block 1 of GPT, .* is left alone"):
+        swap(model)
+
+
+def test_a_whole_model_may_be_left_alone() -> None:
+    """What is not listed, or declared local, is LitGPT's own throughout."""
+    model, other = litgpt_model(**LLAMA), nn.Linear(2, 2)
+    both = nn.ModuleList([model, other])
+    model.context_parallel_local = True
+    for handle in (swap_attention(both, None), swap_attention(both, None, "auto", [other])):  # type: ignore[arg-type]
+        handle.activate(None)  # type: ignore[arg-type]
+        assert "scaled_dot_product_attention" not in vars(model.transformer.h[0].attn)
+        handle.undo()
