@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_cp.callback import ContextParallelCallback as ContextParallelCallback
     from lightning_cp.layout import Documents as Documents
     from lightning_cp.layout import SequenceLayout as SequenceLayout
+    from lightning_cp.length.cross_entropy import linear_cross_entropy as linear_cross_entropy
     from lightning_cp.mesh import ContextParallelMesh as ContextParallelMesh
     from lightning_cp.mixin import ContextParallelMixin as ContextParallelMixin
     from lightning_cp.strategies.trainer import UlyssesRingStrategy as UlyssesRingStrategy
@@ -38,6 +39,7 @@ _HOME = {
     "UlyssesRingStrategy": "lightning_cp.strategies.trainer",
     "context_parallel_attention": "lightning_cp.attention.api",
     "keep_attention": "lightning_cp.attention.keep",
+    "linear_cross_entropy": "lightning_cp.length.cross_entropy",
 }
 
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -28,6 +28,7 @@ PUBLIC = [
     "UlyssesRingStrategy",
     "context_parallel_attention",
     "keep_attention",
+    "linear_cross_entropy",
 ]
 
 

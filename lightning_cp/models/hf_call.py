@@ -49,7 +49,7 @@ class CallCheck:
         state = self._handle.state
         if state is None:
             return None
-        args, given = _by_name(model, args, kwargs)
+        args, given = by_name(model, args, kwargs)
         check = partial(self._check_and_fill, model, given, state)
         what, follow = f"call of {type(model).__name__}", model in self._outer
         self._handle.checks.agreed(what, check, more_follow=follow)
@@ -94,7 +94,7 @@ def _refuse_cache_and_weights(model: Any, given: dict[str, Any]) -> None:
         )
 
 
-def _by_name(
+def by_name(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, all by name where the signature allows it."""

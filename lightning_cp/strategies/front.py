@@ -95,6 +95,8 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
             (``"bfloat16"``; gradients are then added in float32), or a ``MixedPrecisionPolicy``.
         cpu_offload: of engines that shard: parameters, gradients and optimizer state in host memory.
         bucket_cap_mb: of ``ddp``: MiB of gradients that are reduced together, or ``"per_parameter"``.
+        chunked_loss: the loss of a Hugging Face model with a language-modelling head is computed for so many
+            tokens at a time, and its logits are never made; ``True``: 1024.
         step_timeout: seconds within a step after which ranks that make no progress end, naming the one that
             they wait for; ``None``: ranks do not watch each other at all.
         first_step_timeout: the same for the first step, and for all that is outside of steps; ``None``: no
@@ -141,6 +143,7 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
         mixed_precision: Any = None,
         cpu_offload: bool = False,
         bucket_cap_mb: float | str | None = None,
+        chunked_loss: bool | int = False,
         step_timeout: float | None = 120.0,
         first_step_timeout: float | None = 600.0,
         **kwargs: Any,

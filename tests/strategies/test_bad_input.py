@@ -180,6 +180,18 @@ def fit(
             {"data_parallel": "fsdp", "bucket_cap_mb": 25},
             "bucket_cap_mb=25 is the size of DistributedDataParallel's buckets, .*'fsdp'",
         ),
+        (
+            {"chunked_loss": 0},
+            "chunked_loss must be a number of tokens .*True .1024. or False, got 0",
+        ),
+        ({"chunked_loss": -4}, "chunked_loss must be .* got -4"),
+        ({"chunked_loss": 2.0}, "chunked_loss must be .* got 2.0"),
+        ({"chunked_loss": None}, "chunked_loss must be .* got None"),
+        ({"chunked_loss": "auto"}, "chunked_loss must be .* got 'auto'"),
+        (
+            {"chunked_loss": True, "data_parallel": "fsdp", "tensor_parallel_size": 2},
+            "chunked_loss=True does not go with tensor_parallel_size=2: .* part of the vocabulary",
+        ),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb must be a number of MiB larger than 0, 'per_param"),
         ({"bucket_cap_mb": "each"}, "bucket_cap_mb must be a number .*, got 'each'"),
         ({"bucket_cap_mb": True}, "bucket_cap_mb must be a number .*, got True"),

@@ -8,6 +8,7 @@ from typing import Any
 from lightning_cp.errors import ConfigError
 from lightning_cp.strategies.arguments.choices import CHOICES, check_choice, check_size
 from lightning_cp.strategies.arguments.contradictions import (
+    check_chunked_loss,
     check_exchange,
     check_mode,
     check_names,
@@ -66,5 +67,6 @@ def check(settings: Settings) -> None:
     check_pretrained(settings)
     check_engine(settings)
     check_timeouts(settings)
+    check_chunked_loss(settings)
     explicit_size(settings)
     check_tensor_parallel(settings)

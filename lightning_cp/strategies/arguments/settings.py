@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lightning_cp.attention.exchange import Exchange
+from lightning_cp.length.cross_entropy import DEFAULT_CHUNK_TOKENS
 from lightning_cp.profile.recorder import steps_of
 
 GATHERING_MODE = "zigzag_llama3"
@@ -51,6 +52,7 @@ class Settings:
     mixed_precision: Any = None
     cpu_offload: bool = False
     bucket_cap_mb: float | str | None = None
+    chunked_loss: bool | int = False
     step_timeout: float | None = 120.0
     first_step_timeout: float | None = 600.0
 
@@ -94,6 +96,13 @@ class Settings:
         return Exchange(
             name, self.forward_execution, self.backward_execution, self.kv_heads_per_gather
         )
+
+    @property
+    def loss_chunk_tokens(self) -> int | None:
+        """Tokens whose logits exist at once; ``None``: all of them."""
+        if self.chunked_loss is True:
+            return DEFAULT_CHUNK_TOKENS
+        return self.chunked_loss or None
 
     @property
     def profiled_steps(self) -> tuple[int, ...]:

@@ -26,12 +26,14 @@ from lightning_cp.layout.cost import Heads
 from lightning_cp.models.expected import expected_heads, expected_mask
 from lightning_cp.models.facts import PositionFacts
 from lightning_cp.models.hf_positions import take_positions
+from lightning_cp.models.patches import StepPatches
 from lightning_cp.models.swap import Listener, StepState, hf_models, swap_attention
 from lightning_cp.named_ranges import named
 from lightning_cp.profile.recorder import StepRecorder
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.step.layouts import LayoutRule
 from lightning_cp.strategies.step.losses import StepLosses
+from lightning_cp.strategies.step.patches import patches_of
 from lightning_cp.strategies.step.sharding import label_kind, shard_agreed, shared_with
 from lightning_cp.strategies.step.weighting import StepLoss
 from lightning_cp.strategies.watch.progress import Progress
@@ -48,6 +50,7 @@ class ContextParallelCore(StepLosses):
         self.rules = BatchRules()
         self._requests: dict[Request, None] = {}
         self._model: nn.Module | None = None
+        self._patches = StepPatches()
         self._loss_outside = False
         self._needs_loss = self._trains = True
         self._positions = PositionFacts()
@@ -77,6 +80,8 @@ class ContextParallelCore(StepLosses):
         """
         self._say_if_nothing_is_profiled()
         settings = self.settings.with_sequence_dims(options.get("sequence_dims") or {})
+        self._patches.end()
+        self._patches = StepPatches(patches_of(model, settings))
         if not self.enabled:
             self.rules = BatchRules(sequence_dims=settings.sequence_dims)
             self._gives_positions = take_positions(hf_models(model))
@@ -158,6 +163,7 @@ class ContextParallelCore(StepLosses):
     def detach(self) -> None:
         """Give the model its own attention back."""
         self.recorder.abandon()
+        self._patches.end()
         if self._handle is not None:
             self._handle.undo()
         self._handle = self._part = self._loss = None
@@ -209,6 +215,7 @@ class ContextParallelCore(StepLosses):
     def begin_step(self) -> None:
         """Intercept attention from here on."""
         if not self.enabled:
+            self._patches.begin()
             return
         if self._handle is None or self._part is None:
             raise ConfigError(
@@ -229,6 +236,7 @@ class ContextParallelCore(StepLosses):
                 needs_loss=self._needs_loss or self._trains,
             )
         )
+        self._patches.begin()
 
     def check_step(self) -> None:
         """Refuse a step in which attention stayed local; say once if it did not ask for positions."""
@@ -243,6 +251,7 @@ class ContextParallelCore(StepLosses):
 
     def end_step(self) -> None:
         """The model is the plain model again."""
+        self._patches.end()
         if self._handle is not None:
             self._handle.deactivate()
 

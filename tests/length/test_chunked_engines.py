@@ -1,0 +1,78 @@
+"""``chunked_loss=`` in whole runs: every engine, Trainer and Fabric, against one process with all logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from tests.length.runs import Result, Run, execute
+from tests.pool import run_ranks
+
+CHUNK = ("chunked_loss", 5)
+BLOCKS = ("wrap_modules", "LlamaDecoderLayer")
+
+
+@lru_cache(maxsize=8)
+def one_process(run: Run) -> Result:
+    return run_ranks(1, execute, replace(run, settings=None), timeout=60)[0]
+
+
+def compare(run: Run, ranks: int, tolerance: float = 2e-6) -> None:
+    """The model's own loss is float32 in one process."""
+    want = one_process(run)
+    for got in run_ranks(ranks, execute, run, timeout=120):
+        assert got.losses == pytest.approx(want.losses, rel=tolerance)
+        assert got.val_loss == pytest.approx(want.val_loss, rel=tolerance)
+        for name, weight in want.weights.items():
+            worst = float((got.weights[name] - weight).abs().max() / weight.abs().max())
+            assert worst <= tolerance, (name, worst)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (1, {"ring_size": 1}),
+        (2, {}),
+        (2, {"token_weighting": "global"}),
+        (2, {"data_parallel": "fsdp", "wrap_modules": "LlamaDecoderLayer"}),
+        (2, {"data_parallel": "zero1"}),
+        (4, {"ulysses_size": 2}),
+        (4, {"ulysses_size": 2, "data_parallel": "fsdp"}),
+        (2, {"find_unused_parameters": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("fabric", [False, True], ids=["Trainer", "Fabric"])
+def test_losses_and_weights_are_those_of_one_process(
+    ranks: int, more: dict[str, Any], fabric: bool
+) -> None:
+    compare(Run((CHUNK, *more.items()), fabric), ranks)
+
+
+def test_weights_that_are_not_tied_and_windows_of_accumulation() -> None:
+    compare(Run((CHUNK, ("data_parallel", "fsdp")), tied=False, accumulate=2), 2)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_autocast(engine: str) -> None:
+    """As near to one process without it as with all logits."""
+    run = Run((("data_parallel", engine),), precision="bf16-mixed")
+    want = one_process(replace(run, precision="32-true"))
+    plain = run_ranks(2, execute, run, timeout=60)[0]
+    assert run.settings is not None
+    chunked = run_ranks(2, execute, replace(run, settings=(*run.settings, CHUNK)), timeout=60)[0]
+    assert chunked.losses == pytest.approx(plain.losses, rel=2e-3)
+    for name, weight in want.weights.items():
+        ours, theirs = (float((x.weights[name] - weight).norm()) for x in (chunked, plain))
+        assert ours <= 2 * theirs, name
+
+
+def test_data_parallel_ranks_alone() -> None:
+    """Nobody shares a sequence, and the loss is in chunks all the same."""
+    run = Run((CHUNK, ("ring_size", 1), ("data_parallel_size", 2)), rows=1, steps=8)
+    plain = Run(run.settings[1:] if run.settings else None, rows=1, steps=8)
+    want, got = run_ranks(2, execute, plain)[0], run_ranks(2, execute, run)[0]
+    assert got.losses == pytest.approx(want.losses, rel=2e-6)
