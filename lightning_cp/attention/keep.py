@@ -13,6 +13,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -20,24 +21,40 @@ Kept = tuple[torch.Tensor, ...]
 """out [B, L, H, D] and lse [B, h, T] of one call, sinks included; then [B, H, L] of what else is returned."""
 
 
+class InPlace:
+    """Where results are kept: as they are."""
+
+    told = ""
+    """Behind what is said of how much is kept."""
+
+    def put(self, x: torch.Tensor) -> Any:
+        """What stands for ``x`` until it is asked for."""
+        return x
+
+    def get(self, kept: Any) -> torch.Tensor:
+        """The tensor again."""
+        return kept
+
+
 class Stash:
     """The kept results of one checkpointed region, being recorded or replayed."""
 
-    def __init__(self, results: list[Kept], replaying: bool) -> None:
+    def __init__(self, results: list[Any], replaying: bool, place: InPlace) -> None:
         self.replaying = replaying
         self._results = results
+        self._place = place
         self._next = 0
 
     def record(self, *results: torch.Tensor) -> None:
         """Keep what was just communicated."""
-        self._results.append(tuple(x.detach() for x in results))
+        self._results.append([self._place.put(x.detach()) for x in results])
 
     def replay(self) -> Kept:
         """What was recorded at the same place."""
         results = self._results[self._next]
         self._next += 1
         # Other handles: autograd attaches the recomputed graph, and so its memory, to what it is given.
-        return tuple(x.detach() for x in results)
+        return tuple(self._place.get(x).detach() for x in results)
 
 
 # Set while a region runs, in the thread that runs it: the recomputation runs inside backward, and
@@ -50,27 +67,37 @@ def current_stash() -> Stash | None:
     return _current.get()
 
 
-def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
+"""For a checkpointed region's forward and for its recomputation."""
+
+
+def keep_attention() -> Contexts:
     """Contexts for a checkpointed region's forward and for its recomputation.
 
     Use: ``checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)``, or for Hugging Face
     models ``activation_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})``
     (``gradient_checkpointing_enable`` in versions of transformers that do not have it).
     """
-    results: list[Kept] = []
-    return _Region(results, replaying=False), _Region(results, replaying=True)
+    return keep_attention_in(InPlace())
+
+
+def keep_attention_in(place: InPlace) -> Contexts:
+    """The same, with results kept in ``place``."""
+    results: list[Any] = []
+    return _Region(results, False, place), _Region(results, True, place)
 
 
 class _Region(AbstractContextManager[None]):
     """Makes a stash current; may be entered again (a graph that is kept is recomputed again)."""
 
-    def __init__(self, results: list[Kept], replaying: bool) -> None:
+    def __init__(self, results: list[Any], replaying: bool, place: InPlace) -> None:
         self._results = results
         self._replaying = replaying
+        self._place = place
         self._tokens: list[Token[Stash | None]] = []
 
     def __enter__(self) -> None:
-        self._tokens.append(_current.set(Stash(self._results, self._replaying)))
+        self._tokens.append(_current.set(Stash(self._results, self._replaying, self._place)))
 
     def __exit__(
         self,

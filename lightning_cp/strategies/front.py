@@ -97,6 +97,12 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
         bucket_cap_mb: of ``ddp``: MiB of gradients that are reduced together, or ``"per_parameter"``.
         chunked_loss: the loss of a Hugging Face model with a language-modelling head is computed for so many
             tokens at a time, and its logits are never made; ``True``: 1024.
+        tiled_mlp: the MLP of each block is computed for so many tokens at a time, forward and again in
+            backward, and nothing inside is kept; ``True``: 4096.
+        mlp_modules: class names or patterns of module names that ``tiled_mlp`` is of; ``None`` finds them.
+        activation_checkpointing: ``"blocks"`` are computed again in backward, and their inputs alone kept;
+            ``"keep_attention"``: and attention's results, so that no communication is repeated.
+        activation_offload: what activation checkpointing keeps waits in (pinned) host memory.
         step_timeout: seconds within a step after which ranks that make no progress end, naming the one that
             they wait for; ``None``: ranks do not watch each other at all.
         first_step_timeout: the same for the first step, and for all that is outside of steps; ``None``: no
@@ -144,6 +150,10 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
         cpu_offload: bool = False,
         bucket_cap_mb: float | str | None = None,
         chunked_loss: bool | int = False,
+        tiled_mlp: bool | int = False,
+        mlp_modules: str | Sequence[str] | None = None,
+        activation_checkpointing: str = "none",
+        activation_offload: bool = False,
         step_timeout: float | None = 120.0,
         first_step_timeout: float | None = 600.0,
         **kwargs: Any,

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_cp.attention import function
-from lightning_cp.attention.keep import Stash
+from lightning_cp.attention.keep import InPlace, Stash
 from lightning_cp.attention.keys import Keys, unpair
 from lightning_cp.attention.ulysses import loadable
 from lightning_cp.bench.alone import one_rank
@@ -70,7 +70,7 @@ def test_recomputed_keys_are_gone_once_they_were_exchanged() -> None:
         inputs = [x.requires_grad_() for x in alone.inputs]
         made = [x * 1 for x in inputs]
         held = {n: weakref.ref(x.untyped_storage()) for n, x in zip("qkv", made, strict=True)}
-        stash = Stash([], replaying=False)
+        stash = Stash([], replaying=False, place=InPlace())
         out, *_ = function.ContextParallelAttention.apply(*made, None, alone.plan, stash)
         del made
         torch.autograd.grad(out, inputs, alone.dout)

@@ -29,8 +29,6 @@ class Run:
     rows: int = 2
     """Of a batch."""
     steps: int = STEPS
-    checkpoint: bool = False
-    """Blocks are recomputed in backward."""
 
 
 @dataclass
@@ -70,8 +68,6 @@ class Module(pl.LightningModule):
         }
         tied: dict[str, Any] = {"tie_word_embeddings": run.tied, "use_cache": False}
         self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **tied))
-        if run.checkpoint:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.losses: list[float] = []
         self.chunked = bool(dict(run.settings or ()).get("chunked_loss"))
 

@@ -17,7 +17,8 @@ from torch import nn
 from lightning_cp.errors import ConfigError
 from lightning_cp.length.chunked_logits import ChunkedLogits
 from lightning_cp.strategies.arguments.settings import Settings
-from lightning_cp.strategies.step.core import ContextParallelCore, patches_of
+from lightning_cp.strategies.step.core import ContextParallelCore
+from lightning_cp.strategies.step.patches import patches_of
 from tests.length.sizes import Largest
 from tests.models.matrix import whole_sequence
 from tests.models.steps import VOCAB, Case, Outcome, make_batch, make_model, one_process, start
@@ -131,7 +132,8 @@ def test_no_tensor_is_as_large_as_the_logits() -> None:
 def in_step(model: Any, **settings: Any) -> Any:
     """Patches of one process, entered."""
     patches = patches_of(nn.ModuleList([model]), Settings(chunked_loss=CHUNK, **settings))
-    return [enter() for enter in patches]
+    patches.begin()
+    return patches
 
 
 IDS = torch.arange(24).view(2, 12) % VOCAB
@@ -164,25 +166,25 @@ IDS = torch.arange(24).view(2, 12) % VOCAB
 )
 def test_what_needs_the_logits_is_refused(use: Any) -> None:
     model = make_model(Case())
-    leave = in_step(model)
+    patches = in_step(model)
     logits = model(input_ids=IDS, labels=IDS).logits
     with pytest.raises(ConfigError, match=r"chunked_loss= computes the loss without .*labels"):
         use(logits)
-    leave[0]()
+    patches.end()
 
 
 def test_a_loss_outside_of_the_model_is_refused() -> None:
     model = make_model(Case())
-    leave = in_step(model)
+    patches = in_step(model)
     logits = model(input_ids=IDS, labels=IDS).logits
     with pytest.raises(ConfigError, match="cross_entropy after the model has returned"):
         F.cross_entropy(logits.view(-1, VOCAB), IDS.flatten())
-    leave[0]()
+    patches.end()
 
 
 def test_what_logits_tell_of_themselves() -> None:
     model = make_model(Case())
-    leave = in_step(model)
+    patches = in_step(model)
     logits = model(input_ids=IDS, labels=IDS).logits
     assert logits.shape == (2, 12, VOCAB)
     assert logits.size(-1) == VOCAB
@@ -191,7 +193,7 @@ def test_what_logits_tell_of_themselves() -> None:
     assert logits.to(IDS.device).half().dtype == torch.float16
     assert logits.type_as(torch.zeros(1)).dtype == torch.float32
     assert "never made" in repr(logits)
-    leave[0]()
+    patches.end()
 
 
 def test_without_labels_logits_are_made_and_that_is_said_once(
@@ -199,34 +201,34 @@ def test_without_labels_logits_are_made_and_that_is_said_once(
 ) -> None:
     model = make_model(Case())
     want = model(input_ids=IDS).logits
-    leave = in_step(model)
+    patches = in_step(model)
     with caplog.at_level(logging.WARNING, "lightning_cp"):
         for _ in range(2):
             assert torch.equal(model(input_ids=IDS).logits, want)
         assert len(caplog.records) == 1
         assert "was called without labels=" in caplog.text
-    leave[0]()
+    patches.end()
     assert torch.equal(model(input_ids=IDS).logits, want)
 
 
 def test_a_copy_of_the_model_computes_with_its_own_weights() -> None:
     model = make_model(Case())
-    leave = in_step(model)
+    patches = in_step(model)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.lm_head.weight.mul_(2)
         want = 2 * model(input_ids=IDS).logits
         torch.testing.assert_close(twin(input_ids=IDS, labels=IDS).logits, want)
-    leave[0]()
+    patches.end()
 
 
 def test_an_error_in_the_model_leaves_nothing_behind() -> None:
     model = make_model(Case())
-    leave = in_step(model)
+    patches = in_step(model)
     with pytest.raises(IndexError):
         model(input_ids=IDS, labels=IDS + VOCAB)
     want = model(input_ids=IDS, labels=IDS).loss
-    leave[0]()
+    patches.end()
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
     torch.testing.assert_close(want, model(input_ids=IDS, labels=IDS).loss, check_dtype=False)

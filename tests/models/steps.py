@@ -262,7 +262,7 @@ def run_step(
     whole = core.unshard(logits.detach(), {})
     state = core._handle.state if core._handle else None
     calls = state.calls if state is not None else 0
-    return Outcome(float(core.average(loss)), gradients, whole, calls)
+    return Outcome(float(core.average(loss).detach()), gradients, whole, calls)
 
 
 def mesh_of(ulysses: int, ring: int) -> ContextParallelMesh:

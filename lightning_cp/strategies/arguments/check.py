@@ -8,7 +8,6 @@ from typing import Any
 from lightning_cp.errors import ConfigError
 from lightning_cp.strategies.arguments.choices import CHOICES, check_choice, check_size
 from lightning_cp.strategies.arguments.contradictions import (
-    check_chunked_loss,
     check_exchange,
     check_mode,
     check_names,
@@ -16,6 +15,7 @@ from lightning_cp.strategies.arguments.contradictions import (
     check_tensor_parallel,
     check_timeouts,
 )
+from lightning_cp.strategies.arguments.length import check_length
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.arguments.sizes import explicit_size
 from lightning_cp.strategies.engines.checks import check_engine
@@ -67,6 +67,6 @@ def check(settings: Settings) -> None:
     check_pretrained(settings)
     check_engine(settings)
     check_timeouts(settings)
-    check_chunked_loss(settings)
+    check_length(settings)
     explicit_size(settings)
     check_tensor_parallel(settings)

@@ -36,6 +36,7 @@ CHOICES: dict[str, Choice] = {
         ("ddp", "fsdp", "hsdp", "zero1"),
         instead="zero1 for what DeepSpeed calls stage 1, fsdp for its stages 2 and 3",
     ),
+    "activation_checkpointing": Choice(("none", "blocks", "keep_attention")),
     "layout": Choice(("auto", *LAYOUT_KINDS)),
     "kernel": Choice(("auto", *ALIASES, *kernels())),
     "token_weighting": Choice(("micro_batch", "global")),

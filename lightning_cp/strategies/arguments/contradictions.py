@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.length.cross_entropy import DEFAULT_CHUNK_TOKENS
 from lightning_cp.strategies.arguments.settings import GATHERING_MODE, Settings
 
 TENSOR_PARALLEL_ENGINES = ("fsdp", "hsdp")
@@ -181,25 +180,6 @@ def check_group_options(given: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"process_group_backend must be one of {', '.join(known)}, or one for each kind of device "
             f"('cpu:gloo,cuda:nccl'), got {backend!r}."
-        )
-
-
-def check_chunked_loss(settings: Settings) -> None:
-    """Refuse what is no number of tokens, and a vocabulary that ranks share.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
-    given, size = settings.chunked_loss, settings.tensor_parallel_size
-    if type(given) is not bool and (type(given) is not int or given < 1):
-        raise ConfigError(
-            "chunked_loss must be a number of tokens of which logits exist at once, an integer of at "
-            f"least 1, True ({DEFAULT_CHUNK_TOKENS}) or False, got {given!r}."
-        )
-    if given and size > 1:
-        raise ConfigError(
-            f"chunked_loss={given} does not go with tensor_parallel_size={size}: there each rank has "
-            "its own part of the vocabulary, and makes that part of the logits. Use one of the two."
         )
 
 

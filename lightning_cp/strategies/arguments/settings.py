@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_cp.attention.exchange import Exchange
 from lightning_cp.length.cross_entropy import DEFAULT_CHUNK_TOKENS
+from lightning_cp.length.tiled import DEFAULT_TILE_TOKENS
 from lightning_cp.profile.recorder import steps_of
 
 GATHERING_MODE = "zigzag_llama3"
@@ -53,6 +54,10 @@ class Settings:
     cpu_offload: bool = False
     bucket_cap_mb: float | str | None = None
     chunked_loss: bool | int = False
+    tiled_mlp: bool | int = False
+    mlp_modules: str | Sequence[str] | None = None
+    activation_checkpointing: str = "none"
+    activation_offload: bool = False
     step_timeout: float | None = 120.0
     first_step_timeout: float | None = 600.0
 
@@ -61,6 +66,9 @@ class Settings:
         dims: Any = {} if self.sequence_dims is None else self.sequence_dims
         known = isinstance(dims, Mapping)  # anything else is refused by ``check``
         object.__setattr__(self, "sequence_dims", dict(dims) if known else dims)
+        object.__setattr__(
+            self, "activation_checkpointing", self.activation_checkpointing or "none"
+        )
         if not self.parity_check:  # YAML reads a bare off as False
             object.__setattr__(self, "parity_check", "off")
 
@@ -100,9 +108,12 @@ class Settings:
     @property
     def loss_chunk_tokens(self) -> int | None:
         """Tokens whose logits exist at once; ``None``: all of them."""
-        if self.chunked_loss is True:
-            return DEFAULT_CHUNK_TOKENS
-        return self.chunked_loss or None
+        return DEFAULT_CHUNK_TOKENS if self.chunked_loss is True else self.chunked_loss or None
+
+    @property
+    def mlp_tile_tokens(self) -> int | None:
+        """Tokens that an MLP computes at once; ``None``: all of them."""
+        return DEFAULT_TILE_TOKENS if self.tiled_mlp is True else self.tiled_mlp or None
 
     @property
     def profiled_steps(self) -> tuple[int, ...]:

@@ -1,26 +1,18 @@
 """Which modules are sharded, gathered and freed together: a model's blocks, and the rest.
 
-The automatic choice takes members of the model's outermost lists, of classes that hold attention: lists
-within a block (experts, adapters) stay part of it, since ranks may each use others of them, and gathering
-one takes all ranks.
+Lists within a block (experts, adapters) stay part of it, since ranks may each use others of them, and
+gathering one takes all ranks.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
 
 from torch import nn
 
 from lightning_cp.errors import ConfigError
-
-_ATTENTION_CLASS = re.compile(r"attn|attention", re.IGNORECASE)
-_ATTENTION_CHILD = re.compile(
-    r"(^|_)(q|k|v|qkv|query|key|value|wq|wk|wv|wqkv|in)(_proj|_linear|_lin)?$|attn|attention",
-    re.IGNORECASE,
-)
+from lightning_cp.models.blocks import blocks_of, matches
 
 
 def units_of(model: nn.Module, wanted: str | Sequence[str] | None) -> list[nn.Module]:
@@ -34,13 +26,13 @@ def units_of(model: nn.Module, wanted: str | Sequence[str] | None) -> list[nn.Mo
         ConfigError: something wanted matches no module, or shares a parameter with a module outside of it.
     """
     if wanted is None:
-        return [unit for unit in _blocks(model) if not _shared_outside(unit, model)]
+        return [unit for unit in blocks_of(model) if not _shared_outside(unit, model)]
     found: dict[str, nn.Module] = {}
     for each in [wanted] if isinstance(wanted, str) else wanted:
-        matches = {name: m for name, m in model.named_modules() if name and _matches(each, name, m)}
-        if not matches:
+        named = {name: m for name, m in model.named_modules() if name and matches(each, name, m)}
+        if not named:
             raise ConfigError(_nothing(each, model))
-        found.update(matches)
+        found.update(named)
     for name, unit in found.items():
         shared = _shared_outside(unit, model)
         if shared:
@@ -52,12 +44,8 @@ def units_of(model: nn.Module, wanted: str | Sequence[str] | None) -> list[nn.Mo
     return [found[name] for name in deepest_first]
 
 
-def _matches(wanted: str, name: str, module: nn.Module) -> bool:
-    return type(module).__name__ == wanted or fnmatchcase(name, wanted)
-
-
 def _nothing(wanted: str, model: nn.Module) -> str:
-    blocks = sorted({type(unit).__name__ for unit in _blocks(model)})
+    blocks = sorted({type(unit).__name__ for unit in blocks_of(model)})
     classes = Counter(
         type(m).__name__ for m in model.modules() if any(True for _ in m.parameters())
     )
@@ -65,39 +53,6 @@ def _nothing(wanted: str, model: nn.Module) -> str:
     return (
         f"wrap_modules: {wanted!r} is neither the class nor the name of a module of {type(model).__name__}. "
         f"Classes that could be wrapped: {', '.join(known)}; None finds the blocks by itself."
-    )
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Members of outermost lists whose class holds attention."""
-    members = [m for m in _outermost_members(model) if any(True for _ in m.parameters())]
-    attending = {type(m) for m in members if _attends(m)}
-    return [m for m in dict.fromkeys(members) if type(m) in attending]
-
-
-def _outermost_members(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if isinstance(child, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-            yield from _members(child)
-        else:
-            yield from _outermost_members(child)
-
-
-def _members(container: nn.Module) -> Iterator[nn.Module]:
-    """A list in a container (nanoGPT's dict of embeddings and a list of blocks) cannot be gathered itself."""
-    for member in container.children():
-        if isinstance(member, (nn.ModuleList, nn.ModuleDict)):
-            yield from _members(member)
-        else:
-            yield member
-
-
-def _attends(block: nn.Module) -> bool:
-    """Whether a module looks like one with attention: by the classes and names of what it holds."""
-    return any(
-        _ATTENTION_CLASS.search(type(m).__name__)
-        or any(_ATTENTION_CHILD.search(name) for name, _ in m.named_children())
-        for m in block.modules()
     )
 
 

@@ -81,7 +81,7 @@ class ContextParallelCore(StepLosses):
         self._say_if_nothing_is_profiled()
         settings = self.settings.with_sequence_dims(options.get("sequence_dims") or {})
         self._patches.end()
-        self._patches = StepPatches(patches_of(model, settings))
+        self._patches = patches_of(model, settings)
         if not self.enabled:
             self.rules = BatchRules(sequence_dims=settings.sequence_dims)
             self._gives_positions = take_positions(hf_models(model))
@@ -251,6 +251,8 @@ class ContextParallelCore(StepLosses):
 
     def end_step(self) -> None:
         """The model is the plain model again."""
+        for line in self._patches.told():
+            rank_zero_info(line)
         self._patches.end()
         if self._handle is not None:
             self._handle.deactivate()
