@@ -125,8 +125,8 @@ class Recomputed:
             return None
         attention = f", {_mebibytes(self._kept.attention)} of attention" * self._keeps_attention
         return (
-            f"activation checkpointing of {len(self._blocks)} {type(self._blocks[0]).__name__}: this rank keeps "
-            f"{_mebibytes(self._kept.inputs)} of their inputs{attention}{self._kept.place.told}"
+            f"activation checkpointing of {len(self._blocks)} {type(self._blocks[0]).__name__}: this rank "
+            f"keeps {_mebibytes(self._kept.inputs)} of their inputs{attention}{self._kept.place.told}"
         )
 
 

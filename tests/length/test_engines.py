@@ -115,7 +115,9 @@ def test_parameters_are_gathered_as_often_as_without(saving: Any) -> None:
     """And attention communicates as often, since its results are kept."""
     plain = Run((("data_parallel", "fsdp"),))
     want = run_ranks(2, collectives, plain, timeout=60)
-    got = run_ranks(2, collectives, replace(plain, settings=(*saving, *plain.settings)), timeout=60)
+    got = run_ranks(
+        2, collectives, replace(plain, settings=(*saving, ("data_parallel", "fsdp"))), timeout=60
+    )
     assert got == want
     gathers, sends = want[0]["_allgather_base_.default"], want[0]["send.default"]
     assert gathers >= 2 * (2 + 1) * 4, "of two blocks and the model, in forward and backward"
