@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 class PeakBytes(TorchDispatchMode):
     """Bytes of the storages that are made while it is on, and how many of them lived at once.
 
+    Tensors on the meta device have none; fake tensors count as what they stand for.
     What an operator allocates and frees inside itself is not seen.
     """
 
@@ -31,10 +32,16 @@ class PeakBytes(TorchDispatchMode):
             if id(storage) not in given:
                 ref = StorageWeakRef(storage)
                 self._live[ref.cdata] = (ref, storage.nbytes())
-        self._live = {key: pair for key, pair in self._live.items() if not pair[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        self.peak = max(self.peak, self.live)
         return made
+
+    @property
+    def live(self) -> int:
+        """Bytes that are there now."""
+        self._live = {key: pair for key, pair in self._live.items() if not pair[0].expired()}
+        return sum(size for _, size in self._live.values())
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+    found = (x for x in tree_leaves(tree) if isinstance(x, torch.Tensor))
+    return [x for x in found if x.device.type != "meta"]

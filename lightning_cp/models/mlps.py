@@ -7,6 +7,7 @@ kind may be cut along the sequence; what has experts may not, since a model may 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -132,15 +133,17 @@ class TiledMlp:
                     "tensors [..., tokens, features] with the same tokens can be cut into tiles. Name the "
                     "modules that take those in mlp_modules=, or leave tiled_mlp away."
                 )
-            names = list(others)
-
-            def call(*tile: torch.Tensor) -> torch.Tensor:
-                given = len(inputs)
-                return own(*tile[:given], **dict(zip(names, tile[given:], strict=True)))
-
+            call = partial(_call, own, len(inputs), list(others))  # which keeps no input
             return run_in_tiles(module, call, tensors, size)
 
         return forward
+
+
+def _call(
+    own: Callable[..., torch.Tensor], count: int, names: Sequence[str], *tile: torch.Tensor
+) -> torch.Tensor:
+    """``count`` arguments by position, and the others by their names."""
+    return own(*tile[:count], **dict(zip(names, tile[count:], strict=True)))
 
 
 def _told(given: Sequence[Any]) -> str:

@@ -1,0 +1,165 @@
+"""Bytes that a token costs a rank, by each setting that saves memory, and peak memory against length.
+
+    python -m lightning_cp.bench.length                      # both tables
+    python -m lightning_cp.bench.length --only kept          # bytes per token per layer
+    python -m lightning_cp.bench.length --only peaks --lengths 1024 2048 4096 8192 --ranks 1 2 4
+    python -m lightning_cp.bench.length --only long --long 131072
+
+A step of a small Llama (bfloat16, a vocabulary of 131072) through the strategy's own core, on gloo ranks of
+a ring. *Kept* is what forward has made and backward finds: of two numbers of layers and two lengths, so that
+constants and all that layers share drop out; its closed form is :func:`kept_per_layer`. *Peak* is the most
+bytes of tensors at once within the step, gradients of parameters included, parameters not: every storage
+that is made and freed is counted, and what an operator allocates and frees within itself is not seen.
+*Resident* is what the process's own peak rose, which has that too. All are of the rank that needs most.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_cp.bench import table
+from lightning_cp.bench.length_step import Sizes, Spent, step
+from lightning_cp.bench.processes import on_ranks
+
+CHUNK, TILE = 128, 128
+"""Tokens: of a chunk of the loss, and of a tile of the MLPs; few, so that short sequences show slopes."""
+
+CHUNKED = {"chunked_loss": CHUNK}
+TILED = {"tiled_mlp": TILE}
+BLOCKS = {"activation_checkpointing": "blocks"}
+KEEP = {"activation_checkpointing": "keep_attention"}
+ALL: dict[str, Any] = {**CHUNKED, **TILED, **BLOCKS}
+"""With blocks recomputed: alone, a rank has no attention to keep, and would show something else."""
+WAYS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "chunked_loss": CHUNKED,
+    "tiled_mlp": TILED,
+    "chunked_loss, tiled_mlp": {**CHUNKED, **TILED},
+    'activation_checkpointing="blocks"': BLOCKS,
+    'activation_checkpointing="keep_attention"': KEEP,
+    '"keep_attention", activation_offload': {**KEEP, "activation_offload": True},
+    '"blocks", chunked_loss, tiled_mlp': ALL,
+    '"keep_attention", chunked_loss, tiled_mlp': {**CHUNKED, **TILED, **KEEP},
+}
+KEPT = (
+    "settings",
+    "per layer, predicted",
+    "measured",
+    "beside layers, predicted",
+    "measured",
+    "peak",
+)
+PEAKS = ("ranks", "tokens", "local tokens", "peak, MB", "resident, MB", "seconds", "loss")
+
+
+def kept_per_layer(sizes: Sizes, settings: dict[str, Any]) -> int:
+    """Bytes that forward keeps per local token and layer of a Llama of transformers.
+
+    Of 16-bit numbers: C features, H heads of size D, K key heads, I inner features, e bytes each. Two norms
+    keep their input in float32, its root and what is multiplied with the weight: ``2 (4C + 4 + eC)``.
+    Projections keep their inputs: ``2 eC``. Attention keeps q, k, v, out and lse: ``2 e HD + 2 e KD + 4 H``; the MLP gate,
+    its activation, up and their product: ``4 e I``.
+    """
+    e = getattr(torch, sizes.dtype).itemsize
+    features, heads, inner = sizes.features, sizes.heads * sizes.head_dim, sizes.inner
+    kept = settings.get("activation_checkpointing", "none")
+    if kept != "none":
+        results = e * heads + 4 * sizes.heads
+        return e * features + (results if kept == "keep_attention" else 0)
+    norms = 2 * (4 * features + 4 + e * features)
+    attention = 2 * e * heads + 2 * e * sizes.kv_heads * sizes.head_dim + 4 * sizes.heads
+    mlp = 0 if "tiled_mlp" in settings else 4 * e * inner
+    return norms + 2 * e * features + attention + mlp
+
+
+def kept_beside(sizes: Sizes, settings: dict[str, Any]) -> int:
+    """Bytes that forward keeps per local token besides layers.
+
+    The last norm and the head's input, ``4C + 4 + 2 eC``; rotary rows, ``2 eD``; the logarithms of all
+    probabilities, ``4 V``, or a chunked loss's lse, targets and which of them count, ``4 + 8 + 1``.
+    """
+    e = getattr(torch, sizes.dtype).itemsize
+    loss = 13 if "chunked_loss" in settings else 4 * sizes.vocabulary
+    return 4 * sizes.features + 4 + 2 * e * sizes.features + 2 * e * sizes.head_dim + loss
+
+
+def measured(
+    sizes: Sizes, settings: dict[str, Any], tokens: int = 512
+) -> tuple[float, float, float]:
+    """Bytes per local token: kept per layer, kept beside layers, and the peak's slope; of this rank."""
+    few, many = sizes.layers // 2, sizes.layers
+    found = {
+        (layers, factor): step(replace(sizes, layers=layers), factor * tokens, settings)
+        for layers in (few, many)
+        for factor in (1, 2)
+    }
+    slopes = {n: (found[n, 2].kept - found[n, 1].kept) / tokens for n in (few, many)}
+    layer = (slopes[many] - slopes[few]) / (many - few)
+    peak = (found[many, 2].peak - found[many, 1].peak) / tokens
+    return layer, slopes[many] - many * layer, peak
+
+
+def kept_rows(sizes: Sizes, ranks: int) -> Iterator[list[str]]:
+    """Of the first table."""
+    for name, settings in WAYS.items():
+        layer, beside, peak = on_ranks(ranks, measured, sizes, settings)[0]
+        per_layer, rest = kept_per_layer(sizes, settings), kept_beside(sizes, settings)
+        numbers = (per_layer, layer, rest, beside, peak)
+        yield [name, *(f"{number:,.0f}" for number in numbers)]
+
+
+def peak_rows(sizes: Sizes, lengths: Sequence[int], ranks: int) -> Iterator[list[str]]:
+    """Of the second table, for some ranks; the last one is the slope."""
+    found: list[Spent] = []
+    for local in lengths:
+        found.append(on_ranks(ranks, step, sizes, local, ALL)[0])
+        yield _row(ranks, found[-1])
+    if len(found) > 1:
+        by_token = [
+            np.polyfit([x.local_tokens for x in found], [getattr(x, name) for x in found], 1)[0]
+            for name in ("peak", "resident")
+        ]
+        yield [str(ranks), "bytes a token", "", *(f"{slope:,.0f}" for slope in by_token), "", ""]
+
+
+def _row(ranks: int, spent: Spent) -> list[str]:
+    local = spent.local_tokens
+    megabytes = (f"{n / 1e6:,.1f}" for n in (spent.peak, spent.resident))
+    return [
+        *(str(ranks), f"{ranks * local:,}", f"{local:,}", *megabytes),
+        *(f"{spent.seconds:.1f}", f"{spent.loss:.4f}"),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is asked for, and print it."""
+    parser = argparse.ArgumentParser(description="Bytes per token, and peaks.")
+    parser.add_argument("--only", choices=("kept", "peaks", "long"))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="local tokens"
+    )
+    parser.add_argument("--long", type=int, default=131072, help="tokens of one long row")
+    given = parser.parse_args(arguments)
+    sizes = Sizes()
+    if given.only in (None, "kept"):
+        print(f"{sizes}, 2 ranks: bytes per local token\n")
+        print(table.aligned(KEPT, kept_rows(sizes, 2)), end="\n\n", flush=True)
+    if given.only in (None, "peaks"):
+        print(f"{sizes}, {ALL}\n")
+        rows = [row for ranks in given.ranks for row in peak_rows(sizes, given.lengths, ranks)]
+        print(table.aligned(PEAKS, rows), end="\n\n", flush=True)
+    if given.only == "long":
+        ranks = max(given.ranks)
+        rows = peak_rows(sizes, [given.long // ranks], ranks)
+        print(table.aligned(PEAKS, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Bytes that a token costs: measured ones are the closed form, to the byte, and slopes those of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_cp.bench import length
+from lightning_cp.bench.length import ALL, WAYS, kept_beside, kept_per_layer, main, measured
+from lightning_cp.bench.length_step import Sizes, step
+from tests.pool import run_ranks
+
+SMALL = Sizes(features=32, inner=96, vocabulary=256)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_what_is_kept_is_the_closed_form(name: str) -> None:
+    settings = WAYS[name]
+    for layer, beside, peak in run_ranks(2, _measured, settings, timeout=60):
+        assert layer == kept_per_layer(SMALL, settings)
+        assert beside == kept_beside(SMALL, settings)
+        assert peak > SMALL.layers * layer
+
+
+def _measured(rank: int, world_size: int, settings: Any) -> tuple[float, float, float]:
+    return measured(SMALL, settings, 256)
+
+
+def slope(rank: int, world_size: int) -> float:
+    """Of the peak, per local token, where the loss is no longer what decides."""
+    lengths = (512, 1024)
+    short, long = (step(SMALL, local, ALL).peak for local in lengths)
+    return (long - short) / (lengths[1] - lengths[0])
+
+
+def test_more_ranks_cost_no_more_per_local_token() -> None:
+    """So length grows in proportion to ranks."""
+    alone = run_ranks(1, slope, timeout=60)[0]
+    assert alone > SMALL.layers * kept_per_layer(SMALL, ALL)
+    assert max(run_ranks(4, slope, timeout=60)) <= 1.1 * alone
+
+
+def test_settings_change_no_loss() -> None:
+    sizes = replace(SMALL, dtype="float32")
+    want = run_ranks(1, _loss, sizes, {})[0]
+    for settings in WAYS.values():
+        assert run_ranks(2, _loss, sizes, settings)[0] == pytest.approx(want, rel=1e-6)
+
+
+def _loss(rank: int, world_size: int, sizes: Sizes, settings: Any) -> float:
+    return step(sizes, 512 // world_size, settings).loss
+
+
+def test_tables_are_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(length, "Sizes", lambda: SMALL)
+    monkeypatch.setattr(length, "WAYS", {"none": {}})
+    main(["--lengths", "64", "128", "--ranks", "1", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("| none") for line in lines) == 1
+    assert [line.split("|")[3].strip() for line in lines if line.startswith("| 2 ")] == [
+        *("64", "128", ""),
+    ]
