@@ -63,8 +63,8 @@ def kept_per_layer(sizes: Sizes, settings: dict[str, Any]) -> int:
 
     Of 16-bit numbers: C features, H heads of size D, K key heads, I inner features, e bytes each. Two norms
     keep their input in float32, its root and what is multiplied with the weight: ``2 (4C + 4 + eC)``.
-    Projections keep their inputs: ``2 eC``. Attention keeps q, k, v, out and lse: ``2 e HD + 2 e KD + 4 H``; the MLP gate,
-    its activation, up and their product: ``4 e I``.
+    Projections keep their inputs: ``2 eC``. Attention keeps q, k, v, out and lse:
+    ``2 e HD + 2 e KD + 4 H``; the MLP gate, its activation, up and their product: ``4 e I``.
     """
     e = getattr(torch, sizes.dtype).itemsize
     features, heads, inner = sizes.features, sizes.heads * sizes.head_dim, sizes.inner
