@@ -21,6 +21,10 @@ class BatchMismatchError(LightningCPError, RuntimeError):
     """The ranks of one context-parallel group were given different batches."""
 
 
+class ParityError(LightningCPError, RuntimeError):
+    """A model that computes something else on ranks that share its sequences than in one process."""
+
+
 class NonFiniteError(LightningCPError, ArithmeticError):
     """A loss or a gradient that is NaN or infinite where it must not be."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from typing_extensions import override
 
 from lightning_cp.errors import ConfigError, LightningCPError
 from lightning_cp.strategies.fabric_setup import FabricSetup
+from lightning_cp.strategies.parity.fabric import FabricParity
 from lightning_cp.strategies.step.reduced import in_floating_point
 
 
@@ -62,6 +65,27 @@ class UlyssesRingStrategy(FabricSetup):
             self._position.begin_micro_batch()
         self._core.begin_step()
         return local
+
+    def check_parity(self, batch: Any, step: Callable[[Any], Any]) -> str:
+        """Compare a step on one process with the same step context parallel; ``parity_tokens`` says how much.
+
+        Nothing is changed: gradients, buffers, metrics and random numbers are afterwards what they were.
+
+        Args:
+            batch: whole, not sharded yet.
+            step: calls models that were set up, and returns the loss; without ``backward``.
+
+        Returns:
+            A line, which the first rank prints, too.
+
+        Raises:
+            ParityError: on every rank, where they differ, with the likely cause.
+            ConfigError: no model was set up, or a step that cannot be compared.
+        """
+        self._end_last_step()
+        return FabricParity(self._core, self._engine, self._models, self.precision).check(
+            batch, step, partial(super().backward, module=None)
+        )
 
     def _end_last_step(self) -> None:
         try:

@@ -73,7 +73,10 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
         padding: pad sequences that do not divide, which is exact; ``False`` refuses them.
         batch_sync: ``check``: every rank reads, and all compare what they read; ``broadcast``: the first rank
             of each cp group reads, and the others are given its batches.
-        parity_check: ``off`` or ``None``.
+        parity_check: ``first_batch``: before the first step, a prefix of its batch goes through the user's
+            step once on one process and once context parallel, and losses, logits and gradients are
+            compared; ``every_<n>``: again each n-th optimizer step; ``off`` or ``None``.
+        parity_tokens: of that prefix, all rows together.
         profile: a training step, or several, to be recorded, counted from 1: who computes, communicates and
             waits when. ``None`` records nothing.
         profile_folder: where a folder ``step-3`` is made for each; by default ``profile`` in the Trainer's
@@ -138,6 +141,7 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
         padding: bool = True,
         batch_sync: str = "check",
         parity_check: str | None = "off",
+        parity_tokens: int = 4096,
         profile: int | Sequence[int] | None = None,
         profile_folder: str | None = None,
         pretrained: Any = None,

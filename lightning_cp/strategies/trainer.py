@@ -32,6 +32,8 @@ class UlyssesRingStrategy(TrainerSetup):
         assert self._callback is not None
         assert module is not None
         training = module.trainer.training
+        if training:
+            self.parity.before_batch(module, batch)
         return self._callback.shard_batch(batch, needs_labels=training)
 
     @override

@@ -22,6 +22,7 @@ from lightning_cp.strategies.engines.fresh import is_on_meta
 from lightning_cp.strategies.front import ContextParallelFront
 from lightning_cp.strategies.loaders.draws import going_on
 from lightning_cp.strategies.loaders.shared import unshared
+from lightning_cp.strategies.parity.trainer import TrainerParity
 from lightning_cp.strategies.resume.strategy import ResumesExactly
 from lightning_cp.strategies.saves.trainer import TrainerSaves
 from lightning_cp.strategies.trainer_hooks import (
@@ -47,6 +48,7 @@ class TrainerSetup(
 
     _callback: ContextParallelCallback | None = None
     _announced: weakref.ref[LightningModule] | None = None
+    parity: TrainerParity
 
     @override
     def set_world_ranks(self) -> None:
@@ -79,6 +81,7 @@ class TrainerSetup(
         refuse_dataloader_iter(module)
         needs_labels = trainer.state.fn != TrainerFn.PREDICTING
         swapped = self._core.attach(module, options, needs_labels=needs_labels)
+        self.parity = TrainerParity(self._core, self._engine)
         self._place_profiles(trainer)
         self._announce(module, swapped)
         self._watch_precision()

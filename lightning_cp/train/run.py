@@ -47,12 +47,12 @@ def train(
         ConfigError: settings or text that cannot be trained with; raised before other ranks start.
     """
     began = time.perf_counter() if began is None else began
-    _check_extras(config)
+    check_extras(config)
     require_folder(config.resume, list(HydraConfig.get().overrides.hydra))
     files = Files(Path(HydraConfig.get().runtime.output_dir))
     kept = Files(run_folder(files.folder)).checkpoints
     resume = checkpoint_to_resume(config.resume, kept)
-    _quiet_what_is_expected()
+    quiet_what_is_expected()
     torch.set_num_threads(config.threads_per_rank)
     L.seed_everything(config.seed, verbose=False)
 
@@ -132,7 +132,12 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _check_extras(config: DictConfig) -> None:
+def check_extras(config: DictConfig) -> None:
+    """Refuse a model of a package that is not installed.
+
+    Raises:
+        ConfigError: saying how to install it.
+    """
     target = str(config.model.network.get("_target_", ""))
     if target.startswith("transformers.") and find_spec("transformers") is None:
         raise ConfigError(
@@ -141,7 +146,7 @@ def _check_extras(config: DictConfig) -> None:
         )
 
 
-def _quiet_what_is_expected() -> None:
+def quiet_what_is_expected() -> None:
     """Silence what Lightning says of every run like this one, and nothing else."""
     # The text is in memory and a sample takes microseconds; worker processes would cost more.
     warnings.filterwarnings("ignore", ".*does not have many workers.*")

@@ -228,7 +228,12 @@ def fit(
         ),
         ({"token_weighting": "step"}, "token_weighting must be one of micro_batch, global"),
         ({"loss_reduction": "sum"}, "must be one of mean, got 'sum'.*others are not available yet"),
-        ({"parity_check": "first_batch"}, "not available yet.*parity_check='off'"),
+        ({"parity_check": "first"}, "must be 'first_batch', 'off', or 'every_<n>' .*, got 'first'"),
+        ({"parity_check": "every_0"}, "parity_check must be .*'every_100', got 'every_0'"),
+        ({"parity_check": "every_n"}, "parity_check must be .*, got 'every_n'"),
+        ({"parity_check": True}, "parity_check must be .*, got True"),
+        ({"parity_tokens": 0}, "parity_tokens must be a number of tokens .*, got 0"),
+        ({"parity_tokens": "all"}, "parity_tokens must be a number of tokens .*, got 'all'"),
         (
             {"tensor_parallel_size": 2},
             "tensor_parallel_size=2 does not go with data_parallel='ddp': DistributedDataParallel "

@@ -16,6 +16,7 @@ from lightning_cp.strategies.arguments.contradictions import (
     check_timeouts,
 )
 from lightning_cp.strategies.arguments.length import check_length
+from lightning_cp.strategies.arguments.parity import check_parity
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.arguments.sizes import explicit_size
 from lightning_cp.strategies.engines.checks import check_engine
@@ -68,5 +69,6 @@ def check(settings: Settings) -> None:
     check_engine(settings)
     check_timeouts(settings)
     check_length(settings)
+    check_parity(settings)
     explicit_size(settings)
     check_tensor_parallel(settings)

@@ -46,11 +46,6 @@ CHOICES: dict[str, Choice] = {
     "labels": Choice(("auto", "aligned", "shift")),
     "batch_sync": Choice(("check", "broadcast")),
     "checkpoint": Choice(("full", "sharded")),
-    "parity_check": Choice(
-        ("off",),
-        ("first_batch", "every_n"),
-        "parity_check='off', and comparing the first losses with those of one process",
-    ),
 }
 
 

@@ -42,6 +42,7 @@ class Settings:
     padding: bool = True
     batch_sync: str = "check"
     parity_check: str | None = "off"
+    parity_tokens: int = 4096
     profile: int | Sequence[int] | None = None
     profile_folder: str | None = None
     pretrained: Any = None
@@ -114,6 +115,13 @@ class Settings:
     def mlp_tile_tokens(self) -> int | None:
         """Tokens that an MLP computes at once; ``None``: all of them."""
         return DEFAULT_TILE_TOKENS if self.tiled_mlp is True else self.tiled_mlp or None
+
+    @property
+    def parity_steps(self) -> int | None:
+        """After how many optimizer steps the model is checked again; ``None``: once, or never."""
+        given = str(self.parity_check)
+        number = given.removeprefix("every_")
+        return int(number) if number != given and number.isdecimal() and int(number) else None
 
     @property
     def profiled_steps(self) -> tuple[int, ...]:

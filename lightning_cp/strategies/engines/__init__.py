@@ -82,6 +82,10 @@ class Engine(Protocol):
         """After backward: complete gradients, and refuse those that stayed on their ranks."""
         ...
 
+    def wrappers(self) -> list[nn.Module]:
+        """What is called in place of the user's modules, where that is something else."""
+        ...
+
     def unreduced(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
         """Parameters with gradients of this rank alone, where these are not in ``grad`` yet."""
         ...

@@ -88,6 +88,10 @@ class DDPEngine:
         assert isinstance(wrapped, DistributedDataParallel)
         prepare_for_backward(wrapped, loss)
 
+    def wrappers(self) -> list[nn.Module]:
+        """Those that are called in place of the user's modules."""
+        return list(self._alive())
+
     def unreduced(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
         """None: all that there is of gradients is in ``grad``."""
         return ()

@@ -204,6 +204,10 @@ class ShardedEngine:
         for root in self._alive():
             root.finish_backward()
 
+    def wrappers(self) -> list[nn.Module]:
+        """None: the user's modules are called themselves."""
+        return []
+
     def unreduced(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """What ``accumulating`` has left on this rank, whole."""
         for root in self._alive():

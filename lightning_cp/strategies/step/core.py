@@ -8,7 +8,9 @@ Nothing here knows of a Trainer. A strategy calls, in this order: ``build_mesh``
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,12 @@ from lightning_cp.faults.position import Position
 from lightning_cp.kernels.api import Request, explain_kernels
 from lightning_cp.layout import CostModel, LayoutChoice
 from lightning_cp.layout.cost import Heads
+from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.models.expected import expected_heads, expected_mask
 from lightning_cp.models.facts import PositionFacts
 from lightning_cp.models.hf_positions import take_positions
 from lightning_cp.models.patches import StepPatches
-from lightning_cp.models.swap import Listener, StepState, hf_models, swap_attention
+from lightning_cp.models.swap import Listener, StepState, SwapHandle, hf_models, swap_attention
 from lightning_cp.named_ranges import named
 from lightning_cp.profile.recorder import StepRecorder
 from lightning_cp.strategies.arguments.settings import Settings
@@ -50,7 +53,9 @@ class ContextParallelCore(StepLosses):
         self.rules = BatchRules()
         self._requests: dict[Request, None] = {}
         self._model: nn.Module | None = None
+        self._listed: Sequence[nn.Module] | None = None
         self._patches = StepPatches()
+        self._is_aside = False
         self._loss_outside = False
         self._needs_loss = self._trains = True
         self._positions = PositionFacts()
@@ -99,17 +104,18 @@ class ContextParallelCore(StepLosses):
         self._loss_outside = declared != "auto"
         self._needs_loss = needs_labels
         self._model = model
-        self._handle = swap_attention(
-            model,
-            self.mesh,
-            settings.kernel,
-            options.get("modules"),
-            exchange=settings.attention_exchange,
-        )
-        self._handle.progress = self.watch.position.progress
-        self._handle.listeners = self._listeners
-        self._requests = self._handle.requests
-        return [str(line) for line in self._handle.report]
+        self._listed = options.get("modules")
+        handle = self._swap(model)
+        return [str(line) for line in handle.report]
+
+    def _swap(self, model: nn.Module) -> SwapHandle:
+        settings = self.settings
+        exchange = settings.attention_exchange
+        handle = swap_attention(model, self.mesh, settings.kernel, self._listed, exchange=exchange)
+        handle.progress = self.watch.position.progress
+        handle.listeners = self._listeners
+        self._handle, self._requests = handle, handle.requests
+        return handle
 
     def listen(self, listener: Listener) -> Callable[[], None]:
         """Tell of every attention call, of models that come later too; returns what ends that."""
@@ -160,6 +166,11 @@ class ContextParallelCore(StepLosses):
         if self.enabled and self._model is not None and self.rules.labels == "ignore":
             label_kind(self._model, self.settings.labels, required=True)
 
+    @property
+    def model(self) -> nn.Module | None:
+        """Whose attention is swapped."""
+        return self._model
+
     def detach(self) -> None:
         """Give the model its own attention back."""
         self.recorder.abandon()
@@ -204,7 +215,7 @@ class ContextParallelCore(StepLosses):
         return self._part.batch
 
     def _say_once(self, choice: LayoutChoice | None) -> None:
-        if self.layout_choice is None and choice is not None:
+        if self.layout_choice is None and choice is not None and not self._is_aside:
             rank_zero_info(f"context parallel {choice} (of the first batch; each gets its own)")
         self.layout_choice = choice
 
@@ -242,21 +253,74 @@ class ContextParallelCore(StepLosses):
         """Refuse a step in which attention stayed local; say once if it did not ask for positions."""
         if not self.enabled or self._handle is None or self._model is None:
             return
-        self._handle.require_intercepted(self._model)
-        asked = self._positions_taken or self._handle.tells_positions
-        if not asked and self._part is not None and self._part.positions_ignored:
+        self.require_intercepted()
+        if self.positions_ignored:
             self._positions_taken = True
             if self.mesh.sample_rank == 0 and self.mesh.data_rank == 0:
                 _log.warning(_NO_POSITIONS)
 
+    def require_intercepted(self) -> None:
+        """Refuse a step in which attention stayed local."""
+        if self._handle is not None and self._model is not None:
+            self._handle.require_intercepted(self._model)
+
+    @property
+    def positions_ignored(self) -> bool:
+        """Nothing has asked for the positions of the step's tokens, as far as can be seen."""
+        if self._handle is None or self._part is None:
+            return False
+        asked = self._positions_taken or self._handle.tells_positions
+        return not asked and self._part.positions_ignored
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A step within is none of the run's: nothing is counted, recorded or said, and all comes back."""
+        kept = {name: vars(self)[name] for name in _OF_A_STEP}
+        self._is_aside, self._positions_taken, self._accumulated = True, False, None
+        self.recorder = StepRecorder((), self.recorder.folder)
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
+
+    @contextmanager
+    def on_mesh(self, mesh: ContextParallelMesh) -> Iterator[None]:
+        """Attention over other process groups, of the same ranks, within."""
+        assert self._handle is not None
+        assert self._model is not None
+        kept, self._mesh = self._mesh, mesh
+        self._handle.undo()
+        self._swap(self._model)
+        try:
+            yield
+        finally:
+            self._handle.undo()
+            self._mesh = kept
+            self._swap(self._model)
+
+    @contextmanager
+    def with_layout(self, kind: str) -> Iterator[None]:
+        """Batches get another layout within."""
+        kept, self._rule = self._rule, replace(self._rule, kind=kind)
+        try:
+            yield
+        finally:
+            self._rule = kept
+
     def end_step(self) -> None:
         """The model is the plain model again."""
-        for line in self._patches.told():
+        for line in [] if self._is_aside else self._patches.told():
             rank_zero_info(line)
         self._patches.end()
         if self._handle is not None:
             self._handle.deactivate()
 
+
+_OF_A_STEP = (
+    *("_part", "_loss", "_positions", "_trains", "_positions_taken", "_accumulated"),
+    *("recorder", "layout_choice", "_is_aside"),
+)
+"""What a step leaves on a core."""
 
 _NO_POSITIONS = (
     "the step took no positions from the batch, so a model that counts its tokens from 0 would give every "

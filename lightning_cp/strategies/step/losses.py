@@ -36,12 +36,17 @@ class StepLosses(StepValues):
         Raises:
             ConfigError: backward would come through attention on some ranks only.
         """
+        self.takes_own_weights()
         if self._handle is not None and self._handle.state is not None:
-            self._handle.state.weighted = True
             self._handle.require_same_gradients()
         if self._loss is None:
             return loss
         return self._loss.scale(loss, optimizers, automatic=automatic)
+
+    def takes_own_weights(self) -> None:
+        """The loss of this step was weighted by who calls backward."""
+        if self._handle is not None and self._handle.state is not None:
+            self._handle.state.weighted = True
 
     def end_window(self, optimizer: Optimizer, batches: int | None = None) -> None:
         """Gradients are complete: weight the targets of the whole window alike, if that was asked for."""

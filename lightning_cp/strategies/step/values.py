@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,10 +32,24 @@ class StepValues(RunMesh):
         self._loss: StepLoss | None = None
         self._accumulated = AccumulatedTokens() if settings.weights_globally else None
         self._positions_taken = False
+        self._is_alone = False
+
+    @contextmanager
+    def as_one_process(self) -> Iterator[None]:
+        """Within, nothing is shared: what a step asks for is what one process has."""
+        kept, self._part, self._loss = (self._part, self._loss), None, None
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
+            self._part, self._loss = kept
 
     @property
     def enabled(self) -> bool:
         """Whether there is anything to do: ranks that share a sample, or targets to be counted."""
+        if self._is_alone:
+            return False
         return self.mesh.sample_size > 1 or self._accumulated is not None
 
     @property

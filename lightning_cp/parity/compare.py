@@ -1,0 +1,215 @@
+"""Two passes of one step, compared: relative errors that are the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_cp.comm.reduce import all_max, all_sum
+from lightning_cp.mesh import ContextParallelMesh, Flat
+from lightning_cp.parity.events import Event
+from lightning_cp.parity.passes import Part, Pass
+from lightning_cp.parity.tolerance import Tolerance
+
+FLOOR = 1e-3
+"""Of a gradient's size, over that of an average parameter: smaller ones are compared with this."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one tensor."""
+
+    name: str
+    error: float
+    """Relative; infinite where only one pass has it, or one is not finite."""
+    tolerance: float
+
+    @property
+    def is_fault(self) -> bool:
+        return not self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of a context-parallel pass with one on one process; the same on every rank."""
+
+    loss: Difference
+    logits: Difference | None
+    """``None``: no module's output was seen that is along the sequence."""
+    gradients: tuple[Difference, ...]
+    """The largest in proportion first."""
+    factor: float
+    """What one process's gradients are multiplied by, at best."""
+    residual: float
+    """What is left then, relative."""
+    spread: float
+    """How far one process's losses are apart on ranks that share a sample, relative."""
+    first_rank: float
+    """The error of logits on the first rank of each group alone."""
+    tolerance: Tolerance
+
+    @property
+    def is_fault(self) -> bool:
+        every = (self.loss, *self.gradients, *([self.logits] if self.logits else []))
+        return any(one.is_fault for one in every) or self.spread > self.tolerance.loss
+
+    @property
+    def worst(self) -> Difference:
+        """That which is the furthest beyond its tolerance, or the nearest to it."""
+        every = [self.loss, *self.gradients, *([self.logits] if self.logits else [])]
+        return max(every, key=lambda one: one.error / one.tolerance)
+
+
+def compare(
+    alone: Pass, parallel: Pass, mesh: ContextParallelMesh, tolerance: Tolerance
+) -> Comparison:
+    """Compare what ranks hold; all of the ``loss`` group come here together."""
+    assert parallel.part is not None
+    errors = _gradient_errors(alone, parallel, mesh)
+    gradients = tuple(
+        Difference(name, error, tolerance.gradient) for name, error in errors.by_name.items()
+    )
+    logits = logits_of(alone.events, parallel.events, parallel.part)
+    shared = _relative_norms([logits], mesh, Flat.LOSS)[0] if _anywhere(logits, mesh) else None
+    first = logits if parallel.part.cp_rank == 0 else None
+    return Comparison(
+        loss=Difference("loss", _loss_error(alone, parallel, mesh), tolerance.loss),
+        logits=None if shared is None else Difference("logits", shared, tolerance.logits),
+        gradients=tuple(sorted(gradients, key=lambda one: -one.error)),
+        factor=errors.factor,
+        residual=errors.residual,
+        spread=_spread(alone, mesh),
+        first_rank=_relative_norms([first], mesh, Flat.LOSS)[0],
+        tolerance=tolerance,
+    )
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A whole tensor's part, and this rank's own."""
+
+
+def logits_of(alone: Sequence[Event], parallel: Sequence[Event], part: Part) -> Pair | None:
+    """Of the last module whose output runs along the sequence and has several numbers a token."""
+    known = {event.key: event for event in alone}
+    for event in reversed(parallel):
+        pair = pair_of(known, event, part) if event.kind == "output" else None
+        if pair is not None and event.tensor is not None and event.tensor.dim() > 2:
+            return pair
+    return None
+
+
+def pair_of(known: dict[tuple[str, str, int], Event], event: Event, part: Part) -> Pair | None:
+    """The two tensors of an event, where they are parts of one floating-point tensor."""
+    other = known.get(event.key)
+    if other is None or other.tensor is None or event.tensor is None:
+        return None
+    if not (event.tensor.is_floating_point() and other.tensor.is_floating_point()):
+        return None
+    return part.of_whole(other.tensor, event.tensor)
+
+
+def first_deviation(
+    alone: Pass, parallel: Pass, mesh: ContextParallelMesh, tolerance: Tolerance
+) -> Event | None:
+    """The first event whose tensor is another one on some rank; all ranks have the same events."""
+    assert parallel.part is not None
+    known = {event.key: event for event in alone.events}
+    pairs = [pair_of(known, event, parallel.part) for event in parallel.events]
+    errors = _relative_norms(pairs, mesh, Flat.LOSS)
+    for event, error in zip(parallel.events, errors, strict=True):
+        if not error <= tolerance.logits:
+            return event
+    return None
+
+
+def _relative_norms(
+    pairs: Sequence[Pair | None], mesh: ContextParallelMesh, axes: Flat
+) -> list[float]:
+    """Over all ranks, |own - whole| / |whole| of each."""
+    sums = torch.zeros(len(pairs), 2, dtype=torch.float64)
+    for at, pair in enumerate(pairs):
+        if pair is not None:
+            whole, own = pair
+            sums[at, 0], sums[at, 1] = (own - whole).square().sum(), whole.square().sum()
+    total = all_sum(sums.to(mesh.device_type), mesh.group(axes)).cpu()
+    return [_ratio(float(a), float(b)) for a, b in total.tolist()]
+
+
+def _anywhere(pair: Pair | None, mesh: ContextParallelMesh) -> bool:
+    seen = torch.tensor([float(pair is not None)], device=mesh.device_type)
+    return bool(all_sum(seen, mesh.group(Flat.LOSS)))
+
+
+def _ratio(square: float, of: float) -> float:
+    if square == 0.0:
+        return 0.0
+    ratio = (square / of) ** 0.5 if of else float("inf")
+    return ratio if ratio == ratio else float("inf")
+
+
+def _loss_error(alone: Pass, parallel: Pass, mesh: ContextParallelMesh) -> float:
+    """The largest of all groups."""
+    a, b = float(parallel.loss), float(alone.loss)
+    own = 0.0 if a == b else abs(a - b) / abs(b) if b else float("inf")
+    return _largest(own if own == own else float("inf"), mesh)
+
+
+def _spread(alone: Pass, mesh: ContextParallelMesh) -> float:
+    group, size = mesh.group(Flat.CP), mesh.cp_size
+    losses = torch.zeros(size, dtype=torch.float64)
+    losses[mesh.cp_rank] = alone.loss.double().cpu()
+    found = all_sum(losses.to(mesh.device_type), group).cpu()
+    largest = float(found.abs().max())
+    own = float(found.max() - found.min()) / largest if largest else 0.0
+    return _largest(own if own == own else float("inf"), mesh)
+
+
+def _largest(value: float, mesh: ContextParallelMesh) -> float:
+    own = torch.tensor([value], dtype=torch.float64, device=mesh.device_type)
+    return float(all_max(own, mesh.group(Flat.LOSS)))
+
+
+@dataclass(frozen=True)
+class _Errors:
+    by_name: dict[str, float]
+    factor: float
+    residual: float
+
+
+def _gradient_errors(alone: Pass, parallel: Pass, mesh: ContextParallelMesh) -> _Errors:
+    """Sums over ranks count a replicated gradient several times, in numerator and denominator alike."""
+    names = sorted(alone.gradients.keys() | parallel.gradients.keys())
+    sums = torch.zeros(len(names), 5, dtype=torch.float64)
+    for at, name in enumerate(names):
+        sums[at] = _sums(alone.gradients.get(name), parallel.gradients.get(name))
+    found = all_sum(sums.to(mesh.device_type), mesh.group(Flat.LOSS)).cpu()
+    difference, reference, own, product, count = found.unbind(1)
+    mean = float(reference.sum() / count.sum().clamp(min=1))
+    floors = (FLOOR**2) * mean * count
+    by_name = {
+        name: _ratio(float(difference[at]), max(float(reference[at]), float(floors[at])))
+        for at, name in enumerate(names)
+    }
+    whole = float(reference.sum())
+    factor = float(product.sum()) / whole if whole else float("nan")
+    left = float(own.sum()) - 2 * factor * float(product.sum()) + factor**2 * whole
+    return _Errors(by_name, factor, _ratio(max(left, 0.0), whole * factor**2))
+
+
+def _sums(alone: torch.Tensor | None, parallel: torch.Tensor | None) -> torch.Tensor:
+    """|p - a|^2, |a|^2, |p|^2, a p, and how many numbers; a gradient that is not there is zeros."""
+    given = alone if alone is not None else parallel
+    assert given is not None
+    a = torch.zeros_like(given).double() if alone is None else alone.double()
+    p = torch.zeros_like(given).double() if parallel is None else parallel.double()
+    return torch.stack(
+        [
+            (p - a).square().sum(),
+            a.square().sum(),
+            p.square().sum(),
+            (a * p).sum(),
+            a.new_tensor(a.numel()),
+        ]
+    ).cpu()

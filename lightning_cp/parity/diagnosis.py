@@ -1,0 +1,167 @@
+"""The likely cause of a difference, from where it begins and from what makes it go away."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from lightning_cp.parity.compare import Comparison
+from lightning_cp.parity.events import Event
+
+
+class Cause(Enum):
+    """What is known to make ranks compute something else than one process."""
+
+    DIFFERENT_DATA = "different data inside the cp group"
+    UNSCALED_LOSS = "unscaled loss"
+    LOCAL_LABELS = "local labels"
+    LOCAL_POSITIONS = "local positions"
+    MIXES_THE_SEQUENCE = "a module that mixes the sequence"
+    CROSS_DOCUMENT = "cross-document attention"
+    UNKNOWN = "unknown"
+
+
+REMEDY = {
+    Cause.DIFFERENT_DATA: (
+        "Ranks that share a sample have to compute the same: seed what the step draws alike on them (not by "
+        "global_rank), and let nothing in it depend on the rank."
+    ),
+    Cause.UNSCALED_LOSS: (
+        "Return the mean over the targets of this rank's tokens, not divided, summed or averaged over ranks: "
+        "the strategy weighs it."
+    ),
+    Cause.LOCAL_LABELS: (
+        "Do not shift or cut labels in the step: a rank's last token has its target on another rank. Shift "
+        "in the dataset and declare labels='aligned', or take batch['shift_labels']."
+    ),
+    Cause.LOCAL_POSITIONS: (
+        "Take positions from batch['position_ids'] or self.token_positions(x), which are global, and not "
+        "from the length of what a rank has."
+    ),
+    Cause.MIXES_THE_SEQUENCE: (
+        "Under context parallelism only attention sees other ranks' tokens. Leave this module out, or give "
+        "it the whole sequence: self.unshard(x)."
+    ),
+    Cause.CROSS_DOCUMENT: (
+        "One process attends across the documents that the batch declares, and ranks do not (or the other "
+        "way round). Have the model take the same documents: a mask in one process, or none declared in the "
+        "batch."
+    ),
+    Cause.UNKNOWN: "Nothing that is known explains it; the table says where it begins.",
+}
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where the context-parallel forward leaves the other one."""
+
+    event: Event
+    behind_attention: bool
+    """An attention call lies between the last tensor that agrees and this one."""
+    other_tokens_matter: bool | None
+    """Another first token changes it at other tokens, with no attention before; ``None``: not known."""
+
+    def __str__(self) -> str:
+        event = self.event
+        kind = event.module if event.kind == "output" else event.parent or "the step"
+        if event.kind == "output":
+            return f"in the output of {event.name or 'the model'} ({kind})"
+        return f"within {kind}, before {event.name or 'the model'} ({event.module})"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was found."""
+
+    base: Comparison
+    beginning: Beginning | None
+    experiments: Mapping[str, Comparison | str]
+    """By name; a text says why one could not be made."""
+    positions_ignored: bool
+
+    def cures(self, name: str) -> bool:
+        """Whether the difference is gone in that experiment."""
+        found = self.experiments.get(name)
+        return isinstance(found, Comparison) and not found.is_fault
+
+    def cures_logits(self, name: str) -> bool:
+        """The same, of the forward alone."""
+        found = self.experiments.get(name)
+        if not isinstance(found, Comparison):
+            return False
+        return found.logits is not None and not found.logits.is_fault
+
+
+NO_PACKING, NO_PADDING, PLAIN_LOSS = "no packing", "no padding", "plain loss"
+ULYSSES, RING, CONTIGUOUS = "Ulysses only", "ring only", "contiguous layout, first rank"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What it most likely is."""
+
+    cause: Cause
+    because: str
+
+
+def diagnose(found: Evidence) -> Diagnosis:
+    """The cause that explains all that was found; never a guess."""
+    base = found.base
+    if base.spread > base.tolerance.loss:
+        return Diagnosis(
+            Cause.DIFFERENT_DATA,
+            f"the same batch, whole on every rank, has losses that are {base.spread:.1e} apart on the ranks "
+            "of a group",
+        )
+    if found.beginning is not None:
+        return _of_the_forward(found, found.beginning)
+    return _of_the_loss(found)
+
+
+def _of_the_loss(found: Evidence) -> Diagnosis:
+    """Everything that modules put out agrees."""
+    base = found.base
+    off = abs(base.factor - 1.0)
+    if base.residual <= 2 * base.tolerance.gradient and off > base.tolerance.gradient:
+        return Diagnosis(
+            Cause.UNSCALED_LOSS,
+            f"logits agree, and all gradients are {base.factor:.4g} times those of one process",
+        )
+    if found.cures(PLAIN_LOSS):
+        return Diagnosis(
+            Cause.LOCAL_LABELS,
+            "logits agree, and with a loss that takes no labels gradients do too",
+        )
+    return Diagnosis(Cause.UNKNOWN, "logits agree, and gradients do not, with any loss")
+
+
+def _of_the_forward(found: Evidence, beginning: Beginning) -> Diagnosis:
+    where = f"the difference begins {beginning}"
+    if beginning.behind_attention:
+        if found.cures_logits(NO_PACKING):
+            return Diagnosis(
+                Cause.CROSS_DOCUMENT, f"{where}, behind attention, and is gone without documents"
+            )
+        contiguous = found.experiments.get(CONTIGUOUS)
+        first = isinstance(contiguous, Comparison) and (
+            contiguous.first_rank <= contiguous.tolerance.logits
+        )
+        if first and found.positions_ignored:
+            return Diagnosis(
+                Cause.LOCAL_POSITIONS,
+                f"{where}, behind attention; the first rank, whose tokens begin at 0, is right; and the step "
+                "took no positions from the batch",
+            )
+        return Diagnosis(Cause.UNKNOWN, f"{where}, behind attention")
+    if beginning.other_tokens_matter:
+        return Diagnosis(
+            Cause.MIXES_THE_SEQUENCE,
+            f"{where}, which changes if another token does, before any attention of the layer",
+        )
+    if beginning.other_tokens_matter is False:
+        return Diagnosis(
+            Cause.LOCAL_POSITIONS,
+            f"{where}, which does not depend on other tokens, but on where a token stands",
+        )
+    return Diagnosis(Cause.UNKNOWN, where)

@@ -1,0 +1,115 @@
+"""One step of a model, forward and backward, and what of it can be compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_cp.layout import SequenceLayout
+from lightning_cp.parity.events import Event
+
+
+@dataclass
+class Pass:
+    """A step on one process, or a rank's part of a context-parallel one."""
+
+    loss: torch.Tensor
+    """float64 []: one process's, of this data rank."""
+    gradients: dict[str, torch.Tensor]
+    """By parameter: what an optimizer would read, of this rank's part of it."""
+    events: list[Event] = field(default_factory=list)
+    part: Part | None = None
+    """Of a context-parallel one."""
+    positions_ignored: bool = False
+    """Nothing in the step asked for the positions of its tokens."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which of a row's tokens a rank has."""
+
+    layout: SequenceLayout
+    cp_rank: int
+    rows: int
+    real: torch.Tensor | None = None
+    """[B, S], 0 for padding of the batch's own, which nobody looks at."""
+
+    def of_whole(
+        self, whole: torch.Tensor, local: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Rows of real tokens, [tokens, any], of a whole tensor and of this rank's.
+
+        Returns:
+            ``None`` if the shapes are not those of one tensor of the sequence.
+        """
+        whole, local = self._by_rows(whole, local)
+        dim = self._sequence_dim(whole, local)
+        if dim is None:
+            return None
+        mine = self.layout.shard(whole, self.cp_rank, dim=dim).movedim(dim, 0)
+        keep = self._real(whole, dim)
+        return _rows(mine, keep), _rows(local.movedim(dim, 0), keep)
+
+    def plain_loss(self, local: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the mean square of [B, L, any], so that the mean over ranks is all of it."""
+        positions = self.layout.positions(self.cp_rank).to(local.device)
+        inside = (positions < self.layout.seq_len).view(1, -1, 1)
+        if self.real is not None:
+            mine = self.layout.shard(self.real.to(local.device), self.cp_rank, dim=1)
+            inside = inside & (mine != 0)[..., None]
+        return plain_loss(local, inside, self.real, self.layout.seq_len) * self.layout.cp_size
+
+    def _by_rows(
+        self, whole: torch.Tensor, local: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts see all rows' tokens in one dimension."""
+        sizes = (self.rows * self.layout.seq_len, self.rows * self.layout.local_len)
+        if self.rows > 1 and (whole.shape[0], local.shape[0]) == sizes:
+            return whole.unflatten(0, (self.rows, -1)), local.unflatten(0, (self.rows, -1))
+        return whole, local
+
+    def _sequence_dim(self, whole: torch.Tensor, local: torch.Tensor) -> int | None:
+        if whole.dim() != local.dim():
+            return None
+        differing = [
+            i for i, (a, b) in enumerate(zip(whole.shape, local.shape, strict=True)) if a != b
+        ]
+        if len(differing) != 1:
+            return None
+        (dim,) = differing
+        sizes = self.layout.seq_len, self.layout.local_len
+        return dim if (whole.shape[dim], local.shape[dim]) == sizes else None
+
+    def _real(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """bool [L] or [L, B]: local tokens that are no padding."""
+        positions = self.layout.positions(self.cp_rank).to(whole.device)
+        inside = positions < self.layout.seq_len
+        if self.real is None or dim == 0 or whole.shape[0] != self.real.shape[0]:
+            return inside
+        mine = self.layout.shard(self.real.to(whole.device), self.cp_rank, dim=1)
+        return inside[:, None] & (mine != 0).t()
+
+
+def plain_loss(
+    x: torch.Tensor, inside: torch.Tensor | None, real: torch.Tensor | None, seq_len: int
+) -> torch.Tensor:
+    """The sum of squares of ``x`` [B, any, any] where it counts, over how many tokens of the whole do.
+
+    Args:
+        x: of the whole sequence or a part of it.
+        inside: bool, [B or 1, any, 1]: what counts of ``x``; ``None``: what ``real`` says.
+        real: [B, S] of the whole, 0 for padding.
+        seq_len: of the whole.
+    """
+    count = real.ne(0).sum() if real is not None else x.shape[0] * seq_len
+    if inside is None and real is not None:
+        inside = real.ne(0)[..., None].to(x.device)
+    kept = x if inside is None else torch.where(inside, x, 0)
+    wide = kept.to(torch.promote_types(kept.dtype, torch.float32))
+    return wide.square().mean(-1).sum() / count
+
+
+def _rows(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """[L, any] or [L, B, any], of the tokens to be kept, flat otherwise."""
+    return x[keep].double().flatten()

@@ -1,0 +1,150 @@
+"""One step of the user's own, on one process or context parallel, as far as it can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_cp.batch import with_positions
+from lightning_cp.batch.documents import padding_mask_of
+from lightning_cp.comm.local import local_part
+from lightning_cp.comm.reduce import all_sum
+from lightning_cp.containers import tensors_of
+from lightning_cp.mesh import Flat
+from lightning_cp.parity.events import Recording, recording
+from lightning_cp.parity.passes import Part, Pass, plain_loss
+from lightning_cp.strategies.engines import Engine
+from lightning_cp.strategies.engines.averages import average_present
+from lightning_cp.strategies.step.core import ContextParallelCore
+
+Step = Callable[[Any], Any]
+"""The user's, of a batch: a loss, or a mapping that has it."""
+
+
+class CannotRun(Exception):  # noqa: N818 - no error: the check is left out, and says so
+    """A step that cannot be compared."""
+
+
+@dataclass
+class Runner:
+    """Runs a step twice; all ranks come to each method together.
+
+    Args:
+        core: of the run.
+        engine: that shards parameters, or averages gradients.
+        model: the user's, whose gradients are compared.
+        step: what to run.
+        dtypes: that it computes in, besides those of parameters.
+        wide: the same step in the parameters' own dtype, where ``step`` has autocast.
+        backward: how a loss goes back, where precision has a say in it.
+        unsynced: while within, wrappers of the engine leave gradients on their ranks.
+        everything: records what passes through all modules, for where a difference begins.
+        plain_loss: instead of the step's own loss, the mean square of the last output along the sequence.
+    """
+
+    core: ContextParallelCore
+    engine: Engine
+    model: nn.Module
+    step: Step
+    dtypes: frozenset[torch.dtype] = frozenset()
+    wide: Step | None = None
+    backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward
+    unsynced: Callable[[], AbstractContextManager[Any]] = nullcontext
+    everything: bool = False
+    plain_loss: bool = False
+
+    def alone(self, batch: Any, *, backward: bool = True) -> Pass:
+        """The whole batch on this rank, with the model's own attention; without backward, by itself."""
+        with self.core.as_one_process():
+            given = with_positions(batch, self.core.rules)
+            with recording(self.model, self.core.listen, everything=self.everything) as found:
+                loss = self._loss(self._called(given))
+            if self.plain_loss:
+                real = padding_mask_of(dict(tensors_of(batch)))
+                x = _last(found)
+                loss = plain_loss(x, None, real, x.shape[1])
+            found.forget_sources()
+            if backward:
+                self._backward(loss)
+        return Pass(loss.detach().double(), self._gradients(), found.events)
+
+    def parallel(self, batch: Any) -> Pass:
+        """This rank's part of it, as in training.
+
+        Raises:
+            ConfigError: as a step of training does.
+        """
+        core = self.core
+        with core.aside():
+            local = core.shard(batch, needs_labels=True)
+            assert core.part is not None
+            part = Part(core.part.layout, core.mesh.cp_rank, core.part.rows, core.part.padding_mask)
+            core.begin_step()
+            try:
+                with (
+                    recording(self.model, core.listen, everything=self.everything) as found,
+                    core.gathering(),
+                ):
+                    loss = self._loss(self._called(local))
+                core.require_intercepted()
+                scaled, shown = self._weighted(loss, found, part)
+                found.forget_sources()
+                self._backward(scaled)
+                ignored = core.positions_ignored
+            finally:
+                core.end_step()
+        return Pass(shown, self._gradients(), found.events, part, ignored)
+
+    def _weighted(
+        self, loss: torch.Tensor, found: Recording, part: Part
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What to call backward on, and one process's value."""
+        core = self.core
+        if self.plain_loss:
+            core.takes_own_weights()
+            loss = part.plain_loss(_last(found))
+            mean = all_sum(loss.detach(), core.mesh.group(Flat.CP)) / core.mesh.cp_size
+            return loss, mean.double()
+        core.require_loss(loss)
+        return core.scale_loss(loss), core.average(loss.detach()).double()
+
+    def _called(self, batch: Any) -> Any:
+        with self.unsynced():
+            return self.step(batch)
+
+    def _loss(self, output: Any) -> torch.Tensor:
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:
+            raise CannotRun("the step returned no loss that can be differentiated")
+        return loss.reshape(())
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        if self.engine.shards:
+            self.engine.expect(loss)
+        self.backward(loss)
+        if self.engine.shards:
+            self.engine.require_averaged()
+            return
+        mesh = self.core.mesh
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        average_present(trained, mesh.control_group(Flat.LOSS), mesh.group(Flat.LOSS))
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        """What there is, taken from the model."""
+        found: dict[str, torch.Tensor] = {}
+        for name, p in self.model.named_parameters():
+            if p.grad is not None:
+                found[name], p.grad = local_part(p.grad).detach(), None
+        return found
+
+
+def _last(found: Recording) -> torch.Tensor:
+    x = found.last_output()
+    if x is None:
+        raise CannotRun("no module has an output [B, L, any] that can be differentiated")
+    return x

@@ -1,0 +1,100 @@
+"""When a Trainer's batch is checked, and how its step is run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_cp.strategies.arguments.settings import Settings
+from lightning_cp.strategies.engines import Engine
+from lightning_cp.strategies.parity.check import ParityCheck
+from lightning_cp.strategies.parity.dtypes import dtypes_of
+from lightning_cp.strategies.parity.runner import CannotRun, Runner, Step
+from lightning_cp.strategies.step.core import ContextParallelCore
+
+_log = logging.getLogger("lightning_cp")
+
+
+class TrainerParity:
+    """Looks at whole batches before they are sharded; checks the first one, or one in every n steps."""
+
+    def __init__(self, core: ContextParallelCore, engine: Engine) -> None:
+        self._core = core
+        self._engine = engine
+        self._checked: int | None = None
+        """The optimizer step that was checked last."""
+        self.healthy: str | None = None
+        """What the last check said."""
+        self.left_out: str | None = None
+        """Why it could not be made."""
+
+    def before_batch(self, module: Any, batch: Any) -> None:
+        """All ranks come here with a batch that is about to be trained on.
+
+        Raises:
+            ParityError: on every rank, where the model does not compute what it computes in one process.
+        """
+        if not self._is_due(module.trainer):
+            return
+        self._checked = module.trainer.global_step
+        if not module.automatic_optimization:
+            self._say_left_out(
+                "with manual optimization a step changes the model, and cannot be run twice"
+            )
+            return
+        plugin = module.trainer.precision_plugin
+        dtypes = dtypes_of(str(plugin.precision), self._core.settings)
+        step, wide = _step_of(module, plugin.train_step_context), None
+        if dtypes and self._core.settings.mixed_precision is None:
+            wide = _step_of(module, nullcontext)
+        runner = Runner(self._core, self._engine, module, step, dtypes, wide)
+        try:
+            self.healthy = ParityCheck(runner, self._core.settings.parity_tokens).run(batch)
+        except CannotRun as why:
+            self._say_left_out(str(why))
+            return
+        rank_zero_info(self.healthy)
+
+    def _is_due(self, trainer: Any) -> bool:
+        settings: Settings = self._core.settings
+        if settings.parity_check == "off":
+            return False
+        if self._core.mesh.sample_size == 1:
+            self.left_out = "no sample is shared between ranks"  # and nothing need be said
+            return False
+        if any(True for _ in self._engine.unreduced()):
+            return False  # gradients of a window that began before: the next one is as good
+        every = settings.parity_steps
+        if every is None or self._checked is None:
+            return self._checked is None
+        return trainer.global_step != self._checked and trainer.global_step % every == 0
+
+    def _say_left_out(self, why: str) -> None:
+        self.left_out = why
+        if self._is_first_rank:
+            _log.warning("parity_check was left out: %s. parity_check='off' says nothing.", why)
+
+    @property
+    def _is_first_rank(self) -> bool:
+        mesh = self._core.mesh
+        return mesh.sample_rank == 0 and mesh.data_rank == 0
+
+
+def _step_of(module: Any, context: Callable[[], AbstractContextManager[Any]]) -> Step:
+    """The user's ``training_step``, called as the Trainer calls it, with autocast or without."""
+    trainer = module.trainer
+    number = max(0, int(trainer.fit_loop.epoch_loop.batch_idx))
+    takes_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+
+    def step(batch: Any) -> Any:
+        with context():
+            return (
+                module.training_step(batch, number) if takes_number else module.training_step(batch)
+            )
+
+    return step

@@ -1,0 +1,109 @@
+"""``strategy.check_parity`` in loops of Fabric."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from lightning_cp.errors import ConfigError, ParityError
+from tests.parity import modules
+from tests.pool import expect_on_every_rank, run_ranks
+from tests.strategies.small import HYBRID, RING, weights
+from tests.strategies.test_fabric import fabric_of
+
+
+def loop(
+    rank: int, world_size: int, name: str, settings: dict[str, Any], checked: bool
+) -> tuple[torch.Tensor, str]:
+    """Weights after three steps, and what a check before the second one said."""
+    fabric = fabric_of(world_size, settings)
+    fabric.launch()
+    strategy: Any = fabric.strategy
+    plain: Any = getattr(modules, name)()
+    plain.training_step = None
+    network = Network(plain)
+    set_up: Any = fabric.setup(network, torch.optim.SGD(network.parameters(), lr=0.05))
+    model, optimizer = set_up
+    rows, line = modules.rows(6), ""
+    for at in range(3):
+        batch = default_collate(rows[2 * at : 2 * at + 2])
+        if checked and at == 1:
+            line = strategy.check_parity(batch, model)
+        loss = model(strategy.shard_batch(batch))
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(network), line
+
+
+class Network(torch.nn.Module):
+    """Its forward is the loss."""
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.plain = plain
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.plain.loss(self.plain.logits(batch), batch)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1"])
+@pytest.mark.parametrize(
+    ("ranks", "mode"), [(2, RING), (4, HYBRID), (4, {**RING, "data_parallel_size": 2})], ids=str
+)
+def test_the_loop_is_the_one_without(ranks: int, mode: dict[str, Any], engine: str) -> None:
+    settings = {**mode, "data_parallel": engine}
+    want = run_ranks(ranks, loop, "Healthy", settings, False, timeout=60)
+    got = run_ranks(ranks, loop, "Healthy", settings, True, timeout=60)
+    for (a, line), (b, _) in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+        assert "agree on 96 tokens (float64" in line
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("Summed", "unscaled loss"),
+        ("CountedHere", "local positions"),
+        ("ShiftedHere", "local labels"),
+    ],
+)
+def test_faults_are_named(name: str, cause: str, engine: str) -> None:
+    settings = {**RING, "data_parallel": engine}
+    match = f"Likely cause: {cause}"
+    expect_on_every_rank(2, loop, name, settings, True, error=ParityError, match=match)
+
+
+def without_a_model(rank: int, world_size: int) -> None:
+    fabric = fabric_of(world_size, RING)
+    fabric.launch()
+    strategy: Any = fabric.strategy
+    strategy.check_parity({}, lambda batch: batch)
+
+
+def returning_nothing(rank: int, world_size: int) -> None:
+    fabric = fabric_of(world_size, RING)
+    fabric.launch()
+    strategy: Any = fabric.strategy
+    fabric.setup(Network(modules.Healthy()))
+    strategy.check_parity(default_collate(modules.rows(2)), lambda batch: None)
+
+
+def nobody_shares(rank: int, world_size: int) -> str:
+    fabric = fabric_of(world_size, {"data_parallel_size": 2})
+    fabric.launch()
+    strategy: Any = fabric.strategy
+    fabric.setup(Network(modules.Healthy()))
+    return strategy.check_parity(default_collate(modules.rows(2)), lambda batch: None)
+
+
+def test_what_cannot_be_compared() -> None:
+    match = r"none yet. Call fabric.setup\(model"
+    expect_on_every_rank(2, without_a_model, error=ConfigError, match=match)
+    match = "cannot compare this step: the step fails on 96 tokens .*returned no loss"
+    expect_on_every_rank(2, returning_nothing, error=ConfigError, match=match)
+    assert "nothing to compare" in run_ranks(2, nobody_shares)[0]

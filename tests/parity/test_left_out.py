@@ -1,0 +1,141 @@
+"""When the check is made, on how much, and what is said where it cannot be made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+from lightning_cp.errors import ParityError
+from tests.models.steps import Case
+from tests.parity import modules
+from tests.parity.test_healthy import CHECKED, Heard, huggingface
+from tests.pool import expect_on_every_rank, run_ranks
+from tests.strategies.small import RING, trainer_of
+
+
+class ByHand(modules.Healthy):
+    """Manual optimization: each step changes the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(self.logits(batch), batch))
+        optimizer.step()
+        self.counted += 1
+
+
+class OfOneLength(modules.Healthy):
+    """Needs its sequences whole."""
+
+    def logits(self, batch: Any) -> torch.Tensor:
+        if batch["input_ids"].shape[1] < modules.LENGTH // 2:
+            raise ValueError("too short")
+        return super().logits(batch)
+
+
+class PartlyTrained(modules.Healthy):
+    """A frozen layer, and one that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+        self.unused = torch.nn.Linear(3, 3)
+
+
+class FaultyAtLast(modules.Healthy):
+    """Well until its second step."""
+
+    def positions(self, batch: Any) -> torch.Tensor:
+        if self.trainer.global_step < 2:
+            return batch["position_ids"]
+        return torch.arange(batch["input_ids"].shape[1])
+
+
+class PromptFirst(modules.Healthy):
+    """Fails where a prefix has no target; its own loss would be NaN."""
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        kept = batch["labels"].flatten() != -100
+        return loss[kept].sum() / kept.sum() if kept.any() else logits.sum() * 0
+
+
+KINDS = {
+    cls.__name__: cls
+    for cls in (ByHand, OfOneLength, PartlyTrained, FaultyAtLast, PromptFirst, modules.Healthy)
+}
+
+
+def fit(rank: int, world_size: int, name: str, settings: Any) -> tuple[int, list[str]]:
+    module, rows = KINDS[name](), modules.rows(8)
+    if name == "PromptFirst":
+        for row in rows:
+            row["labels"][:30] = -100
+    with Heard() as heard:
+        trainer_of(world_size, {**RING, **settings}).fit(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
+    return module.counted, heard.parity
+
+
+def heard(name: str, **settings: Any) -> list[str]:
+    (steps, first), (_, second) = run_ranks(2, fit, name, {**CHECKED, **settings}, timeout=60)
+    assert steps == 4
+    assert second == [], "one rank says it"
+    return first
+
+
+def test_manual_optimization_is_said() -> None:
+    (line,) = heard("ByHand")
+    assert "parity_check was left out: with manual optimization" in line
+
+
+def test_a_step_that_fails_on_a_prefix_is_said() -> None:
+    (line,) = heard("OfOneLength", parity_tokens=16)
+    assert "the step fails on 16 tokens (ValueError: too short)" in line
+    assert "agree on 96 tokens" in heard("OfOneLength")[0]
+
+
+@pytest.mark.parametrize("more", [{"find_unused_parameters": True}, {"data_parallel": "fsdp"}])
+def test_frozen_and_unused_parameters(more: Any) -> None:
+    (line,) = heard("PartlyTrained", **more)
+    assert "agree on 96 tokens" in line
+
+
+def test_a_prefix_is_cut() -> None:
+    (line,) = heard("Healthy", parity_tokens=40)
+    assert "agree on 40 tokens" in line
+
+
+def test_a_prefix_has_targets() -> None:
+    """The first 30 tokens have none: the window is another one."""
+    (line,) = heard("PromptFirst", parity_tokens=40)
+    assert "agree on 40 tokens" in line
+    assert "worst of 30 gradients" in line
+
+
+def test_every_nth_step() -> None:
+    assert len(heard("Healthy", parity_check="every_2")) == 2
+    assert len(heard("Healthy", parity_check="every_1")) == 4
+    assert heard("Healthy", parity_check="off") == []
+
+
+def test_a_fault_that_comes_later() -> None:
+    settings = {"parity_check": "every_2"}
+    match = "Likely cause: local positions"
+    expect_on_every_rank(2, fit, "FaultyAtLast", settings, error=ParityError, match=match)
+    heard("FaultyAtLast")  # which looks at the first batch alone
+
+
+def test_experts_that_rounding_changes() -> None:
+    """Under autocast other experts are chosen for a token or two; in float32 none."""
+    settings = {**RING, **CHECKED}
+    case = Case(model="gpt_oss")
+    (line,) = run_ranks(2, huggingface, case, settings, "bf16-mixed", timeout=60)[0]
+    assert "(float32;" in line
