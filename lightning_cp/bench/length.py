@@ -146,8 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="local tokens"
     )
     parser.add_argument("--long", type=int, default=131072, help="tokens of one long row")
+    parser.add_argument("--vocabulary", type=int, default=Sizes.vocabulary)
     given = parser.parse_args(arguments)
-    sizes = Sizes()
+    sizes = Sizes(vocabulary=given.vocabulary)
     if given.only in (None, "kept"):
         print(f"{sizes}, 2 ranks: bytes per local token\n")
         print(table.aligned(KEPT, kept_rows(sizes, 2)), end="\n\n", flush=True)

@@ -56,9 +56,8 @@ def _loss(rank: int, world_size: int, sizes: Sizes, settings: Any) -> float:
 def test_tables_are_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(length, "Sizes", lambda: SMALL)
     monkeypatch.setattr(length, "WAYS", {"none": {}})
-    main(["--lengths", "64", "128", "--ranks", "1", "2"])
+    main(["--lengths", "64", "128", "--ranks", "1", "2", "--vocabulary", "256"])
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("| none") for line in lines) == 1
     assert [line.split("|")[3].strip() for line in lines if line.startswith("| 2 ")] == [
