@@ -70,7 +70,8 @@ def model_of(sizes: Sizes) -> Any:
 
 def step(sizes: Sizes, local_tokens: int, settings: dict[str, Any]) -> Spent:
     """Forward and backward of one row of ``local_tokens`` times as many tokens as there are ranks."""
-    logging.getLogger("lightning.fabric.utilities.rank_zero").setLevel(logging.WARNING)
+    for package in ("fabric", "pytorch"):
+        logging.getLogger(f"lightning.{package}.utilities.rank_zero").setLevel(logging.WARNING)
     ranks = dist.get_world_size()
     model = model_of(sizes)
     core = ContextParallelCore(Settings(ring_size=ranks, ulysses_size=1, **settings))

@@ -36,6 +36,10 @@ class RepeatedLayers:
 
         return count
 
+    def forget(self) -> None:
+        """The batch begins now."""
+        self._rows.clear()
+
     def end(self, tokens: int) -> str:
         """Stop watching; names a layer through which a batch of so many (padded, local) tokens went twice."""
         while self._undo:

@@ -181,9 +181,10 @@ class _Errors:
 def _gradient_errors(alone: Pass, parallel: Pass, mesh: ContextParallelMesh) -> _Errors:
     """Sums over ranks count a replicated gradient several times, in numerator and denominator alike."""
     names = sorted(alone.gradients.keys() | parallel.gradients.keys())
+    unit = _largest(max((_size(x) for x in alone.gradients.values()), default=0.0), mesh) or 1.0
     sums = torch.zeros(len(names), 5, dtype=torch.float64)
     for at, name in enumerate(names):
-        sums[at] = _sums(alone.gradients.get(name), parallel.gradients.get(name))
+        sums[at] = _sums(alone.gradients.get(name), parallel.gradients.get(name), unit)
     found = all_sum(sums.to(mesh.device_type), mesh.group(Flat.LOSS)).cpu()
     difference, reference, own, product, count = found.unbind(1)
     mean = float(reference.sum() / count.sum().clamp(min=1))
@@ -198,12 +199,19 @@ def _gradient_errors(alone: Pass, parallel: Pass, mesh: ContextParallelMesh) -> 
     return _Errors(by_name, factor, _ratio(max(left, 0.0), whole * factor**2))
 
 
-def _sums(alone: torch.Tensor | None, parallel: torch.Tensor | None) -> torch.Tensor:
-    """|p - a|^2, |a|^2, |p|^2, a p, and how many numbers; a gradient that is not there is zeros."""
+def _size(x: torch.Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def _sums(alone: torch.Tensor | None, parallel: torch.Tensor | None, unit: float) -> torch.Tensor:
+    """|p - a|^2, |a|^2, |p|^2, a p, and how many numbers; a gradient that is not there is zeros.
+
+    In squares of ``unit``, the largest number of all, so that none of them overflows.
+    """
     given = alone if alone is not None else parallel
     assert given is not None
-    a = torch.zeros_like(given).double() if alone is None else alone.double()
-    p = torch.zeros_like(given).double() if parallel is None else parallel.double()
+    a = torch.zeros_like(given).double() if alone is None else alone.double() / unit
+    p = torch.zeros_like(given).double() if parallel is None else parallel.double() / unit
     return torch.stack(
         [
             (p - a).square().sum(),

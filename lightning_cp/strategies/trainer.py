@@ -33,7 +33,7 @@ class UlyssesRingStrategy(TrainerSetup):
         assert module is not None
         training = module.trainer.training
         if training:
-            self.parity.before_batch(module, batch)
+            self.parity.before_batch(module, batch, self._callback)
         return self._callback.shard_batch(batch, needs_labels=training)
 
     @override

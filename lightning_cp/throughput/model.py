@@ -95,6 +95,7 @@ class CountedModel:
         if self._watched is not None and self.work.counts:
             self._end_watch()
         if self._watched is not None:
+            self._watched.forget()  # what a check before the first batch has called
             self._tokens = tokens
         self.work.begin(counted, self.flops_per_token)
 

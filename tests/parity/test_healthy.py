@@ -27,6 +27,7 @@ class Heard(logging.Handler):
         super().__init__(logging.INFO)
         self.lines: list[str] = []
         names = ("lightning_cp", "lightning.fabric.utilities.rank_zero")
+        names = (*names, "lightning.pytorch.utilities.rank_zero")
         self._logs = [logging.getLogger(name) for name in names]
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -59,7 +59,7 @@ class ParityCheck:
         started = time.monotonic()
         core = self.runner.core
         divisor = 4 * core.mesh.cp_size
-        part = prefix_of(batch, core.rules, self.tokens, divisor)
+        part = self._prefix(batch, divisor)
         with untouched(self.runner.model):
             self._require_step(part)
             base = self._compared(part)
@@ -72,6 +72,23 @@ class ParityCheck:
                 raise ParityError(self._explained(part, base))
         return healthy(base, _count(part, core), time.monotonic() - started)
 
+    def _prefix(self, batch: Any, divisor: int) -> Any:
+        """The window to be looked at; a batch that cannot be read is refused when it is sharded."""
+        part = error = None
+        try:
+            part = prefix_of(batch, self.runner.core.rules, self.tokens, divisor)
+        except Exception as refused:  # any: on one rank, maybe
+            error = refused
+        self._together(error, "its batch cannot be cut")
+        return part
+
+    def _together(self, error: BaseException | None, what: str) -> None:
+        """Leave the check out on all ranks, if one cannot make it."""
+        group = self.runner.core.mesh.control_group(Flat.LOSS)
+        if int(all_sum(torch.tensor([int(error is not None)]), group)):
+            told = f"{type(error).__name__}: {error}" if error is not None else "on another rank"
+            raise CannotRun(f"{what} ({told})")
+
     def _require_step(self, batch: Any) -> None:
         """A step that fails on a part of a batch cannot be compared; sharded ones fail on all ranks."""
         if self.runner.engine.shards:
@@ -81,15 +98,15 @@ class ParityCheck:
             self.runner.alone(batch, backward=False)
         except Exception as failed:  # any: it is the user's
             error = failed
-        group = self.runner.core.mesh.control_group(Flat.LOSS)
-        if int(all_sum(torch.tensor([int(error is not None)]), group)):
-            told = f"{type(error).__name__}: {error}" if error is not None else "on another rank"
-            raise CannotRun(f"the step fails on {_count(batch, self.runner.core)} tokens ({told})")
+        self._together(error, f"the step fails on {_count(batch, self.runner.core)} tokens")
 
     def _compared(self, batch: Any, runner: Runner | None = None) -> Comparison:
         runner = runner or self.runner
-        passes = runner.alone(batch), runner.parallel(batch)
-        return compare(*passes, runner.core.mesh, self._tolerance)
+        alone = runner.alone(batch)
+        finite = all(bool(x.isfinite().all()) for x in (alone.loss, *alone.gradients.values()))
+        error = None if finite else ArithmeticError("NaN or inf in its loss or gradients")
+        self._together(error, "one process cannot be compared with")
+        return compare(alone, runner.parallel(batch), runner.core.mesh, self._tolerance)
 
     @property
     def _tolerance(self) -> Tolerance:

@@ -20,6 +20,7 @@ from lightning_cp.parity.events import Recording, recording
 from lightning_cp.parity.passes import Part, Pass, plain_loss
 from lightning_cp.strategies.engines import Engine
 from lightning_cp.strategies.engines.averages import average_present
+from lightning_cp.strategies.parity.untouched import same_random_numbers
 from lightning_cp.strategies.step.core import ContextParallelCore
 
 Step = Callable[[Any], Any]
@@ -60,7 +61,7 @@ class Runner:
 
     def alone(self, batch: Any, *, backward: bool = True) -> Pass:
         """The whole batch on this rank, with the model's own attention; without backward, by itself."""
-        with self.core.as_one_process():
+        with self.core.as_one_process(), same_random_numbers(self.model):
             given = with_positions(batch, self.core.rules)
             with recording(self.model, self.core.listen, everything=self.everything) as found:
                 loss = self._loss(self._called(given))
@@ -80,7 +81,7 @@ class Runner:
             ConfigError: as a step of training does.
         """
         core = self.core
-        with core.aside():
+        with core.aside(), same_random_numbers(self.model):
             local = core.shard(batch, needs_labels=True)
             assert core.part is not None
             part = Part(core.part.layout, core.mesh.cp_rank, core.part.rows, core.part.padding_mask)

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_cp.callback import ContextParallelCallback
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.engines import Engine
 from lightning_cp.strategies.parity.check import ParityCheck
@@ -33,8 +34,8 @@ class TrainerParity:
         self.left_out: str | None = None
         """Why it could not be made."""
 
-    def before_batch(self, module: Any, batch: Any) -> None:
-        """All ranks come here with a batch that is about to be trained on.
+    def before_batch(self, module: Any, batch: Any, callback: ContextParallelCallback) -> None:
+        """All ranks come here with a batch that is about to be trained on, by ``callback`` sharded.
 
         Raises:
             ParityError: on every rank, where the model does not compute what it computes in one process.
@@ -46,6 +47,9 @@ class TrainerParity:
             self._say_left_out(
                 "with manual optimization a step changes the model, and cannot be run twice"
             )
+            return
+        if type(callback).shard_batch is not ContextParallelCallback.shard_batch:
+            self._say_left_out(f"{type(callback).__name__} shards batches in a way of its own")
             return
         plugin = module.trainer.precision_plugin
         dtypes = dtypes_of(str(plugin.precision), self._core.settings)

@@ -4,30 +4,66 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import Metric
 
 from lightning_cp.logs.token_mean import RATIO_HOOK
 
-_PLAIN = (int, float, str, bool, type(None), list, dict, set, tuple)
-"""Attributes of these types are a module's own notes: counters, lists of losses."""
+_OF_EVERY_MODULE = {*vars(nn.Module()), *vars(LightningModule()), "training"}
+"""Attributes that PyTorch and Lightning keep; all others are a module's own: counters, lists of losses."""
+_CONTAINERS = (list, deque, dict, defaultdict, OrderedDict, Counter, set)
 _LOGS = ("log", "log_dict", RATIO_HOOK)
+
+
+@dataclass
+class _Kept:
+    """A value, and what is in it where it is a container: the same object gets it again."""
+
+    value: Any
+    items: Any = None
+
+    @classmethod
+    def of(cls, value: Any, around: frozenset[int] = frozenset()) -> _Kept:
+        if type(value) not in _CONTAINERS or id(value) in around:
+            return cls(value)
+        inside = around | {id(value)}
+        if isinstance(value, (list, deque)):
+            return cls(value, [cls.of(item, inside) for item in value])
+        if isinstance(value, dict):
+            return cls(value, {key: cls.of(item, inside) for key, item in value.items()})
+        return cls(value, set(value))
+
+    def back(self) -> Any:
+        value: Any = self.value
+        if self.items is None:
+            return value
+        value.clear()
+        if isinstance(value, (list, deque)):
+            value.extend(item.back() for item in self.items)
+        elif isinstance(value, dict):
+            value.update({key: item.back() for key, item in self.items.items()})
+        else:
+            value.update(self.items)
+        return value
 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Within: evaluation mode, no gradients yet, nothing is logged. Afterwards all is as it was.
 
-    That are gradients, buffers, modes, metrics, plain attributes of modules, and random numbers.
+    That are gradients, buffers, modes, metrics and other attributes of modules; what they refer to, but
+    containers, is not looked into.
     """
     with ExitStack() as stack:
-        stack.enter_context(_random_numbers(model))
         for module in model.modules():
             stack.callback(_put_back_attributes(module))
         stack.callback(_put_back_buffers(model))
@@ -39,33 +75,27 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _random_numbers(model: nn.Module) -> Iterator[None]:
+def same_random_numbers(model: nn.Module) -> Iterator[None]:
+    """What is drawn within is drawn again afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng([device.index for device in devices]):
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _put_back_attributes(module: nn.Module) -> Any:
     own = vars(module)
-    kept = {
-        name: (value, copy.copy(value))
-        for name, value in own.items()
-        if name != "training" and type(value) in _PLAIN and not name.startswith("_")
-    }
+    kept = {name: _Kept.of(value) for name, value in own.items() if name not in _OF_EVERY_MODULE}
     states = _states_of(module) if isinstance(module, Metric) else {}
 
     def put_back() -> None:
-        for name in [x for x in own if type(own[x]) in _PLAIN and x not in kept]:
-            if not name.startswith("_") and name != "training":
-                del own[name]
-        for name, (value, then) in kept.items():
-            if isinstance(value, (list, dict, set)):  # the same object: others may hold it
-                value.clear()
-                (value.extend if isinstance(value, list) else value.update)(then)  # type: ignore[arg-type]
-            own[name] = value
+        for name in [name for name in own if name not in kept and name not in _OF_EVERY_MODULE]:
+            del own[name]
+        own.update({name: value.back() for name, value in kept.items()})
         own.update(states)
 
     return put_back

@@ -276,12 +276,14 @@ class ContextParallelCore(StepLosses):
     def aside(self) -> Iterator[None]:
         """A step within is none of the run's: nothing is counted, recorded or said, and all comes back."""
         kept = {name: vars(self)[name] for name in _OF_A_STEP}
+        listeners, self._listeners[:] = list(self._listeners), []
         self._is_aside, self._positions_taken, self._accumulated = True, False, None
         self.recorder = StepRecorder((), self.recorder.folder)
         try:
             yield
         finally:
             vars(self).update(kept)
+            self._listeners[:] = listeners
 
     @contextmanager
     def on_mesh(self, mesh: ContextParallelMesh) -> Iterator[None]:
