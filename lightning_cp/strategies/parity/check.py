@@ -90,14 +90,22 @@ class ParityCheck:
             raise CannotRun(f"{what} ({told})")
 
     def _require_step(self, batch: Any) -> None:
-        """A step that fails on a part of a batch cannot be compared; sharded ones fail on all ranks."""
-        if self.runner.engine.shards:
-            return
+        """A step that fails on a part of a batch cannot be compared.
+
+        Raises:
+            ConfigError: it has failed between ranks that gather parameters, which cannot go on.
+        """
         error: Exception | None = None
         try:
             self.runner.alone(batch, backward=False)
         except Exception as failed:  # any: it is the user's
             error = failed
+            if self.runner.engine.shards and not isinstance(failed, CannotRun):
+                raise ConfigError(
+                    f"the parity check ran the step on {_count(batch, self.runner.core)} tokens of its "
+                    f"batch, and it failed: {type(failed).__name__}: {failed}. If it does not fail in "
+                    "training, say parity_check='off', or raise parity_tokens."
+                ) from failed
         self._together(error, f"the step fails on {_count(batch, self.runner.core)} tokens")
 
     def _compared(self, batch: Any, runner: Runner | None = None) -> Comparison:

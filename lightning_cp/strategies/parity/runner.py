@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_cp.batch import with_positions
 from lightning_cp.batch.documents import padding_mask_of
+from lightning_cp.comm.agreement import agree
 from lightning_cp.comm.local import local_part
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.containers import tensors_of
@@ -87,19 +88,36 @@ class Runner:
             part = Part(core.part.layout, core.mesh.cp_rank, core.part.rows, core.part.padding_mask)
             core.begin_step()
             try:
-                with (
-                    recording(self.model, core.listen, everything=self.everything) as found,
-                    core.gathering(),
-                ):
-                    loss = self._loss(self._called(local))
-                core.require_intercepted()
-                scaled, shown = self._weighted(loss, found, part)
+                scaled, shown, found = self._forward_together(local, part)
                 found.forget_sources()
                 self._backward(scaled)
+                if not self.plain_loss:
+                    core.after_backward(self.model.parameters())
                 ignored = core.positions_ignored
             finally:
                 core.end_step()
         return Pass(shown, self._gradients(), found.events, part, ignored)
+
+    def _forward_together(
+        self, local: Any, part: Part
+    ) -> tuple[torch.Tensor, torch.Tensor, Recording]:
+        """What to call backward on, and one process's value; what one group refuses, all are told of."""
+        core, error = self.core, None
+        weighted = found = None
+        try:
+            with (
+                recording(self.model, core.listen, everything=self.everything) as found,
+                core.gathering(),
+            ):
+                loss = self._loss(self._called(local))
+            core.require_intercepted()
+            weighted = self._weighted(loss, found, part)
+        except Exception as refused:  # any: a rank that raised alone would leave the others waiting
+            error = refused
+        agree({}, core.mesh.control_group(Flat.LOSS), what="parity check", error=error)
+        assert weighted is not None
+        assert found is not None
+        return *weighted, found
 
     def _weighted(
         self, loss: torch.Tensor, found: Recording, part: Part
