@@ -140,7 +140,7 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
         sequence_dims: Mapping[str, int | None] | None = None,
         padding: bool = True,
         batch_sync: str = "check",
-        parity_check: str | None = "off",
+        parity_check: str | None = "first_batch",
         parity_tokens: int = 4096,
         profile: int | Sequence[int] | None = None,
         profile_folder: str | None = None,

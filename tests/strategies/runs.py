@@ -85,7 +85,10 @@ def make_trainer(run: Run, world_size: int, callbacks: list[Any]) -> pl.Trainer:
         strategy = DDPStrategy(process_group_backend="gloo")
     else:
         labels = {} if run.model == "hf" else {"labels": "aligned"}
-        strategy = UlyssesRingStrategy(**{**labels, **dict(run.strategy)})
+        # One process does not see documents by itself, unless transformers tells its masks.
+        check = "off" if run.packed and run.model != "hf" else "first_batch"
+        settings: Any = {"parity_check": check, **labels, **dict(run.strategy)}
+        strategy = UlyssesRingStrategy(**settings)
     return pl.Trainer(
         accelerator="cpu",
         devices=world_size,

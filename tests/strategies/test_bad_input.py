@@ -678,7 +678,7 @@ def fit_declared(rank: int, world_size: int) -> list[int]:
             seen.extend([batch["weights"].shape[1], batch["table"].shape[1]])
             return super().training_step(batch, batch_idx)
 
-    fit(world_size, Watch(), [data], {"ring_size": 2, "ulysses_size": 1})
+    fit(world_size, Watch(), [data], {**RING2, "parity_check": "off"})
     return seen
 
 

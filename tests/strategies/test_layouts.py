@@ -141,7 +141,7 @@ def resumed(
     rank: int, world_size: int, folder: Path
 ) -> tuple[torch.Tensor, torch.Tensor, list[str], list[str]]:
     """Weights after two epochs at once, and after one and another that resumes; what was chosen."""
-    settings = {"ring_size": 2, "ulysses_size": 1, "layout": "auto"}
+    settings = {"ring_size": 2, "ulysses_size": 1, "layout": "auto", "parity_check": "off"}
     module = Packing()
     found: list[torch.Tensor] = []
     chosen: list[list[str]] = []

@@ -89,9 +89,10 @@ def seen(folder: Path, rank: int, model: Any) -> Found:
 def fit(rank: int, world_size: int, kind: str) -> tuple[Found, torch.Tensor, list[str]]:
     """Two windows of two batches, of which the second is recorded; and the same without a profile."""
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "default_root_dir": "runs"}
+    settings = {**RING, "parity_check": "off"}  # counts what is sent
     module, plain = KINDS[kind](), KINDS[kind]()
     with Told() as told:
-        trainer_of(world_size, {**RING, "profile": [2, 9]}, **options).fit(module, loader(8))
+        trainer_of(world_size, {**settings, "profile": [2, 9]}, **options).fit(module, loader(8))
     trainer_of(world_size, RING, **options).fit(plain, loader(8))
     assert not profiler._is_profiler_enabled
     return seen(Path("runs/profile/step-2"), rank, module), weights(plain), told
@@ -222,7 +223,9 @@ class Kept(KINDS["checkpointed"]):  # type: ignore[misc]
 def fit_on_the_wire(rank: int, world_size: int, module: type[Any]) -> tuple[int, int]:
     """Bytes of attention that left this rank, and those that the profile tells."""
     with Wire(rank % 2) as wire:
-        trainer_of(world_size, {**HYBRID, "profile": 1}).fit(module(), loader(2))
+        trainer_of(world_size, {**HYBRID, "profile": 1, "parity_check": "off"}).fit(
+            module(), loader(2)
+        )
     counted = sum(m.sent for m in wire.messages if m.op in ("alltoall_base_", "send"))
     summary = json.loads(Path("profile/step-1/profile.json").read_text())
     return counted, summary["ranks"][rank]["sent"]["total_bytes"]

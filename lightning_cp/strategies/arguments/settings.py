@@ -41,7 +41,7 @@ class Settings:
     sequence_dims: Mapping[str, int | None] = field(default_factory=dict)
     padding: bool = True
     batch_sync: str = "check"
-    parity_check: str | None = "off"
+    parity_check: str | None = "first_batch"
     parity_tokens: int = 4096
     profile: int | Sequence[int] | None = None
     profile_folder: str | None = None
