@@ -72,7 +72,7 @@ def compare(
         Difference(name, error, tolerance.gradient) for name, error in errors.by_name.items()
     )
     logits = logits_of(alone.events, parallel.events, parallel.part)
-    shared = _relative_norms([logits], mesh, Flat.LOSS)[0] if _anywhere(logits, mesh) else None
+    shared = _relative_norms([logits], mesh)[0] if _anywhere(logits, mesh) else None
     first = logits if parallel.part.cp_rank == 0 else None
     return Comparison(
         loss=Difference("loss", _loss_error(alone, parallel, mesh), tolerance.loss),
@@ -81,7 +81,7 @@ def compare(
         factor=errors.factor,
         residual=errors.residual,
         spread=_spread(alone, mesh),
-        first_rank=_relative_norms([first], mesh, Flat.LOSS)[0],
+        first_rank=_relative_norms([first], mesh)[0],
         tolerance=tolerance,
     )
 
@@ -117,29 +117,27 @@ def first_deviation(
     assert parallel.part is not None
     known = {event.key: event for event in alone.events}
     pairs = [pair_of(known, event, parallel.part) for event in parallel.events]
-    errors = _relative_norms(pairs, mesh, Flat.LOSS)
+    errors = _relative_norms(pairs, mesh)
     for event, error in zip(parallel.events, errors, strict=True):
         if not error <= tolerance.logits:
             return event
     return None
 
 
-def _relative_norms(
-    pairs: Sequence[Pair | None], mesh: ContextParallelMesh, axes: Flat
-) -> list[float]:
-    """Over all ranks, |own - whole| / |whole| of each."""
-    sums = torch.zeros(len(pairs), 2, dtype=torch.float64)
+def _relative_norms(pairs: Sequence[Pair | None], mesh: ContextParallelMesh) -> list[float]:
+    """Over all ranks, |own - whole| / |whole| of each; ranks may have had more calls than others."""
+    most = int(_largest(float(len(pairs)), mesh))
+    sums = torch.zeros(most, 2, dtype=torch.float64)
     for at, pair in enumerate(pairs):
         if pair is not None:
             whole, own = pair
             sums[at, 0], sums[at, 1] = (own - whole).square().sum(), whole.square().sum()
-    total = all_sum(sums.to(mesh.device_type), mesh.group(axes)).cpu()
-    return [_ratio(float(a), float(b)) for a, b in total.tolist()]
+    total = all_sum(sums, mesh.control_group(Flat.LOSS))
+    return [_ratio(float(a), float(b)) for a, b in total.tolist()[: len(pairs)]]
 
 
 def _anywhere(pair: Pair | None, mesh: ContextParallelMesh) -> bool:
-    seen = torch.tensor([float(pair is not None)], device=mesh.device_type)
-    return bool(all_sum(seen, mesh.group(Flat.LOSS)))
+    return bool(_largest(float(pair is not None), mesh))
 
 
 def _ratio(square: float, of: float) -> float:
@@ -157,18 +155,16 @@ def _loss_error(alone: Pass, parallel: Pass, mesh: ContextParallelMesh) -> float
 
 
 def _spread(alone: Pass, mesh: ContextParallelMesh) -> float:
-    group, size = mesh.group(Flat.CP), mesh.cp_size
-    losses = torch.zeros(size, dtype=torch.float64)
-    losses[mesh.cp_rank] = alone.loss.double().cpu()
-    found = all_sum(losses.to(mesh.device_type), group).cpu()
-    largest = float(found.abs().max())
-    own = float(found.max() - found.min()) / largest if largest else 0.0
-    return _largest(own if own == own else float("inf"), mesh)
+    """Between ranks that share a sample; the largest of all groups."""
+    own, group = alone.loss.double().cpu().reshape(1), mesh.control_group(Flat.CP)
+    high, low = float(all_max(own, group)), -float(all_max(-own, group))
+    apart = (high - low) / max(abs(high), abs(low)) if high != low else 0.0
+    return _largest(apart if apart == apart else float("inf"), mesh)
 
 
 def _largest(value: float, mesh: ContextParallelMesh) -> float:
-    own = torch.tensor([value], dtype=torch.float64, device=mesh.device_type)
-    return float(all_max(own, mesh.group(Flat.LOSS)))
+    own = torch.tensor([value], dtype=torch.float64)
+    return float(all_max(own, mesh.control_group(Flat.LOSS)))
 
 
 @dataclass(frozen=True)
@@ -185,7 +181,7 @@ def _gradient_errors(alone: Pass, parallel: Pass, mesh: ContextParallelMesh) -> 
     sums = torch.zeros(len(names), 5, dtype=torch.float64)
     for at, name in enumerate(names):
         sums[at] = _sums(alone.gradients.get(name), parallel.gradients.get(name), unit)
-    found = all_sum(sums.to(mesh.device_type), mesh.group(Flat.LOSS)).cpu()
+    found = all_sum(sums, mesh.control_group(Flat.LOSS))
     difference, reference, own, product, count = found.unbind(1)
     mean = float(reference.sum() / count.sum().clamp(min=1))
     floors = (FLOOR**2) * mean * count
