@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,26 +98,8 @@ def recording(
     for name, module in model.named_modules():
         kind, parent = kinds[name], _caller(name, kinds)
 
-        def enter(
-            _: nn.Module,
-            args: Any,
-            kwargs: Any,
-            name: str = name,
-            kind: str = kind,
-            parent: str = parent,
-        ) -> None:
-            found.note("input", name, kind, _first_tensor((args, kwargs)), parent)
-
-        def leave(
-            _: nn.Module,
-            args: Any,
-            output: Any,
-            name: str = name,
-            kind: str = kind,
-            parent: str = parent,
-        ) -> None:
-            found.note("output", name, kind, _first_tensor(output), parent)
-
+        enter = partial(_note_input, found, name, kind, parent)
+        leave = partial(_note_output, found, name, kind, parent)
         hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True).remove)
         hooks.append(module.register_forward_hook(leave).remove)
     try:
@@ -124,6 +107,18 @@ def recording(
     finally:
         for end in hooks:
             end()
+
+
+def _note_input(
+    found: Recording, name: str, kind: str, parent: str, _: nn.Module, args: Any, kwargs: Any
+) -> None:
+    found.note("input", name, kind, _first_tensor((args, kwargs)), parent)
+
+
+def _note_output(
+    found: Recording, name: str, kind: str, parent: str, _: nn.Module, args: Any, output: Any
+) -> None:
+    found.note("output", name, kind, _first_tensor(output), parent)
 
 
 def _caller(name: str, kinds: Mapping[str, str]) -> str:

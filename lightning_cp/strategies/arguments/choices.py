@@ -103,3 +103,24 @@ def refuse_unknown(unknown: Sequence[str], settings: Sequence[str], others: Sequ
         f"unknown argument(s) {', '.join(unknown)}.{''.join(hints)} Settings of this strategy: "
         f"{', '.join(settings)}. Others are DDPStrategy's, such as find_unused_parameters."
     )
+
+
+def check_module_names(name: str, given: object, example: str, found: str) -> None:
+    """Refuse what names no modules.
+
+    Args:
+        name: of the setting.
+        given: class names or patterns of module names, one or several.
+        example: of both.
+        found: what ``None`` finds.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    names = [given] if isinstance(given, str) else given
+    if isinstance(names, (list, tuple)) and names and all(isinstance(x, str) and x for x in names):
+        return
+    raise ConfigError(
+        f"{name} must be class names or patterns of module names, such as {example}, or None to find "
+        f"{found}, got {given!r}."
+    )

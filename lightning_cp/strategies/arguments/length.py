@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning_cp.errors import ConfigError
 from lightning_cp.length.cross_entropy import DEFAULT_CHUNK_TOKENS
 from lightning_cp.length.tiled import DEFAULT_TILE_TOKENS
+from lightning_cp.strategies.arguments.choices import check_module_names
 from lightning_cp.strategies.arguments.settings import Settings
 
 
@@ -51,15 +52,9 @@ def _check_tokens(name: str, given: object, what: str, default: int) -> None:
 
 def _check_modules(settings: Settings) -> None:
     given = settings.mlp_modules
-    names = [given] if isinstance(given, str) else given
-    strings = isinstance(names, (list, tuple)) and all(
-        isinstance(name, str) and name for name in names
+    check_module_names(
+        "mlp_modules", given, "'LlamaMLP' or 'model.layers.*.mlp'", "the MLPs of blocks"
     )
-    if not strings or not names:
-        raise ConfigError(
-            "mlp_modules must be class names or patterns of module names, such as 'LlamaMLP' or "
-            f"'model.layers.*.mlp', or None to find the MLPs of blocks, got {given!r}."
-        )
     if not settings.tiled_mlp:
         raise ConfigError(
             f"mlp_modules={given!r} says which modules tiled_mlp= is of, got tiled_mlp=False. Use "

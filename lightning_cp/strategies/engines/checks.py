@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.strategies.arguments.choices import check_module_names
 from lightning_cp.strategies.arguments.settings import Settings
 
 if TYPE_CHECKING:
@@ -113,15 +114,6 @@ def _check_bucket(settings: Settings) -> None:
 
 
 def _check_wrapping(settings: Settings) -> None:
-    given = settings.wrap_modules
-    names = [given] if isinstance(given, str) else given
-    if names is None:
-        return
-    strings = isinstance(names, (list, tuple)) and all(
-        isinstance(name, str) and name for name in names
-    )
-    if not strings or not names:
-        raise ConfigError(
-            "wrap_modules must be class names or patterns of module names, such as 'LlamaDecoderLayer' or "
-            f"'model.layers.*', or None to find the blocks, got {given!r}."
-        )
+    if settings.wrap_modules is not None:
+        example = "'LlamaDecoderLayer' or 'model.layers.*'"
+        check_module_names("wrap_modules", settings.wrap_modules, example, "the blocks")
