@@ -20,6 +20,7 @@ from lightning_cp.comm.checksum import fingerprint
 from lightning_cp.kernels.api import explain_kernels
 from lightning_cp.layout import HeadSplit, SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh, Flat
+from lightning_cp.untraced import untraced
 
 
 class _Options(TypedDict, total=False):
@@ -71,6 +72,7 @@ def context_parallel_attention(
 ) -> tuple[torch.Tensor, ...]: ...
 
 
+@untraced
 def context_parallel_attention(
     q_BLHD: torch.Tensor,
     k_BLKD: torch.Tensor,

@@ -11,6 +11,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf_mask import EXPRESSIBLE, MaskNote
 from lightning_cp.models.mixing import LOCAL
+from lightning_cp.untraced import untraced
 
 READ = {"sliding_window", "softcap", "s_aux", "alibi_slopes"}
 """Arguments that become part of the spec; a kernel that lacks a cap refuses it."""
@@ -48,6 +49,7 @@ def attention_function(handle: SwapHandle, before: str) -> Any:
             call's arguments, all others from the mask.
     """
 
+    @untraced
     def attention(
         module: Any,
         query: torch.Tensor,

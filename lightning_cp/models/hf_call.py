@@ -17,6 +17,7 @@ from lightning_cp.models.hf_positions import (
     refuse_counting,
 )
 from lightning_cp.models.hf_signature import parameters_of
+from lightning_cp.untraced import untraced
 
 
 class CallCheck:
@@ -40,7 +41,8 @@ class CallCheck:
         # Functions, not methods: a copy of the model would copy what a method belongs to.
         complete: Any = lambda *call: self._complete(*call)  # noqa: E731
         for model in models:
-            handle.on_undo(model.register_forward_pre_hook(complete, with_kwargs=True).remove)
+            hook = model.register_forward_pre_hook(untraced(complete), with_kwargs=True)
+            handle.on_undo(hook.remove)
         for watch in self._watches.values():
             watch.attach()
 

@@ -20,6 +20,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.length.chunked_logits import ChunkedLogits, Head
 from lightning_cp.models.hf_call import by_name
 from lightning_cp.models.hf_signature import parameters_of
+from lightning_cp.untraced import untraced
 
 _log = logging.getLogger("lightning_cp")
 
@@ -85,8 +86,8 @@ class ChunkedHead:
         before: Any = lambda *call: self._before(*call)  # noqa: E731 - a method would be copied
         after: Any = lambda *call: self._after(*call)  # noqa: E731
         hooks = [
-            self._model.register_forward_pre_hook(before, with_kwargs=True),
-            self._model.register_forward_hook(after, always_call=True),
+            self._model.register_forward_pre_hook(untraced(before), with_kwargs=True),
+            self._model.register_forward_hook(untraced(after), always_call=True),
         ]
         head: Any = self._head
         head.forward = MethodType(
@@ -102,6 +103,7 @@ class ChunkedHead:
         return put_back
 
     def _as_forward(self) -> Callable[[Any, torch.Tensor], Any]:
+        @untraced
         def forward(head: Any, hidden: torch.Tensor) -> ChunkedLogits | torch.Tensor:
             if head is not self._head or not self._calls or self._calls[-1] is _WHOLE:
                 return F.linear(hidden, head.weight, head.bias)

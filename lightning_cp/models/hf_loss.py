@@ -17,6 +17,7 @@ import torch
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf_labels import label_alignment
+from lightning_cp.untraced import untraced
 
 
 class LossWatch:
@@ -32,7 +33,7 @@ class LossWatch:
         """Watch in every step, until the swap is undone."""
         self._handle.on_activate(self._replace)
         leave: Any = lambda *call: self._leave(*call)  # noqa: E731 - a method would be copied with it
-        self._handle.on_undo(self._model.register_forward_hook(leave).remove)
+        self._handle.on_undo(self._model.register_forward_hook(untraced(leave)).remove)
 
     def expect(self, given: dict[str, Any]) -> None:
         """The model is about to be called with ``given``."""
@@ -44,14 +45,13 @@ class LossWatch:
         model = self._model
         static = inspect.getattr_static(type(model), "loss_function", None)
         key = "_loss_function" if isinstance(static, property) else "loss_function"
-        own, attributes = model.loss_function, vars(model)
+        own, attributes, note = model.loss_function, vars(model), untraced(self._note)
         had, before = key in attributes, attributes.get(key)
 
         @functools.wraps(own)
         def loss_function(*args: Any, **kwargs: Any) -> torch.Tensor:
             loss = own(*args, **kwargs)
-            if self._is_ours(kwargs):
-                self._made = loss.detach().clone()
+            note(loss, kwargs)
             return loss
 
         attributes[key] = loss_function
@@ -64,6 +64,10 @@ class LossWatch:
                 attributes.pop(key, None)
 
         return put_back
+
+    def _note(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        if self._is_ours(kwargs):
+            self._made = loss.detach().clone()
 
     def _is_ours(self, kwargs: dict[str, Any]) -> bool:
         if self._given is None:

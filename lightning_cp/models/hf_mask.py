@@ -18,6 +18,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf_packing import check_mask, warn_isolated
 from lightning_cp.models.hf_padding import check_padding
+from lightning_cp.untraced import untraced
 
 EXPRESSIBLE = (
     "What can be expressed: causal or bidirectional attention, sliding windows, packed documents "
@@ -135,6 +136,7 @@ def mask_function(handle: SwapHandle, before: str, *, dims: int = 4) -> Any:
         dims: of the notes: Falcon adds its bias to masks of four.
     """
 
+    @untraced
     def mask(
         batch_size: int,
         kv_length: int,
@@ -196,10 +198,11 @@ class MaskNote(torch.Tensor):
             name = getattr(getattr(func, "__self__", None), "__name__", name)
         if name in _MOVES:
             return args[0]
-        if name in _METADATA or name == "__getitem__":
+        compiles = name in _COMPILER and torch.compiler.is_compiling()
+        if name in _METADATA or name == "__getitem__" or compiles:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
-            if name in _METADATA:
+            if name != "__getitem__":
                 return result
             if (
                 result.shape == args[0].shape
@@ -220,6 +223,11 @@ _METADATA = {
     *("requires_grad", "is_leaf", "grad_fn", "is_nested", "dim", "size", "numel", "get_device"),
     *("is_floating_point", "is_complex", "__hash__", "__len__", "is_contiguous", "is_quantized"),
 }
+_COMPILER = {
+    *("grad", "_base", "_is_view", "_version", "stride", "storage_offset", "untyped_storage"),
+    *("is_mkldnn", "is_inference", "is_conj", "is_neg", "names", "itemsize", "element_size"),
+}
+"""What torch.compile looks at in a tensor that it hands on to what it does not trace."""
 
 
 def make_note(visible: Visible, shape: tuple[int, ...], device: Any) -> MaskNote:

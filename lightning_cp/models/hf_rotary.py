@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
+from lightning_cp.untraced import untraced
 
 BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embedding that look at the length."""
@@ -47,6 +48,7 @@ def _tell(part: nn.Module, handle: SwapHandle) -> None:
             "whole batch. Use a version of transformers that this package was tested with."
         )
 
+    @untraced
     def lengthen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if handle.state is None:
             return None
@@ -56,6 +58,7 @@ def _tell(part: nn.Module, handle: SwapHandle) -> None:
         extra = given.pop("kwargs", {})
         return (), {**given, "position_ids": torch.cat([positions, longest], dim=-1), **extra}
 
+    @untraced
     def shorten(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         if handle.state is None:
             return None

@@ -26,6 +26,7 @@ from lightning_cp.models.handle import StepState, SwapHandle
 from lightning_cp.models.litgpt_calls import check_of, require_rows
 from lightning_cp.models.mixing import LOCAL
 from lightning_cp.models.report import Swap
+from lightning_cp.untraced import untraced
 
 ATTEND = "scaled_dot_product_attention"
 """The method of attention modules that is replaced: of q, k, v [B, H, L, D] and a mask, out [B, L, H, D]."""
@@ -146,6 +147,7 @@ def _choose(attends: Mapping[Any, Callable[..., torch.Tensor]]) -> Callable[[], 
     return put_back
 
 
+@untraced
 def _attend(
     handle: SwapHandle,
     spec: AttentionSpec,
@@ -230,6 +232,7 @@ class _Rope:
         """A forward pre-hook for the attention of one block."""
         signature = inspect.signature(part.forward)
 
+        @untraced
         def give_rows(part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             state = self._handle.state
             if state is None:

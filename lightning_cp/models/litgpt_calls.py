@@ -10,12 +10,14 @@ import torch
 
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.models.handle import StepState, SwapHandle
+from lightning_cp.untraced import untraced
 
 
 def check_of(model: Any, handle: SwapHandle) -> Callable[..., None]:
     """A forward pre-hook for a whole model: what is wrong with a call is said before any data move."""
     signature = inspect.signature(model.forward)
 
+    @untraced
     def check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         state = handle.state
         if state is None:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_cp.errors import ConfigError
 from lightning_cp.length.tiled import run_in_tiles
 from lightning_cp.models.blocks import blocks_of, matches
+from lightning_cp.untraced import untraced
 
 NAMES = ("mlp", "feed_forward", "feedforward", "ffn")
 """What the MLP of a block is called in transformers, LitGPT, nanoGPT and most others."""
@@ -123,6 +124,7 @@ class TiledMlp:
     def _as_forward(self, before: Any) -> Callable[..., torch.Tensor]:
         size, name = self._tile_tokens, self._name
 
+        @untraced
         def forward(module: nn.Module, *inputs: Any, **others: Any) -> torch.Tensor:
             own = before or MethodType(type(module).forward, module)
             tensors = (*inputs, *others.values())

@@ -15,6 +15,7 @@ from torch import nn
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.mixing import LOCAL
+from lightning_cp.untraced import untraced
 
 _POOLS = (
     nn.AvgPool1d,
@@ -44,6 +45,7 @@ def watch_pooling(model: nn.Module, handle: SwapHandle, skip: Iterable[nn.Module
 
 
 def _refuse_tokens(handle: SwapHandle, name: str) -> Any:
+    @untraced
     def refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not handle.active:
             return

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.mixing import LOCAL
+from lightning_cp.untraced import untraced
 
 
 def left_alone(
@@ -50,10 +51,12 @@ def follow_calls(
 
 
 def _follow(module: nn.Module, handle: SwapHandle, intercepts: bool) -> None:
+    @untraced
     def enter(module: nn.Module, args: Any) -> None:
         if handle.active:
             handle.scopes.append((module, intercepts))
 
+    @untraced
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if handle.scopes and handle.scopes[-1][0] is module:
             handle.scopes.pop()

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
+from lightning_cp.untraced import untraced
 
 SDPA = "scaled_dot_product_attention"
 
@@ -36,6 +37,7 @@ def swap_sdpa(handle: SwapHandle) -> int:
         handle
     )  # what is global must not keep a model alive that is part of a circle
 
+    @untraced
     def scaled_dot_product_attention(
         query: torch.Tensor,
         key: torch.Tensor,

@@ -66,8 +66,6 @@ def swap_attention(
     refuse_mixing(model, others)
     litgpts = [root for root in litgpts if root not in alone]
     refuse_held(model, alone)
-    _refuse_compiled(model, chosen, "Hugging Face")
-    _refuse_compiled(model, litgpts, "LitGPT")
     require_whole(litgpts, alone)
     handle = SwapHandle(mesh, kernel, exchange)
     handle.tells_positions = bool(found or litgpts)
@@ -117,22 +115,6 @@ def _apart(found: list[Any], chosen: Iterable[nn.Module]) -> list[nn.Module]:
     """Hugging Face models that are not swapped, and hold none that is."""
     inside = {part for root in chosen for part in root.modules()}
     return [model for model in found if inside.isdisjoint(model.modules())]
-
-
-def _refuse_compiled(model: nn.Module, chosen: Iterable[nn.Module], whose: str) -> None:
-    """A compiled model of these cannot be watched: what it asks of each call is decided in Python."""
-    inside = {part for root in chosen for part in root.modules()}
-    for module in model.modules():
-        whole = type(module).__name__ == "OptimizedModule"
-        if (whole or module._compiled_call_impl is not None) and not inside.isdisjoint(
-            module.modules()
-        ):
-            raise ConfigError(
-                f"torch.compile of a {whose} model, or of parts of it, is not available yet under "
-                "context parallelism: what it asks for (masks, labels, positions) is read in Python at every "
-                "call. Leave torch.compile away, or use a strategy without context parallelism. Plain "
-                "modules may be compiled."
-            )
 
 
 def told(config: Any, name: str) -> Any:

@@ -12,6 +12,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.mixing import LOCAL
 from lightning_cp.models.report import ATTENTION
+from lightning_cp.untraced import untraced
 
 
 def watch_attention(model: nn.Module, handle: SwapHandle, skip: Collection[nn.Module] = ()) -> None:
@@ -35,10 +36,12 @@ def watch_attention(model: nn.Module, handle: SwapHandle, skip: Collection[nn.Mo
 def _watch(module: nn.Module, name: str, handle: SwapHandle) -> None:
     before: list[int] = []  # a stack: recomputation may call the module within another call of it
 
+    @untraced
     def enter(module: nn.Module, args: Any) -> None:
         if handle.state is not None:
             before.append(handle.state.calls)
 
+    @untraced
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if handle.state is None or not before:
             return
@@ -58,6 +61,7 @@ def _watch(module: nn.Module, name: str, handle: SwapHandle) -> None:
 def _refuse_weights(handle: SwapHandle, name: str) -> Any:
     parameters = inspect.signature(nn.MultiheadAttention.forward)
 
+    @untraced
     def refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not handle.active:
             return

@@ -15,6 +15,8 @@ from tests.strategies.test_fabric import fabric_of
 
 SETTINGS = {**RING, "labels": "auto", "parity_check": "off"}  # which makes logits in one process
 STEPS = 4
+BACKEND = "aot_eager"
+"""Graphs as any other backend gets them, run without code generation."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Run:
     rows: int = 2
     """Of a batch."""
     steps: int = STEPS
+    compiled: str = ""
+    """What is given to ``torch.compile``: ``all`` (what is trained), ``model`` (inside it), ``blocks``."""
 
 
 @dataclass
@@ -101,7 +105,7 @@ def _by_trainer(world_size: int, run: Run, module: Module, batches: Any) -> Resu
     trainer = trainer_of(
         world_size, settings, precision=run.precision, accumulate_grad_batches=run.accumulate
     )
-    trainer.fit(module, batches, loader(4))
+    trainer.fit(_compiled(run, module, module.model), batches, loader(4))
     return Result(module.losses, float(trainer.callback_metrics["val_loss"]))
 
 
@@ -113,7 +117,8 @@ def _by_fabric(world_size: int, run: Run, module: Module, batches: Any) -> Resul
         fabric = fabric_of(world_size, {**SETTINGS, **dict(run.settings)})
     fabric.launch()
     strategy: Any = fabric.strategy
-    setup: Any = fabric.setup(module.model, module.configure_optimizers())
+    model = _compiled(run, module.model, module.model)
+    setup: Any = fabric.setup(model, module.configure_optimizers())
     model, optimizer = setup
     result = Result()
     for batch in batches:
@@ -125,3 +130,13 @@ def _by_fabric(world_size: int, run: Run, module: Module, batches: Any) -> Resul
         shown = loss if run.settings is None else strategy.average(loss)
         result.losses.append(float(shown.detach()))
     return result
+
+
+def _compiled(run: Run, whole: Any, model: Any) -> Any:
+    """``whole``, all of it compiled or parts of it."""
+    if run.compiled == "all":
+        return torch.compile(whole, backend=BACKEND)
+    parts = {"": [], "model": [model], "blocks": model.model.layers}[run.compiled]
+    for part in parts:
+        part.compile(backend=BACKEND)
+    return whole

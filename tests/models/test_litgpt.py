@@ -121,6 +121,26 @@ def test_blocks_may_be_run_again(model: str, reentrant: bool) -> None:
         assert got.calls == 4
 
 
+def compiled(rank: int, world_size: int, case: Case) -> Outcome:
+    """The model is compiled, and cut at attention."""
+    model = make_model(case)
+    core = start(1, world_size, model, labels="shift")
+    model.gpt.compile(backend="aot_eager")
+    try:
+        return step_of(core, case, model, world_size)
+    finally:
+        core.detach()
+        torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("model", ["litgpt_llama", "litgpt_gemma3"])
+def test_compiled_models(model: str) -> None:
+    case = case_of(model, "plain")
+    for got in run_ranks(2, compiled, case, timeout=240.0):
+        assert worst(got, whole_sequence(case)) < 1e-9
+
+
 def rows_given(rank: int, world_size: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """What the last attention module is given as cos, and what its tokens' global positions say."""
     case = case_of("litgpt_pythia", "plain")

@@ -115,12 +115,6 @@ def test_a_window_without_the_token_itself_is_refused() -> None:
         swap(litgpt_model(**LLAMA, sliding_window_size=0, sliding_window_indices=[1, 1]))
 
 
-def test_compiled_models_are_refused() -> None:
-    model = litgpt_model(**LLAMA)
-    with pytest.raises(ConfigError, match="of a LitGPT model, or of parts of it, is not available"):
-        swap(torch.compile(model, backend="eager"))
-
-
 def test_a_part_of_a_model_cannot_be_listed() -> None:
     model = litgpt_model(**LLAMA)
     with pytest.raises(

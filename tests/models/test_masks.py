@@ -236,7 +236,7 @@ CHANGES = {
 }
 
 
-def changed(rank: int, world_size: int, what: str) -> None:
+def changed(rank: int, world_size: int, what: str, is_compiled: bool) -> None:
     from transformers.models.llama import modeling_llama
 
     create = modeling_llama.create_causal_mask
@@ -247,12 +247,18 @@ def changed(rank: int, world_size: int, what: str) -> None:
     try:
         local = core.shard(make_batch(case), needs_labels=True)
         core.begin_step()
-        model(input_ids=local["input_ids"])
+        called = torch.compile(model, backend="eager") if is_compiled else model
+        called(input_ids=local["input_ids"])
     finally:
+        torch._dynamo.reset()
         modeling_llama.create_causal_mask = create
         core.detach()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["", "compiled"])
 @pytest.mark.parametrize("what", CHANGES)
-def test_models_that_ask_for_more(what: str) -> None:
-    expect_on_every_rank(2, changed, what, error=ConfigError, match=CHANGES[what][1], timeout=20)
+def test_models_that_ask_for_more(what: str, is_compiled: bool) -> None:
+    expect_on_every_rank(
+        *(2, changed, what, is_compiled), error=ConfigError, match=CHANGES[what][1], timeout=120
+    )

@@ -423,16 +423,3 @@ def test_what_is_no_count_is_not_taken(value: Any) -> None:
         ConfigError, match=r"mode='auto' needs the number of attention heads.*num_heads="
     ):
         num_heads_of(model)
-
-
-@pytest.mark.parametrize("how", ["model", "method", "layer"])
-def test_a_compiled_hugging_face_model_is_refused(how: str) -> None:
-    model: Any = make_model(Case())
-    whole = nn.Sequential(torch.compile(model, backend="eager") if how == "model" else model)  # type: ignore[arg-type]
-    if how != "model":
-        (model if how == "method" else model.model.layers[0]).compile(backend="eager")
-    mesh: Any = None
-    with pytest.raises(
-        ConfigError, match=r"torch\.compile of a Hugging Face model.*not available yet"
-    ):
-        swap_attention(whole, mesh)

@@ -133,7 +133,10 @@ class Runner:
         return core.scale_loss(loss), core.average(loss.detach()).double()
 
     def _called(self, batch: Any) -> Any:
-        with self.unsynced():
+        with (
+            self.unsynced(),
+            torch.compiler.set_stance("force_eager"),
+        ):  # not for a prefix's lengths
             return self.step(batch)
 
     def _loss(self, output: Any) -> torch.Tensor:

@@ -1,0 +1,134 @@
+"""torch.compile of a user's model: the numbers of one process without it, whatever is around attention.
+
+The backend is AOTAutograd's without code generation (``aot_eager``), which cuts, differentiates and
+recomputes graphs as all others do; a slow test generates code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.exc import Unsupported
+
+from lightning_cp.strategies.step.core import ContextParallelCore
+from tests.models.steps import Case, Outcome, make_model, one_process, start, step_of
+from tests.pool import expect_on_every_rank, run_ranks
+
+pytestmark = pytest.mark.filterwarnings(
+    # PyTorch's compiler asks every tensor for its gradient that one graph hands to the next.
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    # And so it does with autograd functions of models (BLOOM's).
+    "ignore:.*should not be instantiated:DeprecationWarning",
+)
+
+MODES = {"ring": (1, 2), "ulysses": (2, 1)}
+
+
+def compiled(model: Any, how: str, backend: str) -> Any:
+    """The model that is called; ``how`` says which parts of it are compiled."""
+    if how == "model":
+        return torch.compile(model, backend=backend)
+    if how == "method":
+        model.compile(backend=backend)
+    for block in model.base_model.layers if how == "blocks" else ():
+        block.compile(backend=backend)
+    return model
+
+
+def parallel(
+    rank: int, world_size: int, case: Case, how: str, mode: str, backend: str, settings: Any
+) -> tuple[Outcome, int]:
+    """Two steps of a compiled model, the second one compared; and the graphs that were compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = make_model(case)
+    ulysses, ring = MODES[mode]
+    core: ContextParallelCore = start(ulysses, ring, model, **settings)
+    try:
+        called = compiled(model, how, backend)
+        step_of(core, case, called, world_size)
+        model.zero_grad()
+        outcome = step_of(core, case, called, world_size)
+        prefix = "_orig_mod."
+        outcome.gradients = {k.removeprefix(prefix): v for k, v in outcome.gradients.items()}
+        return outcome, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    finally:
+        core.detach()
+        torch._dynamo.reset()
+
+
+def check(
+    case: Case,
+    how: str,
+    mode: str,
+    *,
+    backend: str = "aot_eager",
+    least: int = 3,
+    want: Outcome | None = None,
+    **settings: Any,
+) -> None:
+    """Loss and all gradients of two ranks, compiled to ``least`` graphs or more, against one process."""
+    want = want or one_process(case)
+    for got, graphs in run_ranks(2, parallel, case, how, mode, backend, settings, timeout=240.0):
+        assert graphs >= least
+        assert got.loss == pytest.approx(want.loss, rel=1e-12)
+        assert got.gradients.keys() == want.gradients.keys()
+        for name, gradient in want.gradients.items():
+            torch.testing.assert_close(got.gradients[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", ["model", "method", "blocks"])
+def test_numbers_are_those_of_one_process(how: str, mode: str) -> None:
+    check(Case(), how, mode)
+
+
+@pytest.mark.parametrize("batch", ["right", "left", "packed"])
+def test_padded_and_packed_rows(batch: str) -> None:
+    check(Case(batch=batch, use_cache=False), "model", "ring")
+
+
+@pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant", "keep"])
+@pytest.mark.parametrize("how", ["model", "blocks"])
+def test_with_activation_checkpointing(how: str, checkpoint: str) -> None:
+    # What is within a checkpoint is one graph to the compiler or none: blocks run as they are.
+    least = 0 if how == "blocks" else 3
+    check(Case(checkpoint=checkpoint, use_cache=False), how, "ring", least=least)
+
+
+@pytest.mark.parametrize("model", ["gemma2_capped", "falcon", "bloom"])
+def test_other_families(model: str) -> None:
+    """Windows and caps; attention that is patched. One process has softmax in float32: see the matrix."""
+    case = Case(model=model, use_cache=False)
+    want, _ = run_ranks(2, parallel, case, "", "ring", "", {})[0]
+    check(case, "model", "ring", want=want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["model", "blocks"])
+def test_generated_code(how: str) -> None:
+    check(Case(), how, "ring", backend="inductor")
+
+
+def as_one_graph(rank: int, world_size: int) -> None:
+    """What is asked for cannot be: attention leaves the graph."""
+    case = Case(use_cache=False)
+    model = make_model(case)
+    core = start(1, 2, model)
+    try:
+        called = torch.compile(model, backend="eager", fullgraph=True)
+        step_of(core, case, called, world_size)
+    finally:
+        core.detach()
+        torch._dynamo.reset()
+
+
+def test_one_graph_is_refused_and_says_why() -> None:
+    expect_on_every_rank(
+        *(2, as_one_graph),
+        error=Unsupported,
+        match=r"between ranks from Python.*call torch\.compile without fullgraph=True",
+        timeout=60,
+    )
