@@ -1,0 +1,70 @@
+"""Steps that are none of the run's: what looks at a model in between leaves the run as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from lightning_cp.layout import LayoutChoice
+from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.models.facts import PositionFacts
+from lightning_cp.profile.recorder import StepRecorder
+from lightning_cp.strategies.arguments.settings import Settings
+from lightning_cp.strategies.step.attached import AttachedModel
+
+
+class StepsAside(AttachedModel):
+    """What a step leaves behind, and blocks within which it does not."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._is_aside = False
+        self._trains = True
+        self._positions = PositionFacts()
+        self.layout_choice: LayoutChoice | None = None
+        """Why the current batch has its layout, with ``layout="auto"``."""
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A step within is none of the run's: nothing is counted, recorded or said, and all comes back."""
+        kept = {name: vars(self)[name] for name in _OF_A_STEP}
+        listeners, self._listeners[:] = list(self._listeners), []
+        self._is_aside, self._positions_taken, self._accumulated = True, False, None
+        self.recorder = StepRecorder((), self.recorder.folder)
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
+            self._listeners[:] = listeners
+
+    @contextmanager
+    def on_mesh(self, mesh: ContextParallelMesh) -> Iterator[None]:
+        """Attention over other process groups, of the same ranks, within."""
+        assert self._handle is not None
+        assert self._model is not None
+        kept, self._mesh = self._mesh, mesh
+        self._handle.undo()
+        self._swap(self._model)
+        try:
+            yield
+        finally:
+            self._handle.undo()
+            self._mesh = kept
+            self._swap(self._model)
+
+    @contextmanager
+    def with_layout(self, kind: str) -> Iterator[None]:
+        """Batches get another layout within."""
+        kept, self._rule = self._rule, replace(self._rule, kind=kind)
+        try:
+            yield
+        finally:
+            self._rule = kept
+
+
+_OF_A_STEP = (
+    *("_part", "_loss", "_positions", "_trains", "_positions_taken", "_accumulated"),
+    *("recorder", "layout_choice", "_is_aside"),
+)
+"""What a step leaves on a core."""

@@ -1,0 +1,162 @@
+"""The model of a run: its attention swapped, and how its batches are read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lightning_cp.attention.delegate import THEIR_KERNELS
+from lightning_cp.batch import BatchRules
+from lightning_cp.faults.position import Position
+from lightning_cp.kernels.api import Request, explain_kernels
+from lightning_cp.layout import CostModel
+from lightning_cp.layout.cost import Heads
+from lightning_cp.models.expected import expected_heads, expected_mask
+from lightning_cp.models.hf_positions import take_positions
+from lightning_cp.models.patches import StepPatches
+from lightning_cp.models.swap import Listener, SwapHandle, hf_models, swap_attention
+from lightning_cp.profile.recorder import StepRecorder
+from lightning_cp.strategies.arguments.settings import Settings
+from lightning_cp.strategies.step.layouts import LayoutRule
+from lightning_cp.strategies.step.losses import StepLosses
+from lightning_cp.strategies.step.patches import patches_of
+from lightning_cp.strategies.step.sharding import label_kind
+from lightning_cp.strategies.watch.progress import Progress
+from lightning_cp.strategies.watch.run import RunWatch
+
+_log = logging.getLogger("lightning_cp")
+
+
+class AttachedModel(StepLosses):
+    """What is known of a run before its first batch, and who follows it."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.rules = BatchRules()
+        self._requests: dict[Request, None] = {}
+        self._model: nn.Module | None = None
+        self._listed: Sequence[nn.Module] | None = None
+        self._patches = StepPatches()
+        self._loss_outside = False
+        self._needs_loss = True
+        self._gives_positions = False  # where no rank shares a batch
+        self._rule = LayoutRule(settings.layout)
+        self.recorder = StepRecorder(
+            settings.profiled_steps, Path(settings.profile_folder or "profile")
+        )
+        self._listeners: list[Listener] = [self.recorder.note] if settings.profiled_steps else []
+        self.watch = RunWatch(Position(), settings.step_timeout, settings.first_step_timeout)
+        self.progress = Progress(self.watch.position)
+
+    def attach(
+        self, model: nn.Module, options: Mapping[str, Any], *, needs_labels: bool
+    ) -> list[str]:
+        """Swap the model's attention and fix how batches are read; says what was swapped.
+
+        Args:
+            model: the user's module.
+            options: what the mixin declares: ``sequence_dims``, ``label_key``, ``labels``, ``modules``.
+            needs_labels: the run weights a loss by labels.
+
+        Raises:
+            ConfigError: attention that cannot be swapped, or labels of unknown kind.
+        """
+        self._say_if_nothing_is_profiled()
+        settings = self.settings.with_sequence_dims(options.get("sequence_dims") or {})
+        self._patches.end()
+        self._patches = patches_of(model, settings)
+        if not self.enabled:
+            self.rules = BatchRules(sequence_dims=settings.sequence_dims)
+            self._gives_positions = take_positions(hf_models(model))
+            return []
+        self.detach()
+        declared = options.get("labels") or settings.labels
+        self.rules = BatchRules(
+            sequence_dims=settings.sequence_dims,
+            label_key=options.get("label_key") or settings.label_key,
+            labels=label_kind(model, declared, required=needs_labels),
+            padding=settings.padding,
+            reads_masks=bool(hf_models(model)),
+        )
+        self._rule = LayoutRule(settings.layout, expected_mask(model), self._cost_for(model))
+        self._loss_outside = declared != "auto"
+        self._needs_loss = needs_labels
+        self._model = model
+        self._listed = options.get("modules")
+        handle = self._swap(model)
+        return [str(line) for line in handle.report]
+
+    def _swap(self, model: nn.Module) -> SwapHandle:
+        settings = self.settings
+        exchange = settings.attention_exchange
+        handle = swap_attention(model, self.mesh, settings.kernel, self._listed, exchange=exchange)
+        handle.progress = self.watch.position.progress
+        handle.listeners = self._listeners
+        self._handle, self._requests = handle, handle.requests
+        return handle
+
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Tell of every attention call, of models that come later too; returns what ends that."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def follow_progress(self, model: nn.Module) -> None:
+        """A model, wrapped for data parallelism, in which signs of progress are to be seen."""
+        if self.watch.is_on:
+            self.progress.follow(model, attention=self._handle is None)
+
+    def end_watch(self) -> None:
+        """The run is over."""
+        self.watch.stop()
+        self.progress.forget()
+
+    def _say_if_nothing_is_profiled(self) -> None:
+        if self.settings.profiled_steps and self.mesh.cp_size == 1 and self.mesh.data_rank == 0:
+            _log.warning(
+                "profile=%s records nothing: no sample is shared between ranks, so there are no hops.",
+                self.settings.profile,
+            )
+
+    def _cost_for(self, model: nn.Module) -> CostModel:
+        """How dear communication is for the heads that a ring rank has."""
+        heads, size = expected_heads(model), self.mesh.ulysses_size
+        sharing = self.mesh.tp_size
+        if heads is not None and not heads.query % sharing and not heads.kv % sharing:
+            heads = Heads(heads.query // sharing, heads.kv // sharing, heads.dim)
+        if heads is None or heads.query % heads.kv or heads.query % size:
+            return self.cost  # other attention than that one is shared, then
+        return self.cost.with_heads(heads.of_ulysses_rank(size))
+
+    def explain(self) -> str:
+        """Which kernel each kind of attention call got so far, and why each other one did not."""
+        kernel = self.settings.kernel
+        if self.settings.exchange == "ring_flash_attn":
+            return THEIR_KERNELS
+        lines = [explain_kernels(kernel, request) for request in self._requests]
+        return "\n".join(lines) or "no attention call came through context parallelism yet"
+
+    def require_label_kind(self) -> None:
+        """Refuse to train where nothing says how labels are read.
+
+        Raises:
+            ConfigError: saying what to declare.
+        """
+        if self.enabled and self._model is not None and self.rules.labels == "ignore":
+            label_kind(self._model, self.settings.labels, required=True)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """Whose attention is swapped."""
+        return self._model
+
+    def detach(self) -> None:
+        """Give the model its own attention back."""
+        self.recorder.abandon()
+        self._patches.end()
+        if self._handle is not None:
+            self._handle.undo()
+        self._handle = self._part = self._loss = None
