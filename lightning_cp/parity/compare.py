@@ -49,6 +49,8 @@ class Comparison:
     first_rank: float
     """The error of logits on the first rank of each group alone."""
     tolerance: Tolerance
+    documents_isolated: bool = False
+    """One process would not isolate the documents of the batch, and was made to."""
 
     @property
     def is_fault(self) -> bool:
@@ -83,6 +85,7 @@ def compare(
         spread=_spread(alone, mesh),
         first_rank=_relative_norms([first], mesh)[0],
         tolerance=tolerance,
+        documents_isolated=bool(_largest(float(alone.documents_isolated), mesh)),
     )
 
 

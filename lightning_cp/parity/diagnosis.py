@@ -44,9 +44,9 @@ REMEDY = {
         "it the whole sequence: self.unshard(x)."
     ),
     Cause.CROSS_DOCUMENT: (
-        "One process attends across the documents that the batch declares, and ranks do not (or the other "
-        "way round). Have the model take the same documents: a mask in one process, or none declared in the "
-        "batch."
+        "One process takes other documents than ranks do: those that restarting position_ids say, where "
+        "cu_seqlens or segment_ids of the batch declare others. Have them say the same, or take one of them "
+        "out of the batch."
     ),
     Cause.UNKNOWN: "Nothing that is known explains it; the table says where it begins.",
 }

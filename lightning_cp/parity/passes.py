@@ -23,6 +23,8 @@ class Pass:
     """Of a context-parallel one."""
     positions_ignored: bool = False
     """Nothing in the step asked for the positions of its tokens."""
+    documents_isolated: bool = False
+    """Of one process: as the batch declares them, since the model alone does not know them."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,10 @@ def healthy(found: Comparison, tokens: int, seconds: float) -> str:
     worst, size = found.worst, len(found.gradients)
     logits = "not seen" if found.logits is None else f"{found.logits.error:.1e}"
     first = f"{found.gradients[0].error:.1e}" if size else "none"
+    isolated = ", documents isolated as the batch declares them" * found.documents_isolated
     return (
-        f"parity: one process and context parallel agree on {tokens:,} tokens ({found.tolerance.dtype}; loss "
+        f"parity: one process and context parallel agree on {tokens:,} tokens{isolated} "
+        f"({found.tolerance.dtype}; loss "
         f"{found.loss.error:.1e}, logits {logits}, worst of {size} gradients {first}; the nearest to its "
         f"tolerance, {worst.tolerance:.0e}, is {worst.name}; {seconds:.1f} s)"
     )

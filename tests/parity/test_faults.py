@@ -8,7 +8,9 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_cp.errors import ParityError
+from tests.models.steps import Case, make_batch
 from tests.parity import modules
+from tests.parity.test_healthy import HuggingFace
 from tests.pool import expect_on_every_rank
 from tests.strategies.small import HYBRID, RING, ULYSSES, trainer_of
 
@@ -42,8 +44,18 @@ def test_faults_are_named(name: str, cause: str, because: str, settings: dict[st
     expect_on_every_rank(ranks, fit, name, settings, False, error=ParityError, match=match)
 
 
+def fit_packed(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+    """A model whose positions restart where no document begins."""
+    case = Case(batch="declared", use_cache=False)
+    batch = make_batch(case)
+    batch["segment_ids"] = batch["segment_ids"].roll(9, 1).cummax(1).values
+    loader: Any = DataLoader([batch], batch_size=None)  # type: ignore[arg-type]
+    checked = {"parity_check": "first_batch", "labels": "auto", **settings}
+    trainer_of(world_size, checked).fit(HuggingFace(case), loader)
+
+
 @pytest.mark.parametrize("settings", [RING, ULYSSES, HYBRID], ids=["ring", "ulysses", "hybrid"])
-def test_documents_that_one_process_does_not_know(settings: dict[str, Any]) -> None:
+def test_documents_of_which_one_process_knows_others(settings: dict[str, Any]) -> None:
     ranks = settings["ring_size"] * settings["ulysses_size"]
     match = "Likely cause: cross-document attention"
-    expect_on_every_rank(ranks, fit, "Healthy", settings, True, error=ParityError, match=match)
+    expect_on_every_rank(ranks, fit_packed, settings, error=ParityError, match=match)

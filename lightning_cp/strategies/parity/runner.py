@@ -61,8 +61,11 @@ class Runner:
     plain_loss: bool = False
 
     def alone(self, batch: Any, *, backward: bool = True) -> Pass:
-        """The whole batch on this rank, with the model's own attention; without backward, by itself."""
-        with self.core.as_one_process(), same_random_numbers(self.model):
+        """The whole batch on this rank; without backward, by itself.
+
+        Its attention is the model's own, unless documents are to be isolated that the model does not know.
+        """
+        with self.core.alone(batch) as isolated, same_random_numbers(self.model):
             given = with_positions(batch, self.core.rules)
             with recording(self.model, self.core.listen, everything=self.everything) as found:
                 loss = self._loss(self._called(given))
@@ -73,7 +76,9 @@ class Runner:
             found.forget_sources()
             if backward:
                 self._backward(loss)
-        return Pass(loss.detach().double(), self._gradients(), found.events)
+        return Pass(
+            loss.detach().double(), self._gradients(), found.events, documents_isolated=isolated
+        )
 
     def parallel(self, batch: Any) -> Pass:
         """This rank's part of it, as in training.

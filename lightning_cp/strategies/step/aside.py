@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
+import torch
+
+from lightning_cp.batch import ShardedBatch
 from lightning_cp.layout import LayoutChoice
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.models.facts import PositionFacts
+from lightning_cp.models.swap import StepState
 from lightning_cp.profile.recorder import StepRecorder
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.step.attached import AttachedModel
+from lightning_cp.strategies.step.one_rank import whole_on, with_unknown_documents
 
 
 class StepsAside(AttachedModel):
@@ -25,6 +31,20 @@ class StepsAside(AttachedModel):
         self.layout_choice: LayoutChoice | None = None
         """Why the current batch has its layout, with ``layout="auto"``."""
 
+    def _state_of(self, part: ShardedBatch, positions: PositionFacts, cp_rank: int) -> StepState:
+        """What a step on a part of a batch is to know."""
+        return StepState(
+            layout=part.layout,
+            position_ids=part.position_ids,
+            aligned_labels=_copy(part.aligned_labels),
+            labels=_copy(part.labels),
+            valid_local=part.valid[cp_rank],
+            loss_outside=self._loss_outside,
+            positions=positions,
+            labels_read=self.rules.labels,
+            needs_loss=self._needs_loss or self._trains,
+        )
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """A step within is none of the run's: nothing is counted, recorded or said, and all comes back."""
@@ -37,6 +57,24 @@ class StepsAside(AttachedModel):
         finally:
             vars(self).update(kept)
             self._listeners[:] = listeners
+
+    @contextmanager
+    def alone(self, batch: Any) -> Iterator[bool]:
+        """A step on the whole batch within, on this rank by itself: as one process has it.
+
+        Yields:
+            Whether documents of the batch are isolated that the model alone would not isolate.
+        """
+        assert self._handle is not None
+        found = with_unknown_documents(batch, self.rules, self._rule.mask)
+        with self.aside(), self.as_one_process():
+            if found is None:
+                yield False
+                return
+            state = self._state_of(*found, cp_rank=0)
+            state.weighted = True  # by 1: it has all targets
+            with whole_on(self._handle, state):
+                yield True
 
     @contextmanager
     def on_mesh(self, mesh: ContextParallelMesh) -> Iterator[None]:
@@ -68,3 +106,8 @@ _OF_A_STEP = (
     *("recorder", "layout_choice", "_is_aside"),
 )
 """What a step leaves on a core."""
+
+
+def _copy(labels: torch.Tensor | None) -> torch.Tensor | None:
+    """The step may change its own, which is noticed."""
+    return None if labels is None else labels.clone()

@@ -10,13 +10,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_cp.batch import with_positions
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import LayoutChoice
-from lightning_cp.models.swap import StepState
 from lightning_cp.named_ranges import named
 from lightning_cp.strategies.step.aside import StepsAside
 from lightning_cp.strategies.step.sharding import shard_agreed, shared_with
@@ -82,20 +80,7 @@ class ContextParallelCore(StepsAside):
                 "a context-parallel step began without a sharded batch. Let the strategy move the "
                 "batch (do not override transfer with a step that takes dataloader_iter)."
             )
-        part = self._part
-        self._handle.activate(
-            StepState(
-                layout=part.layout,
-                position_ids=part.position_ids,
-                aligned_labels=_copy(part.aligned_labels),
-                labels=_copy(part.labels),
-                valid_local=part.valid[self.mesh.cp_rank],
-                loss_outside=self._loss_outside,
-                positions=self._positions,
-                labels_read=self.rules.labels,
-                needs_loss=self._needs_loss or self._trains,
-            )
-        )
+        self._handle.activate(self._state_of(self._part, self._positions, self.mesh.cp_rank))
         self._patches.begin()
 
     def check_step(self) -> None:
@@ -136,8 +121,3 @@ _NO_POSITIONS = (
     "batch['position_ids'], or from ContextParallelMixin.token_positions, which works for batches that are "
     "no dict too; a model without positions is fine."
 )
-
-
-def _copy(labels: torch.Tensor | None) -> torch.Tensor | None:
-    """The step may change its own, which is noticed."""
-    return None if labels is None else labels.clone()

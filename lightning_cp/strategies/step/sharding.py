@@ -98,7 +98,7 @@ def shard_agreed(
         warnings.warn("a batch has no valid label at all: it adds nothing.", stacklevel=2)
     part = shard_batch(whole, layout, mesh.cp_rank, rules, valid)
     told = choice if rule.kind == "auto" else None
-    return Sharding(part, _position_facts(whole, layout), empty > 0, targets, told)
+    return Sharding(part, position_facts_of(whole, layout), empty > 0, targets, told)
 
 
 def shared_with(batch: Any, before: ShardedBatch | None) -> list[str]:
@@ -121,7 +121,8 @@ def _refuse_sharded(whole: WholeBatch, before: ShardedBatch | None) -> None:
         )
 
 
-def _position_facts(whole: WholeBatch, layout: SequenceLayout) -> PositionFacts:
+def position_facts_of(whole: WholeBatch, layout: SequenceLayout) -> PositionFacts:
+    """How the positions of a whole batch run, if it brings any."""
     if "position_ids" not in whole.dims:
         return position_facts(None, layout)
     positions = dict(tensors_of(whole.batch))["position_ids"]
