@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from lightning_cp.comm.reduce import all_max, all_sum
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.parity.events import Event
+from lightning_cp.parity.gradients import gradient_errors
 from lightning_cp.parity.passes import Part, Pass
+from lightning_cp.parity.sums import largest, ratio
 from lightning_cp.parity.tolerance import Tolerance
-
-FLOOR = 1e-3
-"""Of a gradient's size, over that of an average parameter: smaller ones are compared with this."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,12 @@ class Comparison:
     @property
     def is_fault(self) -> bool:
         every = (self.loss, *self.gradients, *([self.logits] if self.logits else []))
-        return any(one.is_fault for one in every) or self.spread > self.tolerance.loss
+        return any(one.is_fault for one in every) or self.is_spread
+
+    @property
+    def is_spread(self) -> bool:
+        """Ranks that share a sample do not have one process's loss alike."""
+        return self.spread > self.tolerance.loss
 
     @property
     def worst(self) -> Difference:
@@ -69,7 +73,7 @@ def compare(
 ) -> Comparison:
     """Compare what ranks hold; all of the ``loss`` group come here together."""
     assert parallel.part is not None
-    errors = _gradient_errors(alone, parallel, mesh)
+    errors = gradient_errors(alone, parallel, mesh)
     gradients = tuple(
         Difference(name, error, tolerance.gradient) for name, error in errors.by_name.items()
     )
@@ -85,12 +89,60 @@ def compare(
         spread=_spread(alone, mesh),
         first_rank=_relative_norms([first], mesh)[0],
         tolerance=tolerance,
-        documents_isolated=bool(_largest(float(alone.documents_isolated), mesh)),
+        documents_isolated=bool(largest(float(alone.documents_isolated), mesh)),
     )
+
+
+def tokens_agree(
+    alone: Pass, parallel: Pass, mesh: ContextParallelMesh, tolerance: Tolerance
+) -> bool | None:
+    """Whether most tokens' gradients at the last output are one process's, but for one factor of a rank.
+
+    Returns:
+        ``None`` if there is no such output on some rank.
+    """
+    assert parallel.part is not None
+    a, p = alone.at_output, parallel.at_output
+    pair = None if a is None or p is None else parallel.part.by_token(a, p)
+    if largest(float(pair is None), mesh):
+        return None
+    assert pair is not None
+    whole, own = (x.reshape(-1, x.shape[-1]) for x in pair)
+    kept = whole.abs().sum(-1) > 0
+    if not bool(kept.any()):
+        return not largest(0.0, mesh)
+    whole, own = whole[kept], own[kept]
+    # The median token's, as those at seams have another target or none.
+    factor = ((own * whole).sum(-1) / whole.square().sum(-1)).median()
+    apart = (own - factor * whole).norm(dim=-1) / (factor * whole).norm(dim=-1)
+    differs = float(apart.nan_to_num(1.0).median()) > tolerance.gradient
+    return not largest(float(differs), mesh)
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A whole tensor's part, and this rank's own."""
+
+
+def allowing(found: Comparison, rounded: Comparison) -> Comparison:
+    """The same differences, each allowed as far as rounding alone moves that tensor in one process."""
+    moved = {one.name: MARGIN * one.error for one in rounded.gradients}
+
+    def allowed(one: Difference, by: float) -> Difference:
+        return replace(one, tolerance=max(one.tolerance, by if by < float("inf") else 0.0))
+
+    logits = found.logits
+    if logits is not None and rounded.logits is not None:
+        logits = allowed(logits, MARGIN * rounded.logits.error)
+    return replace(
+        found,
+        loss=allowed(found.loss, MARGIN * rounded.loss.error),
+        logits=logits,
+        gradients=tuple(allowed(one, moved.get(one.name, 0.0)) for one in found.gradients),
+    )
+
+
+MARGIN = 2
+"""Times what one draw of other rounding does."""
 
 
 def logits_of(alone: Sequence[Event], parallel: Sequence[Event], part: Part) -> Pair | None:
@@ -129,32 +181,25 @@ def first_deviation(
 
 def _relative_norms(pairs: Sequence[Pair | None], mesh: ContextParallelMesh) -> list[float]:
     """Over all ranks, |own - whole| / |whole| of each; ranks may have had more calls than others."""
-    most = int(_largest(float(len(pairs)), mesh))
+    most = int(largest(float(len(pairs)), mesh))
     sums = torch.zeros(most, 2, dtype=torch.float64)
     for at, pair in enumerate(pairs):
         if pair is not None:
             whole, own = pair
             sums[at, 0], sums[at, 1] = (own - whole).square().sum(), whole.square().sum()
     total = all_sum(sums, mesh.control_group(Flat.LOSS))
-    return [_ratio(float(a), float(b)) for a, b in total.tolist()[: len(pairs)]]
+    return [ratio(float(a), float(b)) for a, b in total.tolist()[: len(pairs)]]
 
 
 def _anywhere(pair: Pair | None, mesh: ContextParallelMesh) -> bool:
-    return bool(_largest(float(pair is not None), mesh))
-
-
-def _ratio(square: float, of: float) -> float:
-    if square == 0.0:
-        return 0.0
-    ratio = (square / of) ** 0.5 if of else float("inf")
-    return ratio if ratio == ratio else float("inf")
+    return bool(largest(float(pair is not None), mesh))
 
 
 def _loss_error(alone: Pass, parallel: Pass, mesh: ContextParallelMesh) -> float:
     """The largest of all groups."""
     a, b = float(parallel.loss), float(alone.loss)
     own = 0.0 if a == b else abs(a - b) / abs(b) if b else float("inf")
-    return _largest(own if own == own else float("inf"), mesh)
+    return largest(own if own == own else float("inf"), mesh)
 
 
 def _spread(alone: Pass, mesh: ContextParallelMesh) -> float:
@@ -162,61 +207,4 @@ def _spread(alone: Pass, mesh: ContextParallelMesh) -> float:
     own, group = alone.loss.double().cpu().reshape(1), mesh.control_group(Flat.CP)
     high, low = float(all_max(own, group)), -float(all_max(-own, group))
     apart = (high - low) / max(abs(high), abs(low)) if high != low else 0.0
-    return _largest(apart if apart == apart else float("inf"), mesh)
-
-
-def _largest(value: float, mesh: ContextParallelMesh) -> float:
-    own = torch.tensor([value], dtype=torch.float64)
-    return float(all_max(own, mesh.control_group(Flat.LOSS)))
-
-
-@dataclass(frozen=True)
-class _Errors:
-    by_name: dict[str, float]
-    factor: float
-    residual: float
-
-
-def _gradient_errors(alone: Pass, parallel: Pass, mesh: ContextParallelMesh) -> _Errors:
-    """Sums over ranks count a replicated gradient several times, in numerator and denominator alike."""
-    names = sorted(alone.gradients.keys() | parallel.gradients.keys())
-    unit = _largest(max((_size(x) for x in alone.gradients.values()), default=0.0), mesh) or 1.0
-    sums = torch.zeros(len(names), 5, dtype=torch.float64)
-    for at, name in enumerate(names):
-        sums[at] = _sums(alone.gradients.get(name), parallel.gradients.get(name), unit)
-    found = all_sum(sums, mesh.control_group(Flat.LOSS))
-    difference, reference, own, product, count = found.unbind(1)
-    mean = float(reference.sum() / count.sum().clamp(min=1))
-    floors = (FLOOR**2) * mean * count
-    by_name = {
-        name: _ratio(float(difference[at]), max(float(reference[at]), float(floors[at])))
-        for at, name in enumerate(names)
-    }
-    whole = float(reference.sum())
-    factor = float(product.sum()) / whole if whole else float("nan")
-    left = float(own.sum()) - 2 * factor * float(product.sum()) + factor**2 * whole
-    return _Errors(by_name, factor, _ratio(max(left, 0.0), whole * factor**2))
-
-
-def _size(x: torch.Tensor) -> float:
-    return float(x.abs().max()) if x.numel() else 0.0
-
-
-def _sums(alone: torch.Tensor | None, parallel: torch.Tensor | None, unit: float) -> torch.Tensor:
-    """|p - a|^2, |a|^2, |p|^2, a p, and how many numbers; a gradient that is not there is zeros.
-
-    In squares of ``unit``, the largest number of all, so that none of them overflows.
-    """
-    given = alone if alone is not None else parallel
-    assert given is not None
-    a = torch.zeros_like(given).double() if alone is None else alone.double() / unit
-    p = torch.zeros_like(given).double() if parallel is None else parallel.double() / unit
-    return torch.stack(
-        [
-            (p - a).square().sum(),
-            a.square().sum(),
-            p.square().sum(),
-            (a * p).sum(),
-            a.new_tensor(a.numel()),
-        ]
-    ).cpu()
+    return largest(apart if apart == apart else float("inf"), mesh)

@@ -16,6 +16,7 @@ class Cause(Enum):
     DIFFERENT_DATA = "different data inside the cp group"
     UNSCALED_LOSS = "unscaled loss"
     LOCAL_LABELS = "local labels"
+    NO_MEAN = "a loss that is no mean over targets"
     LOCAL_POSITIONS = "local positions"
     MIXES_THE_SEQUENCE = "a module that mixes the sequence"
     CROSS_DOCUMENT = "cross-document attention"
@@ -34,6 +35,11 @@ REMEDY = {
     Cause.LOCAL_LABELS: (
         "Do not shift or cut labels in the step: a rank's last token has its target on another rank. Shift "
         "in the dataset and declare labels='aligned', or take batch['shift_labels']."
+    ),
+    Cause.NO_MEAN: (
+        "The strategy weighs each rank's loss by its targets, which is exact for means over them. Terms that "
+        "are none, such as a router's balance or a ratio of sums, would have to see all tokens: gather what "
+        "they are made of by self.unshard(x), or leave them out."
     ),
     Cause.LOCAL_POSITIONS: (
         "Take positions from batch['position_ids'] or self.token_positions(x), which are global, and not "
@@ -79,6 +85,8 @@ class Evidence:
     experiments: Mapping[str, Comparison | str]
     """By name; a text says why one could not be made."""
     positions_ignored: bool
+    tokens_agree: bool | None = None
+    """Most tokens' gradients at the last output are right, but for a factor; ``None``: not known."""
 
     def cures(self, name: str) -> bool:
         """Whether the difference is gone in that experiment."""
@@ -108,7 +116,7 @@ class Diagnosis:
 def diagnose(found: Evidence) -> Diagnosis:
     """The cause that explains all that was found; never a guess."""
     base = found.base
-    if base.spread > base.tolerance.loss:
+    if base.is_spread:
         return Diagnosis(
             Cause.DIFFERENT_DATA,
             f"the same batch, whole on every rank, has losses that are {base.spread:.1e} apart on the ranks "
@@ -128,10 +136,16 @@ def _of_the_loss(found: Evidence) -> Diagnosis:
             Cause.UNSCALED_LOSS,
             f"logits agree, and all gradients are {base.factor:.4g} times those of one process",
         )
-    if found.cures(PLAIN_LOSS):
+    if found.cures(PLAIN_LOSS) and found.tokens_agree is not False:
         return Diagnosis(
             Cause.LOCAL_LABELS,
             "logits agree, and with a loss that takes no labels gradients do too",
+        )
+    if found.cures(PLAIN_LOSS):
+        return Diagnosis(
+            Cause.NO_MEAN,
+            "logits agree, with their mean square for a loss gradients do too, and with the step's own loss "
+            "those of most tokens differ, not of a rank's last ones alone",
         )
     return Diagnosis(Cause.UNKNOWN, "logits agree, and gradients do not, with any loss")
 

@@ -66,10 +66,18 @@ class Recording:
         outputs = (event.source for event in reversed(self.events))
         return next((x for x in outputs if x is not None and x.dim() == 3), None)
 
-    def forget_sources(self) -> None:
-        """Let go of the graph."""
+    def follow_last(self) -> None:
+        """Have backward leave the gradient that comes to the last output."""
+        last = self.last_output() if self.everything else None
+        if last is not None:
+            last.retain_grad()
+
+    def end(self) -> torch.Tensor | None:
+        """Let go of the graph; the gradient that came to the last output."""
+        last = self.last_output() if self.everything else None
         for event in self.events:
             event.source = None
+        return None if last is None or last.grad is None else last.grad.to("cpu")
 
     def note_attention(self, *_: Any) -> None:
         """A call of attention: a listener of the swap."""

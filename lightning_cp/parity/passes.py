@@ -25,6 +25,12 @@ class Pass:
     """Nothing in the step asked for the positions of its tokens."""
     documents_isolated: bool = False
     """Of one process: as the batch declares them, since the model alone does not know them."""
+    at_output: torch.Tensor | None = None
+    """The gradient that came to the last output [B, L, any], where everything is recorded."""
+    drawn: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """Where the CPU's source of random numbers stood at its end."""
+    drawn_on_cuda: bool = False
+    """Random numbers were drawn there."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +46,18 @@ class Part:
     def of_whole(
         self, whole: torch.Tensor, local: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rows of real tokens, [tokens, any], of a whole tensor and of this rank's.
+        """Numbers of real tokens of a whole tensor and of this rank's, flat.
 
         Returns:
             ``None`` if the shapes are not those of one tensor of the sequence.
         """
+        pair = self.by_token(whole, local)
+        return None if pair is None else (pair[0].flatten(), pair[1].flatten())
+
+    def by_token(
+        self, whole: torch.Tensor, local: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The same, of which the first dimension, or two, are real tokens."""
         whole, local = self._by_rows(whole, local)
         dim = self._sequence_dim(whole, local)
         if dim is None:
@@ -77,6 +90,8 @@ class Part:
         differing = [
             i for i, (a, b) in enumerate(zip(whole.shape, local.shape, strict=True)) if a != b
         ]
+        if not differing and self.layout.cp_size == 1 and self.layout.seq_len in whole.shape:
+            return whole.shape.index(self.layout.seq_len)
         if len(differing) != 1:
             return None
         (dim,) = differing
@@ -113,5 +128,5 @@ def plain_loss(
 
 
 def _rows(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """[L, any] or [L, B, any], of the tokens to be kept, flat otherwise."""
-    return x[keep].double().flatten()
+    """Of [L, any] or [L, B, any] the tokens to be kept."""
+    return x[keep].double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -29,10 +30,25 @@ def prefix_of(batch: Any, rules: BatchRules, tokens: int, divisor: int) -> Any:
     """
     whole = read_batch(batch, rules, needs_labels=False)
     length = max(tokens // max(1, whole.rows), divisor)
+    if not rules.padding:
+        length = _as_divisible(length, whole.seq_len, divisor)
     if length >= whole.seq_len:
         return batch
     start = _first_with_targets(whole, length)
     return map_tensors(batch, lambda name, x: _cut(name, x, whole, start, length))
+
+
+def _as_divisible(length: int, seq_len: int, divisor: int) -> int:
+    """At most ``length``, and a multiple of as much as the whole is one of: nothing may be padded."""
+    unit = math.gcd(seq_len, divisor * MOST)
+    while unit > length and unit % 2 == 0:
+        unit //= 2
+    shorter = length // unit * unit
+    return shorter if shorter >= divisor else length
+
+
+MOST = 64
+"""Chunks that a rank's tokens are made of, at most."""
 
 
 def _first_with_targets(whole: WholeBatch, length: int) -> int:

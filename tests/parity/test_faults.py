@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from lightning_cp.errors import ParityError
@@ -59,3 +60,49 @@ def test_documents_of_which_one_process_knows_others(settings: dict[str, Any]) -
     ranks = settings["ring_size"] * settings["ulysses_size"]
     match = "Likely cause: cross-document attention"
     expect_on_every_rank(ranks, fit_packed, settings, error=ParityError, match=match)
+
+
+def fit_rounded(rank: int, world_size: int, name: str, precision: str) -> None:
+    module = getattr(modules, name)(torch.float32)
+    loader: Any = DataLoader(modules.rows(4), batch_size=2)  # type: ignore[arg-type]
+    settings = {"parity_check": "first_batch", **RING}
+    trainer_of(world_size, settings, precision=precision).fit(module, loader)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("name", ["Summed", "CountedHere", "ShiftedHere", "Mixed"])
+def test_faults_are_no_rounding(name: str, precision: str) -> None:
+    """What rounding alone does is allowed, and no more."""
+    cause = {given: cause for given, cause, _ in FAULTS}[name]
+    match = f"Likely cause: {cause}"
+    expect_on_every_rank(2, fit_rounded, name, precision, error=ParityError, match=match)
+
+
+def fit_apart(rank: int, world_size: int) -> None:
+    """One data rank has padding, the other documents."""
+    rows, first = modules.rows(2), rank < 2
+    for row in rows:
+        row["attention_mask"] = (torch.arange(modules.LENGTH) < (40 if first else 48)).long()
+        row["segment_ids"] = (torch.arange(modules.LENGTH) >= (48 if first else 19)).long()
+    loader: Any = DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+    settings = {"parity_check": "first_batch", "data_parallel_size": 2, **RING}
+    trainer_of(world_size, settings).fit(modules.Summed(), loader)
+
+
+def test_data_ranks_that_have_other_batches() -> None:
+    match = "(?s)no padding  .*(differs|agrees).*Likely cause: unscaled loss"
+    expect_on_every_rank(4, fit_apart, error=ParityError, match=match)
+
+
+def fit_long(rank: int, world_size: int, name: str) -> None:
+    rows = [{key: x.repeat(15) for key, x in row.items()} for row in modules.rows(2)]
+    module = getattr(modules, name)()
+    module.places = torch.nn.Embedding(15 * modules.LENGTH, modules.FEATURES)
+    loader: Any = DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+    trainer_of(world_size, {"parity_check": "first_batch", **RING}).fit(module, loader)
+
+
+def test_a_cause_is_looked_for_in_few_tokens() -> None:
+    """All that passes through modules is kept meanwhile."""
+    match = r"(?s)parity check on 512 tokens.*Likely cause: local positions"
+    expect_on_every_rank(2, fit_long, "CountedHere", error=ParityError, match=match)

@@ -1,41 +1,24 @@
-"""The parity check: a step on one process and context parallel; where they differ, why."""
+"""The parity check: a step on one process and context parallel, and what is no fault of it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from lightning_cp.batch import read_batch
-from lightning_cp.comm.reduce import all_sum
-from lightning_cp.errors import ConfigError, ParityError, ShapeError
-from lightning_cp.mesh import Flat
-from lightning_cp.parity.compare import Comparison, compare, first_deviation
-from lightning_cp.parity.diagnosis import (
-    CONTIGUOUS,
-    NO_PACKING,
-    NO_PADDING,
-    PLAIN_LOSS,
-    Beginning,
-    Evidence,
-    diagnose,
-)
-from lightning_cp.parity.events import Event
-from lightning_cp.parity.passes import Pass
-from lightning_cp.parity.prefix import (
-    prefix_of,
-    with_another_first_token,
-    without_documents,
-    without_padding,
-)
-from lightning_cp.parity.report import healthy, ill
-from lightning_cp.parity.tolerance import Tolerance, tolerance_of
-from lightning_cp.strategies.parity.modes import other_modes
+from lightning_cp.batch.documents import padding_mask_of
+from lightning_cp.containers import tensors_of
+from lightning_cp.errors import ParityError
+from lightning_cp.layout import SequenceLayout
+from lightning_cp.parity.compare import Comparison, allowing
+from lightning_cp.parity.passes import Part, Pass
+from lightning_cp.parity.prefix import prefix_of
+from lightning_cp.parity.report import healthy
+from lightning_cp.strategies.parity.comparing import Comparing
+from lightning_cp.strategies.parity.explain import Explaining
 from lightning_cp.strategies.parity.runner import CannotRun, Runner
-from lightning_cp.strategies.parity.untouched import untouched
 
 
 @dataclass
@@ -57,144 +40,76 @@ class ParityCheck:
             ConfigError: as a step of training does.
         """
         started = time.monotonic()
-        core = self.runner.core
-        divisor = 4 * core.mesh.cp_size
-        part = self._prefix(batch, divisor)
-        with untouched(self.runner.model):
-            self._require_step(part)
-            base = self._compared(part)
-            if base.is_fault and self.runner.wide is not None:
-                # Rounding may change what a model chooses (experts): without autocast it does not.
-                step = self.runner.wide
-                self.runner = replace(self.runner, step=step, wide=None, dtypes=frozenset())
-                base = self._compared(part)
-            if base.is_fault:
-                raise ParityError(self._explained(part, base))
-        return healthy(base, _count(part, core), time.monotonic() - started)
+        part = self._prefix(batch, self.tokens)
+        base = self._base(part)
+        if base.is_fault:
+            raise ParityError(Explaining(self.runner).explain(*self._shortest(part, base)))
+        return healthy(base, self.runner.count(part), time.monotonic() - started)
 
-    def _prefix(self, batch: Any, divisor: int) -> Any:
+    def _prefix(self, batch: Any, tokens: int) -> Any:
         """The window to be looked at; a batch that cannot be read is refused when it is sharded."""
-        part = error = None
+        core, part, told = self.runner.core, None, None
         try:
-            part = prefix_of(batch, self.runner.core.rules, self.tokens, divisor)
+            part = prefix_of(batch, core.rules, tokens, 4 * core.mesh.cp_size)
         except Exception as refused:  # any: on one rank, maybe
-            error = refused
-        self._together(error, "its batch cannot be cut")
+            told = f"{type(refused).__name__}: {refused}"
+        self.runner.require(told, "its batch cannot be cut")
         return part
 
-    def _together(self, error: BaseException | None, what: str) -> None:
-        """Leave the check out on all ranks, if one cannot make it."""
-        group = self.runner.core.mesh.control_group(Flat.LOSS)
-        if int(all_sum(torch.tensor([int(error is not None)]), group)):
-            told = f"{type(error).__name__}: {error}" if error is not None else "on another rank"
-            raise CannotRun(f"{what} ({told})")
+    def _base(self, batch: Any) -> Comparison:
+        """Where the step differs, what chance and rounding do to it is no fault."""
+        comparing = Comparing(self.runner)
+        alone, parallel = comparing.both(batch)
+        base = comparing.of(alone, parallel)
+        if not base.is_fault or base.is_spread:
+            return base
+        if self.runner.wide is not None:  # rounding does less without autocast
+            step = self.runner.wide
+            self.runner = replace(self.runner, step=step, wide=None, dtypes=frozenset())
+            return self._base(batch)
+        self._require_no_noise(batch, alone, parallel)
+        for draw in range(ROUNDINGS):
+            other = replace(self.runner, rounding=draw).alone(batch)
+            base = allowing(base, comparing.of(alone, self._on_one_rank(other, batch)))
+            if not base.is_fault:
+                break
+        return base
 
-    def _require_step(self, batch: Any) -> None:
-        """A step that fails on a part of a batch cannot be compared.
+    def _require_no_noise(self, batch: Any, alone: Pass, parallel: Pass) -> None:
+        """A step that draws numbers for its tokens draws others where it has others.
 
         Raises:
-            ConfigError: it has failed between ranks that gather parameters, which cannot go on.
+            CannotRun: they decide what its loss is.
         """
-        error: Exception | None = None
+        unlike = alone.drawn_on_cuda or not torch.equal(alone.drawn, parallel.drawn)
+        if not self.runner.anywhere(unlike):
+            return
+        other = replace(self.runner, seed=1).alone(batch)
+        told = None if torch.equal(other.loss, alone.loss) else "others give another loss"
+        what = "the step draws random numbers for its tokens, and a rank has other ones"
+        self.runner.require(told, what)
+
+    def _on_one_rank(self, alone: Pass, batch: Any) -> Pass:
+        """To be compared with another pass of the kind."""
+        whole = self.runner.core.read(batch)
+        layout = SequenceLayout(whole.seq_len, 1, 1, "contiguous")
+        real = padding_mask_of(dict(tensors_of(batch)))
+        return replace(alone, part=Part(layout, 0, whole.rows, real))
+
+    def _shortest(self, batch: Any, base: Comparison) -> tuple[Any, Comparison]:
+        """Few tokens that show the difference too: all that passes through modules is kept for them."""
+        if not self.runner.anywhere(self.runner.count(batch) > FEW):
+            return batch, base
+        part = self._prefix(batch, FEW)
         try:
-            self.runner.alone(batch, backward=False)
-        except Exception as failed:  # any: it is the user's
-            error = failed
-            if self.runner.engine.shards and not isinstance(failed, CannotRun):
-                raise ConfigError(
-                    f"the parity check ran the step on {_count(batch, self.runner.core)} tokens of its "
-                    f"batch, and it failed: {type(failed).__name__}: {failed}. If it does not fail in "
-                    "training, say parity_check='off', or raise parity_tokens."
-                ) from failed
-        self._together(error, f"the step fails on {_count(batch, self.runner.core)} tokens")
-
-    def _compared(self, batch: Any, runner: Runner | None = None) -> Comparison:
-        runner = runner or self.runner
-        alone = runner.alone(batch)
-        finite = all(bool(x.isfinite().all()) for x in (alone.loss, *alone.gradients.values()))
-        error = None if finite else ArithmeticError("NaN or inf in its loss or gradients")
-        self._together(error, "one process cannot be compared with")
-        return compare(alone, runner.parallel(batch), runner.core.mesh, self._tolerance)
-
-    @property
-    def _tolerance(self) -> Tolerance:
-        own = {p.dtype for p in self.runner.model.parameters()}
-        return tolerance_of(own | self.runner.dtypes)
-
-    def _explained(self, batch: Any, base: Comparison) -> str:
-        core = self.runner.core
-        beginning, ignored = self._beginning(batch)
-        made = self._experiments(batch)
-        diagnosis = diagnose(Evidence(base, beginning, made, ignored))
-        return ill(base, made, diagnosis, _count(batch, core))
-
-    def _beginning(self, batch: Any) -> tuple[Beginning | None, bool]:
-        runner = replace(self.runner, everything=True)
-        alone, parallel = runner.alone(batch), runner.parallel(batch)
-        event = first_deviation(alone, parallel, runner.core.mesh, self._tolerance)
-        if event is None:
-            return None, parallel.positions_ignored
-        before = parallel.events[: parallel.events.index(event)]
-        attention = [at for at, one in enumerate(before) if one.kind == "attention"]
-        agreed = [at for at, one in enumerate(before) if one.tensor is not None]
-        behind = bool(attention) and (not agreed or attention[-1] > agreed[-1])
-        matters = None if attention else self._other_tokens_matter(runner, batch, alone, event)
-        return Beginning(event, behind, matters), parallel.positions_ignored
-
-    def _other_tokens_matter(
-        self, runner: Runner, batch: Any, alone: Pass, event: Event
-    ) -> bool | None:
-        """Whether another first token changes the tensor at other tokens, in one process."""
-        changed = with_another_first_token(batch, runner.core.rules)
-        other = runner.alone(changed)
-        known = {one.key: one.tensor for one in other.events}
-        mine = {one.key: one.tensor for one in alone.events}
-        a, b = mine.get(event.key), known.get(event.key)
-        if a is None or b is None or a.shape != b.shape:
-            return None
-        length = read_batch(batch, runner.core.rules, needs_labels=False).seq_len
-        dims = [dim for dim, size in enumerate(a.shape) if size == length]
-        if not dims:
-            return None
-        differs = (a != b).movedim(dims[0], 0)[1:].any()
-        return bool(differs)
-
-    def _experiments(self, batch: Any) -> dict[str, Comparison | str]:
-        core = self.runner.core
-        tries: dict[str, Callable[[], Comparison | str]] = {
-            name: (lambda other=other: self._in_mode(other, batch))
-            for name, other in other_modes(core).items()
-        }
-
-        def of(changed: Any | None, why: str) -> Callable[[], Comparison | str]:
-            if changed is None:
-                return lambda: why
-            return lambda: self._compared(changed)
-
-        tries[NO_PADDING] = of(without_padding(batch), "nothing is padded")
-        tries[NO_PACKING] = of(without_documents(batch, core.rules), "nothing is packed")
-        tries[PLAIN_LOSS] = lambda: self._compared(batch, replace(self.runner, plain_loss=True))
-        tries[CONTIGUOUS] = lambda: self._contiguous(batch)
-        return {name: _tried(attempt) for name, attempt in tries.items()}
-
-    def _in_mode(self, mode: Any, batch: Any) -> Comparison | str:
-        if isinstance(mode, str):
-            return mode
-        with mode():
-            return self._compared(batch)
-
-    def _contiguous(self, batch: Any) -> Comparison:
-        with self.runner.core.with_layout("contiguous"):
-            return self._compared(batch)
+            shorter = self._base(part)
+        except CannotRun:
+            return batch, base
+        return (part, shorter) if shorter.is_fault else (batch, base)
 
 
-def _tried(attempt: Callable[[], Comparison | str]) -> Comparison | str:
-    try:
-        return attempt()
-    except (ConfigError, ShapeError, CannotRun) as error:
-        return f"not possible: {str(error).split('. ')[0]}"
+FEW = 512
+"""Tokens, all rows together, that a difference is looked for in."""
 
-
-def _count(batch: Any, core: Any) -> int:
-    whole = read_batch(batch, core.rules, needs_labels=False)
-    return whole.rows * whole.seq_len
+ROUNDINGS = 3
+"""Draws of other rounding: one of them may miss a choice that is nearly even."""

@@ -10,18 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_cp.batch import with_positions
 from lightning_cp.batch.documents import padding_mask_of
 from lightning_cp.comm.agreement import agree
 from lightning_cp.comm.local import local_part
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.containers import tensors_of
+from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import Flat
 from lightning_cp.parity.events import Recording, recording
 from lightning_cp.parity.passes import Part, Pass, plain_loss
 from lightning_cp.strategies.engines import Engine
 from lightning_cp.strategies.engines.averages import average_present
-from lightning_cp.strategies.parity.untouched import same_random_numbers
+from lightning_cp.strategies.parity.rounding import rounded_otherwise
+from lightning_cp.strategies.parity.untouched import Drawn, untouched
+from lightning_cp.strategies.parity.whole import as_one_process_has_it, copied
 from lightning_cp.strategies.step.core import ContextParallelCore
 
 Step = Callable[[Any], Any]
@@ -47,6 +49,8 @@ class Runner:
         unsynced: while within, wrappers of the engine leave gradients on their ranks.
         everything: records what passes through all modules, for where a difference begins.
         plain_loss: instead of the step's own loss, the mean square of the last output along the sequence.
+        seed: added to the run's: other random numbers.
+        rounding: of the draws of what is rounded otherwise in every module; ``None``: nothing.
     """
 
     core: ContextParallelCore
@@ -59,26 +63,86 @@ class Runner:
     unsynced: Callable[[], AbstractContextManager[Any]] = nullcontext
     everything: bool = False
     plain_loss: bool = False
+    seed: int | None = None
+    rounding: int | None = None
 
-    def alone(self, batch: Any, *, backward: bool = True) -> Pass:
-        """The whole batch on this rank; without backward, by itself.
+    def alone(self, batch: Any) -> Pass:
+        """The whole batch on this rank.
 
         Its attention is the model's own, unless documents are to be isolated that the model does not know.
+
+        Raises:
+            CannotRun: on every rank, if the step fails on one.
+            ConfigError: it has failed between ranks that gather parameters, which cannot go on.
         """
-        with self.core.alone(batch) as isolated, same_random_numbers(self.model):
-            given = with_positions(batch, self.core.rules)
-            with recording(self.model, self.core.listen, everything=self.everything) as found:
-                loss = self._loss(self._called(given))
-            if self.plain_loss:
-                real = padding_mask_of(dict(tensors_of(batch)))
-                x = _last(found)
-                loss = plain_loss(x, None, real, x.shape[1])
-            found.forget_sources()
-            if backward:
-                self._backward(loss)
+        with (
+            self.core.alone(batch) as isolated,
+            untouched(self.model, seed=self.seed),
+            Drawn(self.model) as drawn,
+        ):
+            loss, found = self._together(batch, lambda: self._forward_alone(batch))
+            self._together(batch, lambda: self._backward(loss))
+            self._average()
+            gradients, at_output = self._gradients(), found.end()
         return Pass(
-            loss.detach().double(), self._gradients(), found.events, documents_isolated=isolated
+            *(loss.detach().double(), gradients, found.events),
+            documents_isolated=isolated,
+            at_output=at_output,
+            drawn=drawn.on_cpu,
+            drawn_on_cuda=drawn.on_cuda,
         )
+
+    def _forward_alone(self, batch: Any) -> tuple[torch.Tensor, Recording]:
+        given = as_one_process_has_it(batch, self.core.rules)
+        with (
+            recording(self.model, self.core.listen, everything=self.everything) as found,
+            rounded_otherwise(self.model, self.rounding),
+        ):
+            loss = self._loss(self._called(given))
+        if self.plain_loss:
+            x = _last(found)
+            loss = plain_loss(x, None, padding_mask_of(dict(tensors_of(batch))), x.shape[1])
+        found.follow_last()
+        return loss, found
+
+    def _together(self, batch: Any, run: Callable[[], Any]) -> Any:
+        """What one rank cannot do is left out on all."""
+        result = told = None
+        try:
+            result = run()
+        except CannotRun as refused:
+            told = str(refused)
+        except Exception as failed:  # any: it is the user's
+            told = f"{type(failed).__name__}: {failed}"
+            if self.engine.shards:
+                other = "lower" if isinstance(failed, torch.OutOfMemoryError) else "raise"
+                raise ConfigError(
+                    f"the parity check ran the step on {self.count(batch)} tokens of its batch, and it "
+                    f"failed: {told}. If it does not fail in training, say parity_check='off', or {other} "
+                    "parity_tokens."
+                ) from failed
+        self.require(told, f"the step fails on {self.count(batch)} tokens")
+        return result
+
+    def require(self, told: str | None, what: str) -> None:
+        """Leave the check out on all ranks, if one cannot make it.
+
+        Args:
+            told: why; ``None`` where all is well on this rank.
+            what: cannot be done then.
+        """
+        if self.anywhere(told is not None):
+            raise CannotRun(f"{what} ({'on another rank' if told is None else told})")
+
+    def anywhere(self, here: bool) -> bool:
+        """Whether it is so on any rank: data ranks have batches of their own, and run passes together."""
+        group = self.core.mesh.control_group(Flat.LOSS)
+        return bool(int(all_sum(torch.tensor([int(here)]), group)))
+
+    def count(self, batch: Any) -> int:
+        """Tokens of a batch, all rows together."""
+        whole = self.core.read(batch)
+        return whole.rows * whole.seq_len
 
     def parallel(self, batch: Any) -> Pass:
         """This rank's part of it, as in training.
@@ -87,21 +151,27 @@ class Runner:
             ConfigError: as a step of training does.
         """
         core = self.core
-        with core.aside(), same_random_numbers(self.model):
-            local = core.shard(batch, needs_labels=True)
+        with core.aside(), untouched(self.model, seed=self.seed), Drawn(self.model) as drawn:
+            local = core.shard(copied(batch), needs_labels=True)
             assert core.part is not None
             part = Part(core.part.layout, core.mesh.cp_rank, core.part.rows, core.part.padding_mask)
             core.begin_step()
             try:
                 scaled, shown, found = self._forward_together(local, part)
-                found.forget_sources()
                 self._backward(scaled)
+                self._average()
                 if not self.plain_loss:
                     core.after_backward(self.model.parameters())
                 ignored = core.positions_ignored
             finally:
                 core.end_step()
-        return Pass(shown, self._gradients(), found.events, part, ignored)
+            gradients, at_output = self._gradients(), found.end()
+        return Pass(
+            *(shown, gradients, found.events, part, ignored),
+            at_output=at_output,
+            drawn=drawn.on_cpu,
+            drawn_on_cuda=drawn.on_cuda,
+        )
 
     def _forward_together(
         self, local: Any, part: Part
@@ -117,6 +187,7 @@ class Runner:
                 loss = self._loss(self._called(local))
             core.require_intercepted()
             weighted = self._weighted(loss, found, part)
+            found.follow_last()
         except Exception as refused:  # any: a rank that raised alone would leave the others waiting
             error = refused
         agree({}, core.mesh.control_group(Flat.LOSS), what="parity check", error=error)
@@ -154,6 +225,8 @@ class Runner:
         if self.engine.shards:
             self.engine.expect(loss)
         self.backward(loss)
+
+    def _average(self) -> None:
         if self.engine.shards:
             self.engine.require_averaged()
             return

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_cp.callback import ContextParallelCallback
@@ -58,7 +59,8 @@ class TrainerParity:
             wide = _step_of(module, nullcontext)
         runner = Runner(self._core, self._engine, module, step, dtypes, wide)
         try:
-            self.healthy = ParityCheck(runner, self._core.settings.parity_tokens).run(batch)
+            with _without_loggers(module.trainer):
+                self.healthy = ParityCheck(runner, self._core.settings.parity_tokens).run(batch)
         except CannotRun as why:
             self._say_left_out(str(why))
             return
@@ -87,6 +89,17 @@ class TrainerParity:
     def _is_first_rank(self) -> bool:
         mesh = self._core.mesh
         return mesh.sample_rank == 0 and mesh.data_rank == 0
+
+
+@contextmanager
+def _without_loggers(trainer: Any) -> Iterator[None]:
+    """What a step writes to its loggers by itself is written by nobody, as in Lightning's tuner."""
+    kept = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in kept]
+    try:
+        yield
+    finally:
+        trainer.loggers = kept
 
 
 def _step_of(module: Any, context: Callable[[], AbstractContextManager[Any]]) -> Step:

@@ -2,123 +2,129 @@
 
 from __future__ import annotations
 
-import copy
 import random
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
 from torch import nn
-from torchmetrics import Metric
 
+from lightning_cp.comm.local import local_part
 from lightning_cp.logs.token_mean import RATIO_HOOK
+from lightning_cp.models.calls import is_compiled
+from lightning_cp.models.swap import hf_models, told
+from lightning_cp.strategies.parity.kept import keep_attributes, keep_buffers, put_into
 
-_OF_EVERY_MODULE = {*vars(nn.Module()), *vars(LightningModule()), "training"}
-"""Attributes that PyTorch and Lightning keep; all others are a module's own: counters, lists of losses."""
-_CONTAINERS = (list, deque, dict, defaultdict, OrderedDict, Counter, set)
 _LOGS = ("log", "log_dict", RATIO_HOOK)
 
 
-@dataclass
-class _Kept:
-    """A value, and what is in it where it is a container: the same object gets it again."""
-
-    value: Any
-    items: Any = None
-
-    @classmethod
-    def of(cls, value: Any, around: frozenset[int] = frozenset()) -> _Kept:
-        if type(value) not in _CONTAINERS or id(value) in around:
-            return cls(value)
-        inside = around | {id(value)}
-        if isinstance(value, (list, deque)):
-            return cls(value, [cls.of(item, inside) for item in value])
-        if isinstance(value, dict):
-            return cls(value, {key: cls.of(item, inside) for key, item in value.items()})
-        return cls(value, set(value))
-
-    def back(self) -> Any:
-        value: Any = self.value
-        if self.items is None:
-            return value
-        value.clear()
-        if isinstance(value, (list, deque)):
-            value.extend(item.back() for item in self.items)
-        elif isinstance(value, dict):
-            value.update({key: item.back() for key, item in self.items.items()})
-        else:
-            value.update(self.items)
-        return value
-
-
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module, *, seed: int | None = None) -> Iterator[None]:
     """Within: evaluation mode, no gradients yet, nothing is logged. Afterwards all is as it was.
 
-    That are gradients, buffers, modes, metrics and other attributes of modules; what they refer to, but
-    containers, is not looked into.
+    That are gradients, buffers, modes, metrics, random numbers and other attributes of modules; what these
+    refer to, but containers, tensors and sources of random numbers, is not looked into.
+
+    Args:
+        model: all of whose modules are looked at.
+        seed: added to the run's, for other random numbers.
     """
     with ExitStack() as stack:
+        stack.enter_context(_same_random_numbers(model, seed))
+        if is_compiled(
+            model
+        ):  # lengths that training has not would be compiled for, and remembered
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in model.modules():
-            stack.callback(_put_back_attributes(module))
-        stack.callback(_put_back_buffers(model))
-        stack.callback(_put_back_modes(model))
-        stack.callback(_put_back_gradients(model))
+            stack.callback(keep_attributes(module))
+            stack.callback(keep_buffers(module))
+        stack.callback(_keep_frozen(model))
+        stack.callback(_keep_caches(model))
+        stack.callback(_keep_modes(model))
+        stack.callback(_keep_gradients(model))
         stack.callback(_unmute(model))
         model.eval()  # ranks would drop out others than one process
         yield
 
 
 @contextmanager
-def same_random_numbers(model: nn.Module) -> Iterator[None]:
+def _same_random_numbers(model: nn.Module, seed: int | None) -> Iterator[None]:
     """What is drawn within is drawn again afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(_cuda_devices(model)):
+            if seed is not None:
+                torch.manual_seed(torch.initial_seed() + seed)
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
 
 
-def _put_back_attributes(module: nn.Module) -> Any:
-    own = vars(module)
-    kept = {name: _Kept.of(value) for name, value in own.items() if name not in _OF_EVERY_MODULE}
-    states = _states_of(module) if isinstance(module, Metric) else {}
+class Drawn:
+    """What random numbers were drawn within."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._devices = sorted(_cuda_devices(model))
+        self.on_cpu = torch.empty(0)
+        """Where the source stands at the end: that of as many numbers is equal."""
+        self.on_cuda = False
+        """Any were; how many cannot be told."""
+
+    def __enter__(self) -> Drawn:
+        self._before = self._states()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.on_cpu, after = torch.get_rng_state(), self._states()
+        self.on_cuda = any(not torch.equal(a, b) for a, b in zip(after, self._before, strict=True))
+
+    def _states(self) -> list[torch.Tensor]:
+        return [torch.cuda.get_rng_state(index) for index in self._devices]
+
+
+def _cuda_devices(model: nn.Module) -> set[int]:
+    return {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+
+
+def _keep_frozen(model: nn.Module) -> Any:
+    """Parameters that are not trained, which a step may move by itself: a teacher that follows.
+
+    Not where they are more than those that are trained: adapters leave what is below them alone.
+    """
+    frozen = [p for p in model.parameters() if not p.requires_grad and not p.is_meta]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if sum(p.numel() for p in frozen) > trained:
+        return lambda: None
+    kept = [(p, local_part(p).detach().clone()) for p in frozen]
 
     def put_back() -> None:
-        for name in [name for name in own if name not in kept and name not in _OF_EVERY_MODULE]:
-            del own[name]
-        own.update({name: value.back() for name, value in kept.items()})
-        own.update(states)
+        for p, then in kept:
+            put_into(local_part(p).detach(), then)
 
     return put_back
 
 
-def _states_of(metric: Metric) -> dict[str, Any]:
-    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache"]
-    return {name: copy.deepcopy(vars(metric)[name]) for name in names if name in vars(metric)}
-
-
-def _put_back_buffers(model: nn.Module) -> Any:
-    kept = [(x, x.detach().clone()) for x in model.buffers() if not x.is_meta]
+def _keep_caches(model: nn.Module) -> Any:
+    """transformers makes no key/value cache in training that recomputes; in evaluation it would."""
+    kept: list[tuple[Any, bool]] = []
+    for root in hf_models(model):
+        config = root.config.get_text_config()
+        parts = [part for part in root.modules() if getattr(part, "gradient_checkpointing", False)]
+        if any(part.training for part in parts) and told(config, "use_cache"):
+            kept.append((config, config.use_cache))
+            config.use_cache = False
 
     def put_back() -> None:
-        with torch.no_grad():
-            for x, then in kept:
-                if not torch.equal(x, then):
-                    x.copy_(then)
+        for config, used in kept:
+            config.use_cache = used
 
     return put_back
 
 
-def _put_back_modes(model: nn.Module) -> Any:
+def _keep_modes(model: nn.Module) -> Any:
     kept = [(module, module.training) for module in model.modules()]
 
     def put_back() -> None:
@@ -128,7 +134,7 @@ def _put_back_modes(model: nn.Module) -> Any:
     return put_back
 
 
-def _put_back_gradients(model: nn.Module) -> Any:
+def _keep_gradients(model: nn.Module) -> Any:
     kept = [(p, p.grad) for p in model.parameters()]
     for p, _ in kept:
         p.grad = None

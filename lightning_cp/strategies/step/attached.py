@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from lightning_cp.attention.delegate import THEIR_KERNELS
-from lightning_cp.batch import BatchRules
+from lightning_cp.batch import BatchRules, WholeBatch, read_batch
 from lightning_cp.faults.position import Position
 from lightning_cp.kernels.api import Request, explain_kernels
 from lightning_cp.layout import CostModel
@@ -147,6 +147,10 @@ class AttachedModel(StepLosses):
         """
         if self.enabled and self._model is not None and self.rules.labels == "ignore":
             label_kind(self._model, self.settings.labels, required=True)
+
+    def read(self, batch: Any) -> WholeBatch:
+        """What a whole batch is; see ``read_batch``."""
+        return read_batch(batch, self.rules, needs_labels=False)
 
     @property
     def model(self) -> nn.Module | None:
