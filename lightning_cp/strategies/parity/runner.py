@@ -209,10 +209,7 @@ class Runner:
         return core.scale_loss(loss), core.average(loss.detach()).double()
 
     def _called(self, batch: Any) -> Any:
-        with (
-            self.unsynced(),
-            torch.compiler.set_stance("force_eager"),
-        ):  # not for a prefix's lengths
+        with self.unsynced():
             return self.step(batch)
 
     def _loss(self, output: Any) -> torch.Tensor:

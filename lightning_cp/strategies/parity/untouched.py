@@ -13,7 +13,6 @@ from torch import nn
 
 from lightning_cp.comm.local import local_part
 from lightning_cp.logs.token_mean import RATIO_HOOK
-from lightning_cp.models.calls import is_compiled
 from lightning_cp.models.swap import hf_models, told
 from lightning_cp.strategies.parity.kept import keep_attributes, keep_buffers, put_into
 
@@ -33,10 +32,8 @@ def untouched(model: nn.Module, *, seed: int | None = None) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(_same_random_numbers(model, seed))
-        if is_compiled(
-            model
-        ):  # lengths that training has not would be compiled for, and remembered
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # Nothing is compiled for a prefix's lengths, in what backward recomputes neither.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in model.modules():
             stack.callback(keep_attributes(module))
             stack.callback(keep_buffers(module))
