@@ -14,7 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, masking_utils, modeling_
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from lightning_cp.models.hf_own import _FILES, _FORWARDS
+from lightning_cp.models.hf_mask import _maker
+from lightning_cp.models.hf_own import _FILES, _FORWARDS, _OWN_MASK, arguments
+from tests.models.later import transformers_version
 from tests.models.steps import Case, make_model
 
 MAKERS = {
@@ -26,9 +28,16 @@ MAKERS = {
     "sliding_window_bidirectional_overlay": ("sliding_window",),
     "chunked_overlay": ("chunk_size",),
     "packed_sequence_mask_function": ("packed_sequence_mask",),
+    "remap_positions_for_packed_sequence": ("mask_function",),
     "padding_mask_function": ("padding_mask",),
 }
 """Functions of ``masking_utils`` that masks are composed of, and the closure that tells what of."""
+
+SINCE = {
+    "sliding_window_bidirectional_overlay": (5, 1),
+    "remap_positions_for_packed_sequence": (5, 23),
+}
+"""Versions of transformers that brought them."""
 
 
 @pytest.mark.parametrize("interface", [AttentionInterface, AttentionMaskInterface])
@@ -40,20 +49,29 @@ def test_functions_are_registered_and_forgotten(interface: Any) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_masks_are_made_of_known_parts(name: str) -> None:
+    if transformers_version() < SINCE.get(name, (5, 0)):
+        assert not hasattr(masking_utils, name)
+        return
     made = getattr(masking_utils, name)
     if not MAKERS[name]:
+        assert _maker(made) == name
         return
-    arguments: list[Any] = [torch.zeros(1, 4)]
+    given: list[Any] = [torch.zeros(1, 4)]
     if name in ("and_masks", "or_masks"):
-        arguments = [masking_utils.causal_mask_function]
+        given = [masking_utils.causal_mask_function]
     elif "overlay" in name:
-        arguments = [3] if name != "chunked_overlay" else [3, torch.zeros(1, dtype=torch.long)]
-    assert set(MAKERS[name]) <= set(made(*arguments).__code__.co_freevars)
+        given = [3] if name != "chunked_overlay" else [3, torch.zeros(1, dtype=torch.long)]
+    elif name.startswith("remap"):
+        given = [masking_utils.causal_mask_function, torch.zeros(1, 4, dtype=torch.long)]
+    function = made(*given)
+    assert set(MAKERS[name]) <= set(function.__code__.co_freevars)
+    assert _maker(function) == name
 
 
 def test_masks_are_asked_for_by_these_names() -> None:
     names = set(inspect.signature(masking_utils.sdpa_mask).parameters)
-    used = {"batch_size", "kv_length", "mask_function", "attention_mask", "q_length"}
+    used = {"batch_size", "kv_length", "mask_function", "attention_mask"}
+    used |= {"q_length"} if transformers_version() >= (5, 4) else {"cache_position"}
     assert used <= names
 
 
@@ -93,6 +111,22 @@ def test_patched_attention_is_where_it_was(file: str) -> None:
     found = [getattr(module, name) for name in _FORWARDS if hasattr(module, name)]
     assert found
     for kind in found:
-        own = list(inspect.signature(kind.forward).parameters)[1:]
-        assert own == list(inspect.signature(_FORWARDS[kind.__name__]).parameters)[2:]
+        assert arguments(kind.forward)[1:] == arguments(_FORWARDS[kind.__name__])[2:]
     assert hasattr(module, "build_alibi_tensor")
+
+
+@pytest.mark.parametrize("file", _FILES)
+def test_who_makes_the_mask_of_patched_attention(file: str) -> None:
+    """Their files, or the function that the files of later versions call."""
+    module = __import__(file, fromlist=["x"])
+    own = [kind for kind in vars(module).values() if hasattr(kind, _OWN_MASK)]
+    create = list(inspect.signature(masking_utils.create_causal_mask).parameters)
+    if transformers_version() >= (5, 2):
+        assert not own
+        assert module.create_causal_mask is masking_utils.create_causal_mask
+        return
+    asked = ["attention_mask", "input_tensor", "cache_position"]
+    assert own
+    assert create[1:5] == ["input_embeds", "attention_mask", "cache_position", "past_key_values"]
+    for kind in own:
+        assert list(inspect.signature(getattr(kind, _OWN_MASK)).parameters)[1:4] == asked
