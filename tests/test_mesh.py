@@ -241,7 +241,7 @@ def test_no_group_outlives_a_program_that_keeps_its_mesh(tmp_path: Path) -> None
         command, env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["False", "False", "True", "True"]
+    assert done.stdout.splitlines()[-1] == "False False True True"  # torch 2.10 talks before
 
 
 def keep_what_pytorch_knows(rank: int, world_size: int) -> None:

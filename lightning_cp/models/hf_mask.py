@@ -100,7 +100,7 @@ _TRUE: Callable[..., Any] = lambda *args: torch.tensor(True, dtype=torch.bool)  
 
 
 def _is_true(function: Callable[..., Any]) -> bool:
-    """Whether it is what files of transformers 5.2 to 5.17 or so add to a mask, to have one made (Falcon)."""
+    """Whether it is what files of transformers 5.2 to 5.14 add to a mask, to have one made (Falcon)."""
     code, true = getattr(function, "__code__", None), _TRUE.__code__
     parts = ("co_code", "co_consts", "co_names")
     return all(getattr(code, part, None) == getattr(true, part) for part in parts)

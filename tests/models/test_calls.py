@@ -127,7 +127,7 @@ def test_learned_biases_are_refused() -> None:
     model = T5EncoderModel(
         T5Config(vocab_size=40, dropout_rate=0.0, **sizes, is_encoder_decoder=False)
     )
-    if not model._can_set_attn_implementation():  # of older versions of transformers
+    if not model._can_set_attn_implementation():  # before transformers 5.15
         with pytest.raises(
             ConfigError, match=r"T5EncoderModel does not use .* attention interface"
         ):

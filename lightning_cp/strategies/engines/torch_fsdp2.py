@@ -157,7 +157,7 @@ def enter_backward(root: FSDPModule, gradient: torch.Tensor) -> None:
 
 
 def forget_step(root: FSDPModule) -> None:
-    """After an error in the middle of a forward: parameters are sharded again, and the next one begins anew."""
+    """After an error in the middle of a forward: shard parameters, and have the next one begin anew."""
     reset = getattr(root, "reset_iter_state", None)
     if reset is not None:
         reset()
