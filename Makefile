@@ -53,8 +53,9 @@ $(LITGPT)/stamp: $(STAMPS)/dev
 
 OLDEST := $(VENV)-oldest
 
+# On CPU. A CUDA build that has once asked the driver for GPUs, as there are none, could not be forked any more.
 test-oldest: $(OLDEST)/stamp
-	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
+	CUDA_VISIBLE_DEVICES= PYTORCH_NVML_BASED_CUDA_CHECK=1 $(OLDEST)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # The constraints of constraints-oldest.txt, and of constraints.txt those of all other packages.
 $(OLDEST)/stamp: $(STAMPS)/venv pyproject.toml constraints.txt constraints-oldest.txt

@@ -50,6 +50,7 @@ def make(
     torch.manual_seed(seed)
     with torch.device(device):
         model: Any = LlamaForCausalLM(config(**changes))
+    model.tie_weights()  # transformers 5.0 does not on the meta device
     return model.to(dtype)
 
 

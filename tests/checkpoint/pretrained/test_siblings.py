@@ -111,6 +111,7 @@ def gemma(rank: int, world: int, path: Path) -> tuple[int, int, float]:
     forget_meshes()
     with torch.device("meta"):
         model: Any = Gemma3ForCausalLM(small_gemma())
+    model.tie_weights()  # transformers 5.0 does not on the meta device
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     with Largest() as largest:
         load_pretrained(model, path, progress=False)
