@@ -6,16 +6,20 @@ Whether the results are right is shown by the other tests; these say what has mo
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, masking_utils, modeling_rope_utils
+from transformers.loss import loss_utils
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from lightning_cp.models.hf_attention import attention_function
 from lightning_cp.models.hf_mask import _maker
 from lightning_cp.models.hf_own import _FILES, _FORWARDS, _OWN_MASK, arguments
+from lightning_cp.models.hf_positions import _FROM_MASK, _MAKER
+from lightning_cp.models.recomputed import _CACHES
 from tests.models.later import transformers_version
 from tests.models.steps import Case, make_model
 
@@ -130,3 +134,56 @@ def test_who_makes_the_mask_of_patched_attention(file: str) -> None:
     assert create[1:5] == ["input_embeds", "attention_mask", "cache_position", "past_key_values"]
     for kind in own:
         assert list(inspect.signature(getattr(kind, _OWN_MASK)).parameters)[1:4] == asked
+
+
+def test_attention_is_called_with_these_names() -> None:
+    known = inspect.signature(attention_function(cast(Any, None), "sdpa")).parameters
+    theirs = inspect.signature(AttentionInterface()["sdpa"]).parameters
+    named = [name for name in theirs if name in known]
+    assert named == ["module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal",
+                     "kwargs"]  # fmt: skip
+
+
+def test_losses_have_names_and_take_targets_and_their_count() -> None:
+    for kind in ("ForCausalLMLoss", "ForMaskedLMLoss", "ForTokenClassification"):
+        assert getattr(loss_utils, kind).__name__ == kind
+    for kind in (loss_utils.ForCausalLMLoss, loss_utils.ForMaskedLMLoss):
+        assert "num_items_in_batch" in inspect.signature(kind).parameters
+    assert "shift_labels" in inspect.signature(loss_utils.ForCausalLMLoss).parameters
+    model = make_model(Case())
+    assert isinstance(inspect.getattr_static(type(model), "loss_function"), property)
+    vars(model)["_loss_function"] = print
+    assert model.loss_function is print
+
+
+def test_modules_tell_what_is_asked_of_them() -> None:
+    model = make_model(Case(model="mistral", window=7))
+    attention = model.model.layers[0].self_attn
+    assert attention.is_causal is True
+    assert model.config.get_text_config().use_cache is True
+    assert model.config.sliding_window == 7
+    assert model.config.rope_parameters["rope_type"] == "default"
+    assert model.get_output_embeddings() is model.lm_head
+    assert any(hasattr(part, "gradient_checkpointing") for part in model.modules())
+    checkpointed = make_model(Case(checkpoint="plain"))
+    assert any(getattr(part, "gradient_checkpointing", False) for part in checkpointed.modules())
+
+
+def test_models_that_count_positions_are_known_by_these_names() -> None:
+    from transformers.models.esm import modeling_esm
+    from transformers.models.opt import modeling_opt
+    from transformers.models.roberta import modeling_roberta
+
+    assert set(_FROM_MASK) <= set(vars(modeling_opt))
+    assert hasattr(modeling_roberta.RobertaEmbeddings, _MAKER)
+    assert hasattr(modeling_esm, _MAKER)
+
+
+def test_blocks_name_their_cache() -> None:
+    """Or recomputed blocks would fill it twice."""
+    from transformers.models.bloom.modeling_bloom import BloomBlock
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    assert "past_key_values" in inspect.signature(LlamaDecoderLayer.forward).parameters
+    assert {"layer_past", "use_cache"} <= set(inspect.signature(BloomBlock.forward).parameters)
+    assert {"past_key_values", "layer_past", "use_cache"} == set(_CACHES)
