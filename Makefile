@@ -7,13 +7,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraint
 STAMPS := $(VENV)/stamps
 ARGS ?=
 
-.PHONY: help train test test-slow test-litgpt litgpt-table gpu-check lint clean
+.PHONY: help train test test-slow test-litgpt litgpt-table test-oldest gpu-check lint clean
 
 help:
 	@echo "make train      create $(VENV) if needed, then train the main job (ARGS=... for overrides)"
 	@echo "make test       create $(VENV) if needed, then run the tests"
 	@echo "make test-slow  the long suites as well"
 	@echo "make test-litgpt  the tests of LitGPT's models, in an environment beside $(VENV); make litgpt-table: their errors"
+	@echo "make test-oldest  the tests with the oldest versions that are allowed, in an environment beside $(VENV)"
 	@echo "make gpu-check  tests and figures of a machine with an NVIDIA GPU (nothing is installed)"
 	@echo "make lint       ruff, pyright, import-linter, codespell"
 	@echo "make clean      remove $(VENV) and what tools have cached"
@@ -50,6 +51,21 @@ $(LITGPT)/stamp: $(STAMPS)/dev
 	$(BIN)/python -m pip --disable-pip-version-check --python $(LITGPT)/bin/python install -q $(OLDER)
 	@touch $@
 
+OLDEST := $(VENV)-oldest
+
+# On CPU. A CUDA build that has once asked the driver for GPUs, as there are none, could not be forked any more.
+test-oldest: $(OLDEST)/stamp
+	CUDA_VISIBLE_DEVICES= PYTORCH_NVML_BASED_CUDA_CHECK=1 $(OLDEST)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# The constraints of constraints-oldest.txt, and of constraints.txt those of all other packages.
+$(OLDEST)/stamp: $(STAMPS)/venv pyproject.toml constraints.txt constraints-oldest.txt
+	$(BIN)/python -m venv --clear --without-pip $(OLDEST)
+	awk -F= 'NR == FNR {older[$$1]; print; next} !($$1 in older)' constraints-oldest.txt constraints.txt \
+	  > $(OLDEST)/constraints.txt
+	$(BIN)/python -m pip --disable-pip-version-check --python $(OLDEST)/bin/python install -q \
+	  -c $(OLDEST)/constraints.txt -e ".[hf,dev]"
+	@touch $@
+
 # Installs nothing: $(VENV) if it is there, else PYTHON; or GPU_PYTHON=python for an environment of your own.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu-check:
@@ -63,7 +79,7 @@ lint: $(STAMPS)/dev
 	$(BIN)/codespell
 
 clean:
-	rm -rf $(VENV) $(LITGPT) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LITGPT) $(OLDEST) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # The stamps keep the second run quick: pip runs again only when what it reads has changed.
 $(STAMPS)/train: $(STAMPS)/venv pyproject.toml constraints.txt

@@ -241,7 +241,10 @@ def test_no_group_outlives_a_program_that_keeps_its_mesh(tmp_path: Path) -> None
         command, env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["False", "False", "True", "True"]
+    said = [
+        line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")
+    ]  # torch 2.10
+    assert " ".join(said).split() == ["False", "False", "True", "True"]
 
 
 def keep_what_pytorch_knows(rank: int, world_size: int) -> None:

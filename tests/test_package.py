@@ -76,7 +76,8 @@ def test_the_sdist_is_a_checkout(built: Path) -> None:
     for folder in ("lightning_cp", "hydra_plugins", "configs", "tests", "examples", "docs", ".ci"):
         assert files_in(folder) <= names
     at_root = (
-        "README.md LICENSE CHANGELOG.md CONTRIBUTING.md Makefile constraints.txt pyproject.toml"
+        "README.md LICENSE CHANGELOG.md CONTRIBUTING.md Makefile constraints.txt "
+        "constraints-oldest.txt pyproject.toml"
     )
     assert set(at_root.split()) <= names
 
@@ -89,6 +90,19 @@ def imported() -> set[str]:
         code = re.sub(r'""".*?"""', "", path.read_text(), flags=re.DOTALL)
         found |= set(pattern.findall(code))
     return found - set(sys.stdlib_module_names) - {"lightning_cp", "hydra_plugins"}
+
+
+def test_the_oldest_versions_are_those_that_are_declared() -> None:
+    """`make test-oldest` installs them; what has no newer floor comes from constraints.txt."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "constraints-oldest.txt").read_text().splitlines()
+        if "==" in line
+    )
+    declared = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
+    for name, oldest in re.findall(r"^(.+?)>=([\w.]+)", "\n".join(declared), re.MULTILINE):
+        assert pins[name] == oldest or pins[name].startswith(f"{oldest}."), name
 
 
 def test_what_is_imported_is_declared() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 _CACHES = (
     ("torch.distributed.tensor._redistribute", "_gen_transform_infos", "cache_clear"),
     ("torch.distributed.tensor._redistribute", "clear_redistribute_planner_cache", ""),
-    ("torch.distributed.tensor.debug", "_clear_sharding_prop_cache", ""),
+    ("torch.distributed.tensor.debug", "_clear_python_sharding_prop_cache", ""),
+    ("torch.distributed.tensor.debug", "_clear_fast_path_sharding_prop_cache", ""),
 )
 """Modules, what they hold, and how it is cleared; private, and not all of them in every PyTorch."""
 

@@ -22,7 +22,7 @@ from lightning_cp.models.hf_call import CallCheck
 from lightning_cp.models.hf_labels import label_alignment as label_alignment
 from lightning_cp.models.hf_mask import mask_function
 from lightning_cp.models.hf_own import has_own, swap_own
-from lightning_cp.models.hf_rotary import tell_longest
+from lightning_cp.models.hf_rotary import refuse_counting_rows, tell_longest
 from lightning_cp.models.report import Swap
 
 _names = (f"lightning_cp_{number}" for number in itertools.count())
@@ -38,19 +38,21 @@ def swap_hf(model: Any, handle: SwapHandle) -> Swap:
     from transformers.modeling_utils import AttentionInterface
 
     before: str = model.config._attn_implementation
-    own = not _uses_interface(model) and has_own(model)
-    if not own and not _uses_interface(model):
-        raise ConfigError(
-            f"{type(model).__name__} does not use transformers' attention interface, so its attention cannot "
-            f"be swapped (0 modules). {_ALIBI if _has_alibi(model) else ''}Use a model that does "
-            "(most current ones), or a strategy without context parallelism."
-        )
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(
             f"{type(model).__name__} is an encoder-decoder model: it has two sequences, and cross-attention "
             "is not sharded. Use a decoder-only or encoder-only model, or a strategy without context "
             "parallelism."
         )
+    own = not _uses_interface(model) and has_own(model)
+    if not own and not _uses_interface(model):
+        raise ConfigError(
+            f"{type(model).__name__} does not use transformers' attention interface, so its attention cannot "
+            f"be swapped (0 modules). {_ALIBI if _has_alibi(model) else ''}Use a model that does (most "
+            f"current ones; others do in later versions than {_version()}), or a strategy without context "
+            "parallelism."
+        )
+    refuse_counting_rows(model)
     tell_longest(model, _all_configs(model), handle)
     name = next(_names)
     here: Any = weakref.proxy(handle)  # what is global must not keep a model alive
@@ -67,6 +69,10 @@ def swap_hf(model: Any, handle: SwapHandle) -> Swap:
         swap_own(model, handle, attend)
     CallCheck(handle, _hf_modules(model), before)
     return Swap("attention of its own, patched" if own else "attention interface", before)
+
+
+def _version() -> str:
+    return sys.modules["transformers"].__version__
 
 
 def _uses_interface(model: Any) -> bool:

@@ -80,6 +80,8 @@ def read_mask(function: Callable[..., Any], seq_len: int) -> Visible:
                 f"not sharded beyond one chunk, and the sequence has {seq_len} tokens. {EXPRESSIBLE} Use "
                 "sequences of at most one chunk, or a strategy without context parallelism."
             )
+        case _ if _is_true(function):
+            return Visible()
         case made:
             raise ConfigError(
                 f"the model's attention mask has a part that is not sharded: {_named(made, function)}. "
@@ -93,6 +95,16 @@ _MEANINGS = {
     "blockwise_overlay": "block_sequence_ids, blocks of tokens that see each other",
     "padding_mask_function": "a padding mask made by the model itself",
 }
+
+
+_TRUE: Callable[..., Any] = lambda *args: torch.tensor(True, dtype=torch.bool)  # noqa: E731
+
+
+def _is_true(function: Callable[..., Any]) -> bool:
+    """Whether it is what files of transformers 5.2 to 5.14 add to a mask, to have one made (Falcon)."""
+    code, true = getattr(function, "__code__", None), _TRUE.__code__
+    parts = ("co_code", "co_consts", "co_names")
+    return all(getattr(code, part, None) == getattr(true, part) for part in parts)
 
 
 def _maker(function: Callable[..., Any]) -> str:
@@ -148,7 +160,8 @@ def mask_function(handle: SwapHandle, before: str, *, dims: int = 4) -> Any:
     ) -> MaskNote:
         state = handle.state
         assert state is not None  # the configs name this function only while a step is active
-        q_length = kv_length if q_length is None else q_length
+        if q_length is None:  # until transformers 5.3
+            q_length = len(kwargs["cache_position"])
         if q_length != kv_length or q_length != state.layout.local_len:
             raise ConfigError(
                 f"the model made an attention mask of {q_length} queries and {kv_length} keys, but a rank's "

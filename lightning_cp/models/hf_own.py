@@ -57,6 +57,9 @@ def swap_own(model: Any, handle: SwapHandle, attend: Attend) -> None:
         _require_one_bias(module)
         patched[module] = partial(ours, module, attend)
     handle.on_activate(lambda: _choose(patched))
+    for part in model.modules():
+        if hasattr(part, _OWN_MASK):
+            handle.on_activate(partial(_ask_for_mask, part))
     if any(_has_bias(module) for module in modules):
         handle.on_activate(lambda: _warn_of_rounding(handle))
 
@@ -78,6 +81,22 @@ def _choose(patched: Mapping[Any, Callable[..., Any]]) -> Callable[[], None]:
             del module.forward
 
     return put_back
+
+
+_OWN_MASK = "_update_causal_mask"
+
+
+def _ask_for_mask(part: Any) -> Callable[[], None]:
+    """transformers 5.0 and 5.1 make the mask of these models in their files: asked for as later ones do."""
+    from transformers.masking_utils import create_causal_mask
+
+    create: Any = create_causal_mask
+
+    def ask(mask: Any, embeddings: torch.Tensor, cache_position: torch.Tensor, *rest: Any) -> Any:
+        return create(part.config, embeddings, mask, cache_position, None)
+
+    setattr(part, _OWN_MASK, ask)
+    return lambda: delattr(part, _OWN_MASK)
 
 
 def _bloom(
@@ -160,14 +179,23 @@ _FORWARDS: dict[str, Callable[..., Any]] = {
 _FILES = ("transformers.models.bloom.modeling_bloom", "transformers.models.falcon.modeling_falcon")
 
 
+_OF_A_CACHE = {"cache_position", "kwargs"}
+"""Arguments until transformers 5.3, or since then: there is no cache, and they are given by name."""
+
+
 def _require_same_arguments(module: Any, ours: Callable[..., Any]) -> None:
-    own = list(inspect.signature(type(module).forward).parameters)[1:]
-    known = list(inspect.signature(ours).parameters)[2:]
+    own = arguments(type(module).forward)[1:]
+    known = arguments(ours)[2:]
     if own != known:
         raise ConfigError(
             f"{type(module).__name__} of this version of transformers takes {own}, and {known} is known "
             "here, so its attention cannot be swapped. Use a version that this package was tested with."
         )
+
+
+def arguments(forward: Callable[..., Any]) -> list[str]:
+    """The names that a forward of these modules has to have, in order."""
+    return [name for name in inspect.signature(forward).parameters if name not in _OF_A_CACHE]
 
 
 def _require_settings(module: Any) -> None:

@@ -39,6 +39,22 @@ def tell_longest(model: Any, configs: Iterable[Any], handle: SwapHandle) -> None
         _tell(part, handle)
 
 
+def refuse_counting_rows(model: Any) -> None:
+    """Refuse rotary embeddings that number the tokens they are given, whatever the positions are.
+
+    Raises:
+        ConfigError: naming the class.
+    """
+    for part in model.modules():
+        name = type(part).__name__
+        if "Rotary" in name and list(inspect.signature(part.forward).parameters) == ["q", "k"]:
+            raise ConfigError(
+                f"{name} of {type(model).__name__} takes no positions: every rank would count its own tokens "
+                "from 0, which is silently wrong. ESM takes positions from transformers 5.6 on. Otherwise "
+                "use another model, or a strategy without context parallelism."
+            )
+
+
 def _tell(part: nn.Module, handle: SwapHandle) -> None:
     signature = inspect.signature(part.forward)
     if "position_ids" not in signature.parameters:

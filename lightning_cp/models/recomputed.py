@@ -72,8 +72,11 @@ class KeptBytes(InPlace):
         return self.place.put(x)
 
     def put_input(self, x: torch.Tensor) -> Any:
-        """What a block was given; hidden states are its own, and all else (masks) blocks share."""
-        if not x.requires_grad:
+        """What a block was given; hidden states are its own, and all else (masks) blocks share.
+
+        torch 2.10 puts an empty one beside them.
+        """
+        if not x.requires_grad or not x.numel():
             return x
         self.inputs += x.nbytes
         return self.place.put(x)

@@ -10,6 +10,7 @@ import pytest
 from lightning_cp.bench import length
 from lightning_cp.bench.length import ALL, WAYS, kept_beside, kept_per_layer, main, measured
 from lightning_cp.bench.length_step import Sizes, step
+from tests.models.later import transformers_version
 from tests.pool import run_ranks
 
 SMALL = Sizes(features=32, inner=96, vocabulary=256)
@@ -20,8 +21,14 @@ def test_what_is_kept_is_the_closed_form(name: str) -> None:
     settings = WAYS[name]
     for layer, beside, peak in run_ranks(2, _measured, settings, timeout=60):
         assert layer == kept_per_layer(SMALL, settings)
-        assert beside == kept_beside(SMALL, settings)
+        assert beside == kept_beside(SMALL, settings) + _positions_of_a_cache(settings)
         assert peak > SMALL.layers * layer
+
+
+def _positions_of_a_cache(settings: Any) -> int:
+    """Blocks are given them, in int64, until transformers 5.3, and all share one."""
+    recomputes = "activation_checkpointing" in settings
+    return 8 if recomputes and transformers_version() < (5, 4) else 0
 
 
 def _measured(rank: int, world_size: int, settings: Any) -> tuple[float, float, float]:

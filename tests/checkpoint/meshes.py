@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import _redistribute
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from lightning_cp.comm.dtensor_caches import forget_meshes
 
 
 def mesh_of(*sizes: int) -> DeviceMesh:
     """A mesh over all ranks, whose groups no cache mistakes for others."""
-    _redistribute._gen_transform_infos.cache_clear()
-    _redistribute.clear_redistribute_planner_cache()
-    _clear_sharding_prop_cache()
+    forget_meshes()
     return init_device_mesh("cpu", sizes)

@@ -35,7 +35,7 @@ def kills(folder: Path, form: str, background: bool, points: str) -> list[dict[s
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.parametrize(("form", "background"), [WAYS[1], WAYS[2]], ids=[IDS[1], IDS[2]])

@@ -22,8 +22,10 @@ def of_a_rank(rank: int, world_size: int) -> list[str]:
 
 def test_gloo_s_threads_are_known_by_their_name() -> None:
     for states in run_ranks(2, of_a_rank):
-        assert states
-        assert set(states) == {"S"}
+        if torch.__version__ < "2.11":  # it does not name them: they are given a moment
+            assert not states
+        else:
+            assert set(states) == {"S"}
 
 
 def test_a_thread_that_has_something_to_do_is_waited_for() -> None:

@@ -14,6 +14,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.layout import Documents, SequenceLayout
 from lightning_cp.models import StepState, SwapHandle
 from lightning_cp.models.hf_mask import MaskNote, Visible, make_note, mask_function, read_mask
+from tests.models.later import transformers_version
 from tests.models.steps import Case, make_batch, make_model, start
 from tests.pool import expect_on_every_rank
 
@@ -25,6 +26,8 @@ PACKED = torch.tensor([[0, 0, 0, 1, 1]])
 
 def packed(inside: Callable[..., Any]) -> Callable[..., Any]:
     """As transformers folds restarting positions into a mask."""
+    if transformers_version() < (5, 23):
+        return theirs.and_masks(inside, theirs.packed_sequence_mask_function(PACKED))
     return theirs.packed_sequence_compatibility_function(
         inside, torch.tensor([[0, 1, 2, 0, 1]]), PACKED
     )
@@ -37,7 +40,12 @@ def chunked(size: int) -> Callable[..., Any]:
 # -- reading ----------------------------------------------------------------------------------------
 
 SLIDING = theirs.sliding_window_causal_mask_function
-BOTH_WAYS = theirs.sliding_window_bidirectional_mask_function
+BOTH_WAYS: Any = getattr(theirs, "sliding_window_bidirectional_mask_function", None)  # since 5.1
+
+TRUE, FALSE = (
+    lambda *args: torch.tensor(True, dtype=torch.bool),  # as files of transformers have it
+    lambda *args: torch.tensor(False, dtype=torch.bool),
+)
 
 
 @pytest.mark.parametrize(
@@ -46,13 +54,20 @@ BOTH_WAYS = theirs.sliding_window_bidirectional_mask_function
         (theirs.causal_mask_function, True, (-1, -1)),
         (theirs.bidirectional_mask_function, False, (-1, -1)),
         (SLIDING(7), True, (6, -1)),
-        (BOTH_WAYS(7), False, (7, 7)),
         (packed(theirs.causal_mask_function), True, (-1, -1)),
         (packed(SLIDING(7)), True, (6, -1)),
         (packed(chunked(LENGTH)), True, (-1, -1)),
         (chunked(LENGTH), True, (-1, -1)),
         (theirs.and_masks(SLIDING(7), SLIDING(4)), True, (3, -1)),
-        (theirs.and_masks(BOTH_WAYS(7), theirs.causal_mask_function), True, (7, -1)),
+        (theirs.and_masks(theirs.causal_mask_function, TRUE), True, (-1, -1)),
+        *(
+            [
+                (BOTH_WAYS(7), False, (7, 7)),
+                (theirs.and_masks(BOTH_WAYS(7), theirs.causal_mask_function), True, (7, -1)),
+            ]
+            if BOTH_WAYS
+            else []
+        ),
     ],
 )
 def test_what_can_be_said(
@@ -61,7 +76,10 @@ def test_what_can_be_said(
     assert read_mask(function, LENGTH) == Visible(causal, window)
 
 
-@pytest.mark.parametrize("function", [theirs.causal_mask_function, SLIDING(3), BOTH_WAYS(2)])
+@pytest.mark.parametrize(
+    "function",
+    [theirs.causal_mask_function, SLIDING(3), *([BOTH_WAYS(2)] if BOTH_WAYS else [])],
+)
 def test_what_is_read_is_what_is_computed(function: Callable[..., Any]) -> None:
     """Every pair of tokens, as transformers' own mask has it."""
     visible = read_mask(function, LENGTH)
@@ -78,18 +96,22 @@ def own(batch_idx: int, head_idx: int, q_idx: torch.Tensor, kv_idx: torch.Tensor
     return kv_idx != 3
 
 
-BLOCKS = theirs.blockwise_overlay(torch.zeros(1, 5, dtype=torch.long))
+BLOCKWISE: Any = getattr(theirs, "blockwise_overlay", None)  # not before 5.7
+BLOCKS = BLOCKWISE(torch.zeros(1, 5, dtype=torch.long)) if BLOCKWISE else None
 
 
 @pytest.mark.parametrize(
     ("function", "match"),
     [
         (own, r"not sharded: .*test_masks\.own \(and_mask_function or a mask function of its own\)"),
+        (theirs.and_masks(theirs.causal_mask_function, FALSE), r"not sharded: .*test_masks\.<lambda>"),
         (theirs.and_masks(theirs.causal_mask_function, own), r"not sharded: .*test_masks\.own"),
         (packed(own), r"not sharded: .*test_masks\.own"),
         (theirs.or_masks(theirs.causal_mask_function, own), r"causal_mask_function \| .*\.own \(or_mask"),
-        (theirs.or_masks(theirs.causal_mask_function, BLOCKS), r"\| blockwise_overlay .*images or prefixes"),
-        (BLOCKS, r"blockwise_overlay \(block_sequence_ids, blocks of tokens"),
+        *([
+            (theirs.or_masks(theirs.causal_mask_function, BLOCKS), r"\| blockwise_overlay .*or prefixes"),
+            (BLOCKS, r"blockwise_overlay \(block_sequence_ids, blocks of tokens"),
+        ] if BLOCKS else []),
         (theirs.padding_mask_function(PACKED), r"a padding mask made by the model itself"),
         (chunked(LENGTH - 1), r"attention_chunk_size=39.*has 40 tokens.*at most one chunk"),
         (packed(chunked(3)), r"attention_chunk_size=3"),

@@ -19,8 +19,8 @@ from lightning_cp.models.pooling import watch_pooling
 from lightning_cp.models.scope import left_alone
 from lightning_cp.models.sdpa import swap_sdpa
 from lightning_cp.models.watch import watch_attention
+from tests.models.later import all_families
 from tests.models.steps import Case, make_model
-from tests.models.zoo import ZOO
 
 MESH: Any = SimpleNamespace(cp_size=1, cp_rank=0, sample_size=1)  # one rank agrees with itself
 
@@ -95,7 +95,7 @@ def test_what_treats_every_token_alone_is_accepted() -> None:
     refuse_mixing(nn.ModuleList(alone))
 
 
-@pytest.mark.parametrize("name", [*ZOO, "llama", "gpt2", "bert"])
+@pytest.mark.parametrize("name", all_families())
 def test_ordinary_models_are_accepted(name: str) -> None:
     """GPT-2's Conv1D is a linear layer."""
     refuse_mixing(make_model(Case(model=name)))

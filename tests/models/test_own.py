@@ -14,6 +14,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.models import hf_own
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf import swap_hf
+from tests.models.later import transformers_version
 from tests.models.matrix import eager, ranks, whole_sequence, worst
 from tests.models.steps import Case, make_batch, make_model
 from tests.pool import expect_on_every_rank, run_ranks
@@ -34,9 +35,10 @@ def test_blocks_may_be_run_again(model: str, checkpoint: str) -> None:
 def test_positions_that_restart_are_refused(model: str) -> None:
     """One process takes a row for one document, whatever its positions."""
     case = Case(model=model, batch="packed", use_cache=False)
-    expect_on_every_rank(
-        2, ranks, case, 1, 2, error=ConfigError, match="does not read them when it makes its mask"
-    )
+    match = "does not read them when it makes its mask"
+    if model == "bloom" and transformers_version() < (5, 23):  # it makes an attention_mask of ones
+        match = "restart .* but the model is given an attention_mask as well"
+    expect_on_every_rank(2, ranks, case, 1, 2, error=ConfigError, match=match)
 
 
 @pytest.mark.parametrize("model", MODELS)

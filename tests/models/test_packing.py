@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_cp.errors import ConfigError
+from tests.models.later import needs
 from tests.models.steps import Case, make_batch, make_model, one_process, restarting, start
 from tests.models.test_windows import compare
 from tests.pool import expect_on_every_rank, run_ranks
@@ -43,7 +44,7 @@ def is_isolated(case: Case) -> bool:
         (Case(model="gpt2", batch="packed", use_cache=True), False),
         (Case(model="gemma3", batch="packed", use_cache=False, window=5), True),
         (Case(model="bert", batch="packed"), False),
-        (Case(model="modernbert", batch="packed"), False),
+        pytest.param(Case(model="modernbert", batch="packed"), False, marks=needs("modernbert")),
     ],
 )
 def test_what_one_process_takes_for_documents(case: Case, want: bool) -> None:
@@ -181,7 +182,7 @@ def bidirectional(rank: int, world_size: int, name: str) -> list[str]:
     return [str(warning.message) for warning in seen]
 
 
-@pytest.mark.parametrize("name", ["bert", "modernbert"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("modernbert", marks=needs("modernbert"))])
 def test_bidirectional_models_say_that_documents_are_isolated(name: str) -> None:
     for seen in run_ranks(2, bidirectional, name, timeout=20):
         assert len(seen) == 1, seen

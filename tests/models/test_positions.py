@@ -9,9 +9,8 @@ import torch
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.hf_positions import counts_alone
+from tests.models.later import all_families, needs
 from tests.models.steps import Case, Outcome, make_batch, make_model, one_process, parallel, start
-from tests.models.test_windows import compare
-from tests.models.zoo import ZOO
 from tests.pool import expect_on_every_rank, run_ranks
 
 
@@ -32,11 +31,11 @@ def test_models_that_count_otherwise_are_refused(case: Case, match: str) -> None
     expect_on_every_rank(2, parallel, case, 1, 2, error=ConfigError, match=match, timeout=20)
 
 
+@needs("opt")
 def test_opt_without_left_padding_counts_from_zero() -> None:
     want = one_process(Case(model="opt", batch="right"))
     for got in run_ranks(2, parallel_opt, "right", timeout=20):
         assert got.loss == pytest.approx(want.loss, rel=1e-12)
-    compare(Case(model="opt"), 1, 2)
 
 
 def with_positions(rank: int, world_size: int) -> torch.Tensor:
@@ -98,10 +97,6 @@ def test_models_without_position_ids_are_refused(name: str) -> None:
     )  # fmt: skip
 
 
-def test_rotary_esm_is_told_positions() -> None:
-    compare(Case(model="esm_rotary"), 1, 2)
-
-
 def test_models_that_can_be_told_or_are_relative() -> None:
     from transformers import T5Config, T5EncoderModel
 
@@ -111,6 +106,6 @@ def test_models_that_can_be_told_or_are_relative() -> None:
     assert not counts_alone([T5EncoderModel(T5Config(vocab_size=40, **sizes))])
 
 
-@pytest.mark.parametrize("name", sorted({*ZOO, "llama", "gpt2", "bert"}))
+@pytest.mark.parametrize("name", all_families())
 def test_every_model_of_the_zoo_can_be_told(name: str) -> None:
     assert not counts_alone([make_model(Case(model=name))])

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from lightning_cp.errors import ConfigError
+from tests.models.later import needs
 from tests.models.steps import LENGTH, Case, Outcome, one_process, parallel
 from tests.pool import expect_on_every_rank, run_ranks
 
 SIZES = {"ring 2": (1, 2), "ulysses 2": (2, 1), "hybrid 2x2": (2, 2)}
+
+MODERNBERT = pytest.param("modernbert", marks=needs("modernbert"))
 
 WINDOWS = {"smaller than a shard": 5, "larger than a shard": 30}
 
@@ -58,13 +61,13 @@ def compare(case: Case, ulysses: int, ring: int, *, calls: int = 2) -> None:
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("model", ["mistral", "qwen2", "gemma2", "gemma3", "modernbert", "phimoe"])
+@pytest.mark.parametrize("model", ["mistral", "qwen2", "gemma2", "gemma3", MODERNBERT, "phimoe"])
 def test_windows_equal_one_process(model: str, window: str) -> None:
     compare(Case(model=model, window=WINDOWS[window]), 1, 2)
 
 
 @pytest.mark.parametrize("size", ["ulysses 2", "hybrid 2x2"])
-@pytest.mark.parametrize("model", ["gemma3", "modernbert"])
+@pytest.mark.parametrize("model", ["gemma3", MODERNBERT])
 def test_two_kinds_of_layers_on_other_meshes(model: str, size: str) -> None:
     compare(Case(model=model, window=5), *SIZES[size])
 

@@ -18,8 +18,8 @@ from lightning_cp.models.calls import AttentionCall, observe_calls, shared_call
 from lightning_cp.models.multiplied import multiplied_by
 from lightning_cp.throughput.model import CountedModel
 from lightning_cp.throughput.options import Options
+from tests.models.later import all_families
 from tests.models.steps import Case, make_batch, make_model, start, step
-from tests.models.zoo import ZOO
 from tests.pool import run_ranks
 
 
@@ -79,9 +79,6 @@ def test_as_many_as_pytorch_counts_for_bert(rows: int) -> None:
     )
 
 
-KNOWN = sorted({"llama", "gpt2", "bert", *ZOO} - {"llama4", "esm", "roberta"})
-
-
 def calls_of(rank: int, world: int, name: str) -> tuple[Counter[Any], Counter[Any]]:
     """What is seen of one step without context parallelism, and with it on one rank."""
     case = Case(name, window=7, use_cache=False)
@@ -109,7 +106,7 @@ def facts_of(call: AttentionCall) -> tuple[object, ...]:
     return (*call[:2], call.mask.left, call.mask.right, *call[3:])
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", all_families(but=("llama4", "esm", "roberta")))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_models_tell_what_they_ask_for(name: str) -> None:
     """Seen from outside, a model's attention is that of the calls that context parallelism executes."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.faults.signs import sign_of_life
@@ -137,12 +138,16 @@ def groups_of(root: nn.Module) -> list[Group]:
     found: list[Group] = []
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            several = getattr(state, "_fsdp_param_groups", None)
-            if several is None:  # before torch 2.12 there was one at most
-                several = [state._fsdp_param_group] if state._fsdp_param_group else []
-            found += [Group(group) for group in several]
+            found += [Group(group) for group in _groups(module._get_fsdp_state())]
     return found
+
+
+def _groups(state: Any) -> list[Any]:
+    """Of one module's state; before torch 2.12 there was one at most."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is None:
+        several = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return several
 
 
 def enter_backward(root: FSDPModule, gradient: torch.Tensor) -> None:
@@ -152,7 +157,16 @@ def enter_backward(root: FSDPModule, gradient: torch.Tensor) -> None:
 
 
 def forget_step(root: FSDPModule) -> None:
-    """After an error in the middle of a forward: have the next one begin anew, where PyTorch can do that."""
-    reset = getattr(root, "reset_iter_state", None)  # since torch 2.13
+    """After an error in the middle of a forward: shard parameters, and have the next one begin anew."""
+    reset = getattr(root, "reset_iter_state", None)
     if reset is not None:
         reset()
+        return
+    all_of: Any = root._get_fsdp_state()._state_ctx  # before torch 2.13
+    all_of.iter_forward_root = None
+    for state in all_of.all_states:
+        state._training_state = TrainingState.IDLE
+        for group in _groups(state):
+            group._training_state = TrainingState.IDLE
+            group._post_forward_indices.clear()
+            group._to_sharded()

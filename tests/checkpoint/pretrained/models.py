@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 from lightning_cp import ContextParallelMesh
 from lightning_cp.checkpoint import load_pretrained
 from lightning_cp.checkpoint.pretrained.incomplete import require_complete
+from lightning_cp.comm.dtensor_caches import forget_meshes
 from lightning_cp.errors import CheckpointError
 
 
@@ -49,6 +50,7 @@ def make(
     torch.manual_seed(seed)
     with torch.device(device):
         model: Any = LlamaForCausalLM(config(**changes))
+    model.tie_weights()  # transformers 5.0 does not on the meta device
     return model.to(dtype)
 
 
@@ -170,15 +172,6 @@ def shard(model: Any, kind: str) -> ContextParallelMesh:
             fully_shard(layer, mesh=fsdp)
         fully_shard(model, mesh=fsdp)
     return mesh
-
-
-def forget_meshes() -> None:
-    """DTensor remembers ways to redistribute by meshes that look alike, of cases that are over."""
-    from torch.distributed.tensor import _redistribute, debug
-
-    _redistribute._gen_transform_infos.cache_clear()
-    _redistribute.clear_redistribute_planner_cache()
-    debug._clear_sharding_prop_cache()
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -14,9 +14,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_cp import ContextParallelMesh
 from lightning_cp.checkpoint import export_pretrained, load_pretrained
+from lightning_cp.comm.dtensor_caches import forget_meshes
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.cases import cases
-from tests.checkpoint.pretrained.models import PARTS, WHOLE, Apart, Fused, forget_meshes, whole
+from tests.checkpoint.pretrained.models import PARTS, WHOLE, Apart, Fused, whole
 from tests.checkpoint.pretrained.test_export import stored
 from tests.pool import run_ranks
 

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_cp.checkpoint.pretrained.local import LocalParts
+from lightning_cp.comm.dtensor_caches import forget_meshes
 from lightning_cp.errors import ConfigError
-from tests.checkpoint.pretrained.models import forget_meshes
 from tests.pool import run_ranks
 
 PLACEMENTS: list[list[Any]] = [

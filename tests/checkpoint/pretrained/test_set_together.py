@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.checkpoint import load_pretrained
 from lightning_cp.checkpoint.pretrained import rest
 from lightning_cp.checkpoint.pretrained.whole import Whole
-from tests.checkpoint.pretrained.models import forget_meshes, load
+from lightning_cp.comm.dtensor_caches import forget_meshes
+from tests.checkpoint.pretrained.models import load
 from tests.pool import run_ranks
 
 SIZE = 6
