@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.checkpoint.durable import SAVING, beside, discard, make_folder, put_in_place
 from lightning_cp.checkpoint.failures import failed_save
 from lightning_cp.checkpoint.full_file import write_file
+from lightning_cp.checkpoint.gathered import gather
 from lightning_cp.checkpoint.latest import point_to, staying
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.plain import Place, map_leaves
-from lightning_cp.checkpoint.tensors import assembled
 from lightning_cp.comm.objects import World
 
 OURS = "lightning_cp"
@@ -106,62 +106,19 @@ def plan_full(tree: dict[str, Any], ours: dict[str, Any], target: Path, about: A
         Exception: on the first rank: why it cannot.
     """
     world = World()
-    found: dict[Place, DTensor] = {}
-    map_leaves(tree, lambda at, x: found.update({at: x}) if isinstance(x, DTensor) else None)
-    spread = dict(sorted(found.items(), key=lambda item: repr(item[0])))
-    gathered = _Gathered(keeps=world.rank == 0)
-    for place, tensor in spread.items():
-        gathered.add(place, assembled(tensor))
+    gathered = gather(tree, keeps=world.rank == 0)
     live: set[int] = set()
     map_leaves(tree, lambda _, x: live.add(_storage_of(x)))
     save = FullSave(target, about, world, None, frozenset(live))
 
     def complete() -> None:
         if world.rank == 0:
-            save.tree = {**map_leaves(tree, gathered.found_or_own), OURS: ours}
+            save.tree = {**gathered.whole(tree), OURS: ours}
 
     world.together(complete, lambda said: failed_save(target, said))
     return save
 
 
-class _Gathered:
-    """What the first rank keeps of tensors that all ranks assemble.
-
-    All of them go on to the last one, also where one does not fit into the memory of the first rank's
-    machine: its error is kept until then.
-    """
-
-    def __init__(self, *, keeps: bool) -> None:
-        self._tensors: dict[Place, torch.Tensor] = {}
-        self._keeps, self._error = keeps, None
-
-    def add(self, place: Place, tensor: torch.Tensor) -> None:
-        """Keep it, on the CPU."""
-        if not self._keeps or self._error is not None:
-            return
-        try:
-            self._tensors[place] = tensor.cpu()
-        except Exception as error:
-            self._tensors.clear()
-            self._error = error
-
-    def found_or_own(self, place: Place, x: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor of the tree.
-
-        Raises:
-            Exception: what kept one of those that were spread from being kept.
-        """
-        if self._error is not None:
-            raise self._error
-        return self._tensors[place] if place in self._tensors else _own(x)
-
-
 def _storage_of(x: torch.Tensor) -> int:
     held = x.to_local() if isinstance(x, DTensor) else x
     return held.untyped_storage().data_ptr()
-
-
-def _own(x: torch.Tensor) -> torch.Tensor:
-    """On the CPU, without the rest of a storage that it is a part of: that would be written too."""
-    x = x.detach().cpu()
-    return x.clone() if x.untyped_storage().nbytes() > x.numel() * x.element_size() else x

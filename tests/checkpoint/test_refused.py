@@ -189,7 +189,7 @@ def test_no_file_runs_code(place: str, tmp_path: Path) -> None:
     if path.is_file():
         with pytest.raises(CheckpointError):
             load_file(path)
-        with pytest.raises(Exception, match=r"Weights only load failed|zip|central directory"):
+        with pytest.raises(CheckpointError):
             PlainCheckpointIO().load_checkpoint(path, weights_only=False)
     assert not trace.exists()
 

@@ -116,6 +116,15 @@ def test_a_loop_is_told_by_should_stop(
     goes_on(folder, how, "none", tmp_path_factory.getbasetemp(), LOOP)
 
 
+@pytest.mark.parametrize("who", ["0,1", pytest.param("1", marks=pytest.mark.slow)])
+def test_workers_that_are_interrupted_leave_nobody_waiting(who: str, tmp_path: Path) -> None:
+    """PyTorch takes them for done, and what they were to send back would never come."""
+    (done,) = run(tmp_path, "fork", "SIGINT", who, AT, "none")
+    assert done.status == 1
+    assert "Detected KeyboardInterrupt" in done.output or "was interrupted" in done.output
+    assert not list(tmp_path.glob("rank*.pt"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [SCRIPT, LOOP], ids=["trainer", "fabric"])
 def test_the_agent_of_torchrun_passes_it_on(

@@ -94,3 +94,18 @@ def test_fork_in_an_interactive_interpreter(tmp_path: Path) -> None:
         finish(started)
     weights_came_back(tmp_path)
     so_did_those_of_a_second_trainer(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_what_a_function_of_fabric_returns(how: str, tmp_path: Path) -> None:
+    script = SCRIPTS / "fabric_returns.py"
+    all_succeeded(ranks(tmp_path, [{}], script, tmp_path, how, "whole"))
+    got, network = torch.load(tmp_path / "0.pt"), Tiny().network
+    for name, weight in network.named_parameters():
+        assert torch.equal(got[name], weight)
+
+
+def test_parts_are_no_result_of_fabric(tmp_path: Path) -> None:
+    (done,) = ranks(tmp_path, [{}], SCRIPTS / "fabric_returns.py", tmp_path, "fork", "parts")
+    assert done.status == 1
+    assert "lightning_cp.checkpoint.whole(x) of each" in done.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import threading
@@ -19,12 +20,16 @@ from lightning.fabric.strategies.launchers.multiprocessing import (
 from lightning.pytorch.strategies.launchers.multiprocessing import (
     _MultiProcessingLauncher as TrainerLauncher,
 )
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
 from lightning_cp.errors import RankFailure
 from lightning_cp.faults.ending import FOLDER
+from lightning_cp.strategies.launch.results import Packing, receiving, sending_whole
 from lightning_cp.strategies.watch.signals import STATUS
 
+INTERRUPTED = 130
+"""The status of a worker that SIGINT has ended, as a shell's."""
 LET_OTHERS_END = 1.0
 """Seconds by which a rank that only repeats another one's error ends later than that one."""
 
@@ -46,11 +51,21 @@ class _Reporting:
                 verdict = _said(Path(folder))
                 if verdict is None and _was_stopped(error, passed):
                     raise SystemExit(STATUS) from None
+                if verdict is None and _ended_with(error, INTERRUPTED):
+                    raise KeyboardInterrupt from None
                 if verdict is None or _same_end(verdict, str(error)):
                     raise
                 raise RankFailure(verdict) from None
             finally:
                 os.environ.pop(FOLDER, None)
+
+    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        """What a worker runs; PyTorch would take one that was interrupted for done."""
+        parent: Any = super()
+        try:
+            parent._wrapping_function(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise SystemExit(INTERRUPTED) from None
 
 
 @contextmanager
@@ -87,9 +102,27 @@ class ReportingTrainerLauncher(_Reporting, TrainerLauncher):
                 self._strategy.save_no_more(trainer)
             raise
 
+    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
+        """As Lightning's, with the whole of what a fit has spread over ranks. Collective."""
+        if trainer.state.fn != TrainerFn.FITTING:  # Lightning sends no weights back
+            return super()._collect_rank_zero_results(trainer, results)
+        with sending_whole(trainer.lightning_module, keeps=self._strategy.local_rank == 0):
+            return super()._collect_rank_zero_results(trainer, results)
+
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
+        with receiving(trainer.lightning_module):
+            super()._recover_results_in_main_process(worker_output, trainer)
+
 
 class ReportingFabricLauncher(_Reporting, FabricLauncher):
     """Fabric's."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's; what the function returns may hold tensors."""
+        with tempfile.TemporaryDirectory(prefix="lightning_cp-result-") as folder:
+            result = Path(folder, "result")
+            super().launch(Packing(function, self._strategy, result), *args, **kwargs)
+            return pickle.loads(result.read_bytes())  # noqa: S301, our own worker's
 
 
 def reporting(launcher: Any) -> Any:
@@ -119,6 +152,10 @@ def _was_stopped(error: ProcessException, passed: list[int]) -> bool:
     """Whether the workers ended because of SIGTERM, to this process or to one of them."""
     ended = isinstance(error, ProcessExitedException)
     return ended and (bool(passed) or error.exit_code == STATUS)
+
+
+def _ended_with(error: ProcessException, status: int) -> bool:
+    return isinstance(error, ProcessExitedException) and error.exit_code == status
 
 
 def _said(folder: Path) -> str | None:
