@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import StepState, SwapHandle
+from lightning_cp.models.hf_forward import replace_forward
 from lightning_cp.models.hf_labels import complete_labels, label_alignment
 from lightning_cp.models.hf_loss import LossWatch
 from lightning_cp.models.hf_packing import check_call
@@ -40,22 +41,44 @@ class CallCheck:
         self._watches = {model: LossWatch(handle, model) for model in with_loss}
         # Functions, not methods: a copy of the model would copy what a method belongs to.
         complete: Any = lambda *call: self._complete(*call)  # noqa: E731
+        self._models = set(models)
+        self._announced: set[Any] = set()
+        """Those whose call has come through their hooks, and will come to their forward next."""
         for model in models:
             hook = model.register_forward_pre_hook(untraced(complete), with_kwargs=True)
             handle.on_undo(hook.remove)
+            handle.on_activate(partial(replace_forward, model, self._in_place_of_forward))
+        handle.on_activate(lambda: self._announced.clear)  # what an error left there
         for watch in self._watches.values():
             watch.attach()
+
+    def _in_place_of_forward(
+        self, model: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Do what hooks do, if this forward was not called by way of them."""
+        if model in self._announced or not self._handle.active:
+            self._announced.discard(model)
+            return own(*args, **kwargs)
+        args, kwargs = self._complete(model, args, kwargs)
+        self._announced.discard(model)
+        output = own(*args, **kwargs)
+        if model in self._watches:
+            self._watches[model].check(output)
+        return output
 
     def _complete(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward pre-hook. Some checks compare this rank's tokens, so that ranks agree on each call."""
         state = self._handle.state
         if state is None:
             return None
+        if model not in self._models:
+            raise ConfigError(_COPY.format(type(model).__name__))
         args, given = by_name(model, args, kwargs)
         check = partial(self._check_and_fill, model, given, state)
         what, follow = f"call of {type(model).__name__}", model in self._outer
         self._handle.checks.agreed(what, check, more_follow=follow)
-        if model in self._watches:  # a copy of a swapped model is not
+        self._announced.add(model)
+        if model in self._watches:
             self._watches[model].expect(given)
         return args, given
 
@@ -112,4 +135,10 @@ _OUTSIDE = (
     "labels (logits[:, :-1], labels[:, 1:]) would be silently wrong at every seam between ranks. Pass "
     "labels=batch['labels'] to the model; or take the targets from batch['shift_labels'] without shifting, "
     "and declare labels='shift'; or shift in the dataset and declare labels='aligned'."
+)
+
+_COPY = (
+    "a copy of a {} is called within a step, which was made after training began, so that its attention is "
+    "not sharded. Make it before, as a part of the module (in __init__ or configure_model), or call it with "
+    "whole batches outside of steps."
 )

@@ -71,6 +71,10 @@ def own_loss(model: Any, batch: Batch) -> torch.Tensor:
     return model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
 
 
+def past_hooks(model: Any, batch: Batch) -> torch.Tensor:
+    return model.forward(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+
 def in_a_tuple(model: Any, batch: Batch) -> torch.Tensor:
     return model(input_ids=batch["input_ids"], labels=batch["labels"], return_dict=False)[0]
 
@@ -100,6 +104,7 @@ def shifted_by_the_user(model: Any, batch: Batch) -> torch.Tensor:
 
 CALLS: dict[str, Callable[[Any, Batch], torch.Tensor]] = {
     "labels": own_loss,
+    "forward": past_hooks,
     "tuple": in_a_tuple,
     "next sentence": with_next_sentence,
     "count": counting_targets,
@@ -118,7 +123,9 @@ ADDS = "MixtralForCausalLM returns another loss than the mean over targets.*rout
         ("gpt2 double", "labels", "auto", BY_ITSELF.format("GPT2DoubleHeadsModel")),
         ("bert pretraining", "next sentence", "auto", BY_ITSELF.format("BertForPreTraining")),
         ("electra pretraining", "labels", "auto", BY_ITSELF.format("ElectraForPreTraining")),
+        ("gpt2 double", "forward", "auto", BY_ITSELF.format("GPT2DoubleHeadsModel")),
         ("router", "labels", "auto", ADDS),
+        ("router", "forward", "auto", ADDS),
         ("router", "tuple", "auto", ADDS),
         ("llama", "count", "auto", "called with num_items_in_batch=.*Leave num_items_in_batch away"),
         ("bert", "count", "auto", "called with num_items_in_batch="),
