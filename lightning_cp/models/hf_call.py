@@ -8,13 +8,14 @@ from typing import Any
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import StepState, SwapHandle
 from lightning_cp.models.hf_forward import replace_forward
-from lightning_cp.models.hf_labels import complete_labels, label_alignment
+from lightning_cp.models.hf_labels import complete_labels, label_alignment, refuse_outside
 from lightning_cp.models.hf_loss import LossWatch
 from lightning_cp.models.hf_packing import check_call
 from lightning_cp.models.hf_positions import (
     check_positions,
     counts_alone,
     own_positions,
+    positions_for,
     refuse_counting,
 )
 from lightning_cp.models.hf_signature import parameters_of
@@ -92,18 +93,11 @@ class CallCheck:
         if "use_cache" in names:
             given["use_cache"] = False
         if given.get("position_ids") is None and "position_ids" in names:
-            given["position_ids"] = state.position_ids
+            given["position_ids"] = positions_for(state, given)
         if given.get("labels") is not None:
             complete_labels(model, given, state)
-        elif _loss_is_outside(model, state):
-            raise ConfigError(_OUTSIDE)
-
-
-def _loss_is_outside(model: Any, state: StepState) -> bool:
-    """Whether the step is about to compute a loss of shifted labels, and nobody said how."""
-    if state.loss_outside or not state.needs_loss or state.aligned_labels is None:
-        return False
-    return label_alignment(model) == "shift"
+        elif label_alignment(model) == "shift":
+            refuse_outside(state)
 
 
 def _refuse_cache_and_weights(model: Any, given: dict[str, Any]) -> None:
@@ -129,13 +123,6 @@ def by_name(
         return args, dict(kwargs)
     return (), {**dict(zip(named, args, strict=False)), **kwargs}
 
-
-_OUTSIDE = (
-    "the model was called without labels, so the loss is computed outside of it, where shifting "
-    "labels (logits[:, :-1], labels[:, 1:]) would be silently wrong at every seam between ranks. Pass "
-    "labels=batch['labels'] to the model; or take the targets from batch['shift_labels'] without shifting, "
-    "and declare labels='shift'; or shift in the dataset and declare labels='aligned'."
-)
 
 _COPY = (
     "a copy of a {} is called within a step, which was made after training began, so that its attention is "

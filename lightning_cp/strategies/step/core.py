@@ -28,6 +28,7 @@ from lightning_cp.layout.cost import Heads
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.models.expected import expected_heads, expected_mask
 from lightning_cp.models.facts import PositionFacts
+from lightning_cp.models.hf_labels import require_taken
 from lightning_cp.models.hf_positions import take_positions
 from lightning_cp.models.patches import StepPatches
 from lightning_cp.models.swap import Listener, StepState, SwapHandle, hf_models, swap_attention
@@ -250,10 +251,13 @@ class ContextParallelCore(StepLosses):
         self._patches.begin()
 
     def check_step(self) -> None:
-        """Refuse a step in which attention stayed local; say once if it did not ask for positions."""
+        """Refuse a step in which attention stayed local, or labels were shifted by nobody knows whom; say
+        once if it did not ask for positions."""
         if not self.enabled or self._handle is None or self._model is None:
             return
         self.require_intercepted()
+        if self._handle.state is not None:
+            require_taken(self._handle.state)
         if self.positions_ignored:
             self._positions_taken = True
             if self.mesh.sample_rank == 0 and self.mesh.data_rank == 0:
