@@ -11,6 +11,7 @@ from lightning_cp.models.hf_forward import replace_forward
 from lightning_cp.models.hf_labels import complete_labels, label_alignment, refuse_outside
 from lightning_cp.models.hf_loss import LossWatch
 from lightning_cp.models.hf_packing import check_call
+from lightning_cp.models.hf_output import refuse_head, watch_output
 from lightning_cp.models.hf_positions import (
     check_positions,
     counts_alone,
@@ -45,6 +46,8 @@ class CallCheck:
         self._models = set(models)
         self._announced: set[Any] = set()
         """Those whose call has come through their hooks, and will come to their forward next."""
+        self._depth = 0
+        """Models that are being called, each within the one before."""
         for model in models:
             hook = model.register_forward_pre_hook(untraced(complete), with_kwargs=True)
             handle.on_undo(hook.remove)
@@ -56,14 +59,22 @@ class CallCheck:
     def _in_place_of_forward(
         self, model: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Do what hooks do, if this forward was not called by way of them."""
-        if model in self._announced or not self._handle.active:
-            self._announced.discard(model)
+        """Do what hooks do, if this forward was not called by way of them; look at what is returned."""
+        state = self._handle.state
+        if state is None:
             return own(*args, **kwargs)
-        args, kwargs = self._complete(model, args, kwargs)
+        past_hooks = model not in self._announced
+        if past_hooks:
+            args, kwargs = self._complete(model, args, kwargs)
         self._announced.discard(model)
-        output = own(*args, **kwargs)
-        if model in self._watches:
+        self._depth += 1
+        try:
+            output = own(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        if not self._depth:
+            watch_output(model, output, state.layout.local_len)
+        if past_hooks and model in self._watches:
             self._watches[model].check(output)
         return output
 
@@ -85,6 +96,7 @@ class CallCheck:
 
     def _check_and_fill(self, model: Any, given: dict[str, Any], state: StepState) -> None:
         _refuse_cache_and_weights(model, given)
+        refuse_head(model, given)
         if self._counts_alone:
             refuse_counting(model, given)
         check_call(state, model, given, self._before)
