@@ -130,7 +130,7 @@ def _choose(configs: list[Any], name: str) -> Callable[[], None]:
 
 
 class _Chosen(str):
-    """The name of an implementation; of a copy of a config, in which nobody would put it back, the one before."""
+    """The name of an implementation; of a copy of a config, which nobody would put back, the one before."""
 
     before: str
 

@@ -10,8 +10,8 @@ from lightning_cp.models.handle import StepState, SwapHandle
 from lightning_cp.models.hf_forward import replace_forward
 from lightning_cp.models.hf_labels import complete_labels, label_alignment, refuse_outside
 from lightning_cp.models.hf_loss import LossWatch
-from lightning_cp.models.hf_packing import check_call
 from lightning_cp.models.hf_output import refuse_head, watch_output
+from lightning_cp.models.hf_packing import check_call
 from lightning_cp.models.hf_positions import (
     check_positions,
     counts_alone,

@@ -1,8 +1,8 @@
 """What a Hugging Face model makes of a whole sequence: each rank would make it of its own tokens.
 
-Heads of one value per sequence are refused by name, and so is what a model without a head has pooled. What else
-has no dimension along the sequence (a second head's values, the logits of the last tokens) may be left unused;
-a gradient that comes to it says that it was not. Losses among it are looked at in ``hf_loss``.
+Heads of one value per sequence are refused by name, and so is what a model without a head has pooled. What
+else has no dimension along the sequence (a second head's values, the logits of the last tokens) may be left
+unused; a gradient that comes to it says that it was not. Losses among it are looked at in ``hf_loss``.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def watch_output(model: Any, output: Any, local_len: int) -> None:
 
 def _refuse_use(name: str, key: str, shape: tuple[int, ...], gradient: torch.Tensor) -> NoReturn:
     raise ConfigError(
-        f"the loss uses {key} {shape} of {name}, which has no dimension along the sequence, so that each rank "
-        "makes it of its own tokens. What works: a loss of values for each token (logits of all of them, "
+        f"the loss uses {key} {shape} of {name}, which has no dimension along the sequence, so that each "
+        "rank makes it of its own tokens. What works: a loss of values of each token (all logits, "
         "last_hidden_state)."
     )

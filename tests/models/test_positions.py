@@ -92,7 +92,7 @@ def test_positions_of_the_step_itself_are_refused(what: str) -> None:
 
 
 def test_rows_without_positions_are_refused() -> None:
-    match = "called with 6 rows, but the batch has 3, whose position_ids differ"
+    match = "called with 6 rows, but the batch has 3, whose positions differ"
     expect_on_every_rank(2, call_with, "rows", error=ShapeError, match=match, timeout=20)
 
 
