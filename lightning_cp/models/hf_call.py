@@ -7,9 +7,9 @@ from typing import Any
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import StepState, SwapHandle
-from lightning_cp.models.hf_forward import replace_forward
 from lightning_cp.models.hf_labels import complete_labels, label_alignment, refuse_outside
 from lightning_cp.models.hf_loss import LossWatch
+from lightning_cp.models.hf_methods import refuse_generate, replace_method
 from lightning_cp.models.hf_output import refuse_head, watch_output
 from lightning_cp.models.hf_packing import check_call
 from lightning_cp.models.hf_positions import (
@@ -51,7 +51,9 @@ class CallCheck:
         for model in models:
             hook = model.register_forward_pre_hook(untraced(complete), with_kwargs=True)
             handle.on_undo(hook.remove)
-            handle.on_activate(partial(replace_forward, model, self._in_place_of_forward))
+            handle.on_activate(partial(replace_method, model, "forward", self._in_place_of_forward))
+            if hasattr(model, "generate"):
+                handle.on_activate(partial(replace_method, model, "generate", refuse_generate))
         handle.on_activate(lambda: self._announced.clear)  # what an error left there
         for watch in self._watches.values():
             watch.attach()

@@ -240,6 +240,10 @@ def with_cache(model: Any, batch: dict[str, torch.Tensor]) -> None:
     model(input_ids=batch["input_ids"], past_key_values=DynamicCache(config=model.config))
 
 
+def generate(model: Any, batch: dict[str, torch.Tensor]) -> None:
+    model.generate(batch["input_ids"], max_new_tokens=1, do_sample=False, use_cache=False)
+
+
 def dense_mask(model: Any, batch: dict[str, torch.Tensor]) -> None:
     length = batch["input_ids"].shape[1]
     model(input_ids=batch["input_ids"], attention_mask=torch.zeros(3, 1, length, length).double())
@@ -257,6 +261,7 @@ STEPS: dict[str, Callable[[Any, dict[str, torch.Tensor]], None]] = {
     "other targets": fewer_targets,
     "other targets in place": fewer_targets_in_place,
     "cache": with_cache,
+    "generate": generate,
     "dense mask in the batch": lambda model, batch: None,
     "dense mask in the step": dense_mask,
     "dropout": dropping,
@@ -268,6 +273,7 @@ REFUSALS = {
     "other targets": "weighted by the targets that were counted then",
     "other targets in place": "weighted by the targets that were counted then",
     "cache": "a key/value cache cannot be used under context parallelism: generate with cp_size=1",
+    "generate": "LlamaForCausalLM.generate was called within a step.*Generate with cp_size=1",
     "dense mask in the batch": r"an attention_mask of shape \(3, 1, 37, 37\) cannot be sharded",
     "dense mask in the step": r"dense attention mask of shape \(3, 1, 20, 20\)",
     "dropout": r"attention dropout must be 0\.0",
