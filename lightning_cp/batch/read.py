@@ -146,7 +146,10 @@ def _sequence_dims(tensors: Mapping[str, torch.Tensor], rules: BatchRules) -> di
     return dims
 
 
-_ONE_A_ROW = " A label for each row cannot be weighted: there must be one for each token, -100 where there is no target."
+_ONE_A_ROW = (
+    " A label for each row cannot be weighted: there must be one for each token, -100 where there is no "
+    "target."
+)
 
 
 def _refuse_undeclared(
