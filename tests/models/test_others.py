@@ -1,4 +1,4 @@
-"""Attention functions that are not sharded are refused while a step is active, and are themselves elsewhere."""
+"""Attention functions that are not sharded are refused within a step, and are themselves outside of it."""
 
 from __future__ import annotations
 
