@@ -322,6 +322,13 @@ def test_labels_that_do_not_run_along_the_sequence() -> None:
         read_batch(batch, rules, needs_labels=True)
 
 
+def test_a_label_for_each_row() -> None:
+    batch = {"input_ids": ids(), "labels": torch.tensor([1, 0])}
+    match = r"'labels' has sequence dim 1, .* \(2,\)\. A label for each row .* one for each token"
+    with pytest.raises(ShapeError, match=match):
+        read_batch(batch, BatchRules(labels="shift"), needs_labels=True)
+
+
 def test_labels_to_shift_need_rows() -> None:
     batch = {"input_ids": ids()[0], "labels": ids()[0]}
     rules = BatchRules(sequence_dims={"input_ids": 0, "labels": 0}, labels="shift")

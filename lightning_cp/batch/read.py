@@ -133,7 +133,10 @@ def _sequence_dims(tensors: Mapping[str, torch.Tensor], rules: BatchRules) -> di
         if dim is None:
             continue
         if not -x.dim() <= dim < x.dim():
-            raise ShapeError(f"{name!r} has sequence dim {dim}, but its shape is {tuple(x.shape)}.")
+            raise ShapeError(
+                f"{name!r} has sequence dim {dim}, but its shape is {tuple(x.shape)}."
+                f"{_ONE_A_ROW if name == rules.label_key and x.dim() == 1 else ''}"
+            )
         dims[name] = dim % x.dim()
     if not dims:
         raise ConfigError(
@@ -141,6 +144,12 @@ def _sequence_dims(tensors: Mapping[str, torch.Tensor], rules: BatchRules) -> di
             f"{sorted(tensors) or 'no tensors'}. {_what_to_declare(tensors)}"
         )
     return dims
+
+
+_ONE_A_ROW = (
+    " A label for each row cannot be weighted: there must be one for each token, -100 where there is no "
+    "target."
+)
 
 
 def _refuse_undeclared(

@@ -52,6 +52,8 @@ class StepState:
     """How labels are read: ``shift`` or ``aligned``; anything else: that does not matter here."""
     needs_loss: bool = True
     """The step trains or evaluates: what it makes of labels counts. Not so when it predicts."""
+    labels_taken: bool = False
+    """A model was given them, and computes the loss."""
     calls: int = 0
     need_gradients: list[bool] = field(default_factory=list)
     """Of each attention call: whether backward will come through it."""

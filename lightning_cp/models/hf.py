@@ -125,11 +125,28 @@ def _all_configs(model: Any) -> list[Any]:
 def _choose(configs: list[Any], name: str) -> Callable[[], None]:
     """Name the implementation in ``configs``; returns what puts the previous names back."""
     before = [config._attn_implementation for config in configs]
-    for config in configs:
-        config._attn_implementation_internal = name
+    for config, own in zip(configs, before, strict=True):
+        config._attn_implementation_internal = _Chosen(name, own)
 
     def put_back() -> None:
         for config, own in zip(configs, before, strict=True):
             config._attn_implementation_internal = own
 
     return put_back
+
+
+class _Chosen(str):
+    """The name of an implementation; of a copy of a config, which nobody would put back, the one before."""
+
+    before: str
+
+    def __new__(cls, name: str, before: str) -> _Chosen:
+        made = super().__new__(cls, name)
+        made.before = before
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        return self.before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self.before,)

@@ -7,13 +7,16 @@ from typing import Any
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import StepState, SwapHandle
-from lightning_cp.models.hf_labels import complete_labels, label_alignment
+from lightning_cp.models.hf_labels import complete_labels, label_alignment, refuse_outside
 from lightning_cp.models.hf_loss import LossWatch
+from lightning_cp.models.hf_methods import refuse_generate, replace_method
+from lightning_cp.models.hf_output import refuse_head, watch_output
 from lightning_cp.models.hf_packing import check_call
 from lightning_cp.models.hf_positions import (
     check_positions,
     counts_alone,
     own_positions,
+    positions_for,
     refuse_counting,
 )
 from lightning_cp.models.hf_signature import parameters_of
@@ -40,27 +43,62 @@ class CallCheck:
         self._watches = {model: LossWatch(handle, model) for model in with_loss}
         # Functions, not methods: a copy of the model would copy what a method belongs to.
         complete: Any = lambda *call: self._complete(*call)  # noqa: E731
+        self._models = set(models)
+        self._announced: set[Any] = set()
+        """Those whose call has come through their hooks, and will come to their forward next."""
+        self._depth = 0
+        """Models that are being called, each within the one before."""
         for model in models:
             hook = model.register_forward_pre_hook(untraced(complete), with_kwargs=True)
             handle.on_undo(hook.remove)
+            handle.on_activate(partial(replace_method, model, "forward", self._in_place_of_forward))
+            if hasattr(model, "generate"):
+                handle.on_activate(partial(replace_method, model, "generate", refuse_generate))
+        handle.on_activate(lambda: self._announced.clear)  # what an error left there
         for watch in self._watches.values():
             watch.attach()
+
+    def _in_place_of_forward(
+        self, model: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Do what hooks do, if this forward was not called by way of them; look at what is returned."""
+        state = self._handle.state
+        if state is None:
+            return own(*args, **kwargs)
+        past_hooks = model not in self._announced
+        if past_hooks:
+            args, kwargs = self._complete(model, args, kwargs)
+        self._announced.discard(model)
+        self._depth += 1
+        try:
+            output = own(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        if not self._depth:
+            watch_output(model, output, state.layout.local_len)
+        if past_hooks and model in self._watches:
+            self._watches[model].check(output)
+        return output
 
     def _complete(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward pre-hook. Some checks compare this rank's tokens, so that ranks agree on each call."""
         state = self._handle.state
         if state is None:
             return None
+        if model not in self._models:
+            raise ConfigError(_COPY.format(type(model).__name__))
         args, given = by_name(model, args, kwargs)
         check = partial(self._check_and_fill, model, given, state)
         what, follow = f"call of {type(model).__name__}", model in self._outer
         self._handle.checks.agreed(what, check, more_follow=follow)
-        if model in self._watches:  # a copy of a swapped model is not
+        self._announced.add(model)
+        if model in self._watches:
             self._watches[model].expect(given)
         return args, given
 
     def _check_and_fill(self, model: Any, given: dict[str, Any], state: StepState) -> None:
         _refuse_cache_and_weights(model, given)
+        refuse_head(model, given)
         if self._counts_alone:
             refuse_counting(model, given)
         check_call(state, model, given, self._before)
@@ -69,18 +107,11 @@ class CallCheck:
         if "use_cache" in names:
             given["use_cache"] = False
         if given.get("position_ids") is None and "position_ids" in names:
-            given["position_ids"] = state.position_ids
+            given["position_ids"] = positions_for(state, given)
         if given.get("labels") is not None:
             complete_labels(model, given, state)
-        elif _loss_is_outside(model, state):
-            raise ConfigError(_OUTSIDE)
-
-
-def _loss_is_outside(model: Any, state: StepState) -> bool:
-    """Whether the step is about to compute a loss of shifted labels, and nobody said how."""
-    if state.loss_outside or not state.needs_loss or state.aligned_labels is None:
-        return False
-    return label_alignment(model) == "shift"
+        elif label_alignment(model) == "shift":
+            refuse_outside(state)
 
 
 def _refuse_cache_and_weights(model: Any, given: dict[str, Any]) -> None:
@@ -107,9 +138,8 @@ def by_name(
     return (), {**dict(zip(named, args, strict=False)), **kwargs}
 
 
-_OUTSIDE = (
-    "the model was called without labels, so the loss is computed outside of it, where shifting "
-    "labels (logits[:, :-1], labels[:, 1:]) would be silently wrong at every seam between ranks. Pass "
-    "labels=batch['labels'] to the model; or take the targets from batch['shift_labels'] without shifting, "
-    "and declare labels='shift'; or shift in the dataset and declare labels='aligned'."
+_COPY = (
+    "a copy of a {} is called within a step, which was made after training began, so that its attention is "
+    "not sharded. Make it before, as a part of the module (in __init__ or configure_model), or call it with "
+    "whole batches outside of steps."
 )

@@ -57,6 +57,33 @@ def complete_labels(model: Any, given: dict[str, Any], state: StepState) -> None
             "num_items_in_batch away: the count is filled in."
         )
     given["num_items_in_batch"] = items if asked is None else asked
+    state.labels_taken = True
+
+
+def require_taken(state: StepState) -> None:
+    """At the end of a step: refuse it if no model was given the labels, which it may have shifted itself."""
+    if not state.labels_taken:
+        refuse_outside(state)
+
+
+def refuse_outside(state: StepState) -> None:
+    """Refuse a loss of shifted labels that the step computes, or is about to, while nobody said how.
+
+    Raises:
+        ConfigError: saying what to declare.
+    """
+    if state.loss_outside or not state.needs_loss:
+        return
+    if state.labels_read == "shift" and state.aligned_labels is not None:
+        raise ConfigError(_OUTSIDE)
+
+
+_OUTSIDE = (
+    "the model was called without labels, so the loss is computed outside of it, where shifting "
+    "labels (logits[:, :-1], labels[:, 1:]) would be silently wrong at every seam between ranks. Pass "
+    "labels=batch['labels'] to the model; or take the targets from batch['shift_labels'] without shifting, "
+    "and declare labels='shift'; or shift in the dataset and declare labels='aligned'."
+)
 
 
 def _refuse_other_kind(

@@ -77,8 +77,16 @@ class LossWatch:
         return all(same) or label_alignment(self._model) != "shift"
 
     def _leave(self, model: Any, args: Any, output: Any) -> None:
-        if model is not self._model:  # a copy of it
-            return
+        if model is self._model:  # not a copy of it
+            self.check(output)
+
+    def check(self, output: Any) -> None:
+        """The model, which was called as ``expect`` said, returns ``output``.
+
+        Raises:
+            ConfigError: its loss is not what the loss function made.
+        """
+        model = self._model
         given, self._given = self._given, None
         made, self._made = self._made, None
         if given is None or not self._handle.active:

@@ -17,6 +17,7 @@ import torch
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import Documents, SequenceLayout
 from lightning_cp.models.handle import StepState
+from lightning_cp.models.hf_positions import refuse_other_positions, rows_of
 
 
 def check_call(state: StepState, model: Any, given: dict[str, Any], before: str) -> None:
@@ -31,13 +32,13 @@ def check_call(state: StepState, model: Any, given: dict[str, Any], before: str)
     Raises:
         ConfigError: positions that are not the batch's, or documents that one process would not isolate.
     """
-    _refuse_other_positions(state.position_ids, given.get("position_ids"))
+    refuse_other_positions(state, given.get("position_ids"))
     _check_flash_boundaries(state.layout, given.get("cu_seq_lens_q"))
     if not state.positions.restart:
         return
-    if "flash" in before and _rows(given) > 1:
+    if "flash" in before and rows_of(given) > 1:
         raise ConfigError(
-            f"position_ids restart in a batch of {_rows(given)} rows: in one process flash-attention "
+            f"position_ids restart in a batch of {rows_of(given)} rows: in one process flash-attention "
             "reads packed documents only from batches of one row. Use a batch size of 1, or 'sdpa' with "
             "use_cache=False."
         )
@@ -120,27 +121,6 @@ def _caches(model: Any, given: dict[str, Any]) -> bool:
         asked = getattr(model.config.get_text_config(), "use_cache", False)
     recomputing = any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
     return bool(asked) and not (model.training and recomputing)
-
-
-def _rows(given: dict[str, Any]) -> int:
-    found = [given.get("input_ids"), given.get("inputs_embeds")]
-    return next((x.shape[0] for x in found if x is not None), 1)
-
-
-def _refuse_other_positions(ours: torch.Tensor, given: torch.Tensor | None) -> None:
-    if (
-        given is None
-        or given is ours
-        or given.dim() != ours.dim()
-        or given.shape[-1] != ours.shape[-1]
-    ):
-        return
-    if bool((given != ours.to(given.device)).any()):
-        raise ConfigError(
-            "the position_ids that the model was given are not the batch's: a rank's tokens do not follow "
-            "each other, and packed documents are read from the batch before it is sharded. Use "
-            "batch['position_ids'], or put yours into the batch (in the dataset or on_after_batch_transfer)."
-        )
 
 
 def _check_flash_boundaries(layout: SequenceLayout, given: torch.Tensor | None) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch import nn
 
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.models.handle import StepState
 from lightning_cp.models.hf_own import is_relative
 from lightning_cp.models.hf_signature import parameters_of
@@ -91,3 +92,54 @@ def refuse_counting(model: Any, given: dict[str, Any]) -> None:
         "(in one of your own: add the argument, and number tokens by it), or a strategy without context "
         "parallelism."
     )
+
+
+def positions_for(state: StepState, given: dict[str, Any]) -> torch.Tensor:
+    """Global positions of the tokens of a call, which has the rows of the batch.
+
+    Rows that all count 0, 1, 2, ... are of any number: a step may join the batch and what it made of it.
+
+    Raises:
+        ShapeError: other rows than the batch's, whose positions differ.
+    """
+    ours, rows = state.position_ids, rows_of(given)
+    if ours.dim() != 2 or ours.shape[0] in (1, rows):
+        return ours
+    if state.positions.from_zero:
+        return ours[:1].expand(rows, -1)
+    raise ShapeError(
+        f"the model is called with {rows} rows, but the batch has {ours.shape[0]}, whose positions differ: "
+        "call it with the rows of the batch, or make the others before it is sharded."
+    )
+
+
+def refuse_other_positions(state: StepState, given: torch.Tensor | None) -> None:
+    """Refuse positions that are not the batch's, in whatever shape they are given.
+
+    Raises:
+        ConfigError: a rank that counts by itself would count from 0.
+    """
+    ours = state.position_ids
+    if given is None or given is ours or given.shape[-1] != ours.shape[-1]:
+        return
+    if state.positions.from_zero:
+        ours = ours.flatten(0, -2)[0]  # of all rows
+    elif not _fit(given, ours):
+        return  # of an inner model, in a form of its own
+    if bool((given != ours.to(given.device)).any()):
+        raise ConfigError(
+            "the position_ids that the model was given are not the batch's: a rank's tokens do not follow "
+            "each other, and packed documents are read from the batch before it is sharded. Use "
+            "batch['position_ids'], or put yours into the batch (in the dataset or on_after_batch_transfer)."
+        )
+
+
+def _fit(given: torch.Tensor, ours: torch.Tensor) -> bool:
+    sizes = zip(reversed(given.shape), reversed(ours.shape), strict=False)
+    return all(a == b or 1 in (a, b) for a, b in sizes)
+
+
+def rows_of(given: dict[str, Any]) -> int:
+    """How many rows a call has; 1 if that is not seen."""
+    found = [given.get("input_ids"), given.get("inputs_embeds")]
+    return next((x.shape[0] for x in found if x is not None), 1)

@@ -7,10 +7,8 @@ would not do: it is thread-local, and recomputation on CUDA runs in autograd's o
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -19,6 +17,7 @@ import torch.nn.functional as F
 
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.errors import ConfigError
+from lightning_cp.models.functions import LINK, Link, Replaced, replace_everywhere, take_back
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.untraced import untraced
 
@@ -32,7 +31,7 @@ def swap_sdpa(handle: SwapHandle) -> int:
         How many names of it were replaced in loaded modules.
     """
     original = F.scaled_dot_product_attention
-    link = _Link(original)
+    link = Link(original)
     held = weakref.ref(
         handle
     )  # what is global must not keep a model alive that is part of a circle
@@ -57,13 +56,14 @@ def swap_sdpa(handle: SwapHandle) -> int:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return _in_memory_as_theirs(handle.attention(q, k, v, spec), query)
 
-    setattr(scaled_dot_product_attention, _LINK, link)
-    replaced = _replace(original, scaled_dot_product_attention)
+    setattr(scaled_dot_product_attention, LINK, link)
+    count = replace_everywhere({original: scaled_dot_product_attention})
     handle.on_activate(_without_fast_path)
-    take_back = weakref.finalize(handle, _take_back, scaled_dot_product_attention, link)
-    take_back.atexit = False
-    handle.on_undo(take_back)
-    return replaced
+    replaced = Replaced(F, SDPA, scaled_dot_product_attention, link)
+    undo = weakref.finalize(handle, take_back, [replaced])
+    undo.atexit = False
+    handle.on_undo(undo)
+    return count
 
 
 def observe_sdpa(tell: Callable[..., None]) -> Callable[[], None]:
@@ -72,7 +72,7 @@ def observe_sdpa(tell: Callable[..., None]) -> Callable[[], None]:
     What is compiled is not seen: its calls are no longer made from Python.
     """
     original = F.scaled_dot_product_attention
-    link = _Link(original)
+    link = Link(original)
 
     def scaled_dot_product_attention(
         query: torch.Tensor,
@@ -88,9 +88,10 @@ def observe_sdpa(tell: Callable[..., None]) -> Callable[[], None]:
             tell(query, key, attn_mask, is_causal, out)
         return out
 
-    setattr(scaled_dot_product_attention, _LINK, link)
-    _replace(original, scaled_dot_product_attention)
-    return lambda: _take_back(scaled_dot_product_attention, link)
+    setattr(scaled_dot_product_attention, LINK, link)
+    replace_everywhere({original: scaled_dot_product_attention})
+    replaced = Replaced(F, SDPA, scaled_dot_product_attention, link)
+    return lambda: take_back([replaced])
 
 
 def _check(
@@ -133,51 +134,19 @@ def _in_memory_as_theirs(out_BLHD: torch.Tensor, query: torch.Tensor) -> torch.T
     return out_BLHD.contiguous().transpose(1, 2)
 
 
-_LINK = "_lightning_cp_link"
-
-
 def is_sdpa(value: object) -> bool:
     """Whether it is PyTorch's function, or what has taken its place."""
     if isinstance(value, FunctionType):
-        return _LINK in vars(value)
+        return LINK in vars(value)
     return isinstance(value, BuiltinFunctionType) and value is _builtin()
 
 
 def _builtin() -> object:
     """PyTorch's own, under all that have taken its place."""
     found: Any = F.scaled_dot_product_attention
-    while (link := getattr(found, _LINK, None)) is not None:
+    while (link := getattr(found, LINK, None)) is not None:
         found = link.original
     return found
-
-
-@dataclass
-class _Link:
-    """What a replacement hands over to: the function that it replaced."""
-
-    original: Callable[..., torch.Tensor]
-
-
-def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> int:
-    """Put ``new`` into every loaded module's globals that are ``old``; how many there were."""
-    count = 0
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", None)
-        if isinstance(names, dict):
-            for name in [name for name, value in list(names.items()) if value is old]:
-                setattr(module, name, new)
-                count += 1
-    return count
-
-
-def _take_back(ours: Callable[..., Any], link: _Link) -> None:
-    """Restore the original; where another swap came later, have that one hand over to it."""
-    _replace(ours, link.original)
-    later: _Link | None = getattr(F.scaled_dot_product_attention, _LINK, None)
-    while later is not None:
-        if later.original is ours:
-            later.original = link.original
-        later = getattr(later.original, _LINK, None)
 
 
 def _without_fast_path() -> Callable[[], None]:

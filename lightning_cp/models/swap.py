@@ -20,6 +20,7 @@ from lightning_cp.models.held import refuse_held
 from lightning_cp.models.hf import swap_hf
 from lightning_cp.models.litgpt import litgpt_models, require_whole, swap_litgpt
 from lightning_cp.models.mixing import refuse_mixing
+from lightning_cp.models.others import refuse_others
 from lightning_cp.models.pooling import watch_pooling
 from lightning_cp.models.report import Swap, Swapped, SwapReport, attention_modules
 from lightning_cp.models.scope import follow_calls, left_alone, require_roots
@@ -73,6 +74,7 @@ def swap_attention(
         swaps = {root: swap_hf(root, handle) for root in chosen}
         swaps.update({root: swap_litgpt(root, handle) for root in litgpts})
         replaced = swap_sdpa(handle)
+        refuse_others(handle)
         follow_calls(model, handle, listed, alone)
         watch_attention(model, handle, alone)
         watch_pooling(model, handle, others)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallelMesh, keep_attention
 from lightning_cp.models.hf import label_alignment
@@ -188,9 +189,25 @@ def own_loss_by_position(model: Any, batch: dict[str, torch.Tensor], given: dict
     return output.loss, output.logits
 
 
+def own_loss_by_forward(model: Any, batch: dict[str, torch.Tensor], given: dict[str, Any]) -> Any:
+    """Past the hooks of the model's call, as older releases of peft do."""
+    output = model.forward(input_ids=batch["input_ids"], labels=batch["labels"], **given)
+    return output.loss, output.logits
+
+
+def from_hidden_by_forward(model: Any, batch: dict[str, torch.Tensor], given: Options) -> Any:
+    """The same of the model inside, which a checkpoint calls once more."""
+    inside = model.base_model.forward
+    output: Any = checkpoint(inside, batch["input_ids"], **given, use_reentrant=False)
+    logits = model.get_output_embeddings()(output.last_hidden_state)
+    return cross_entropy(model, logits, batch), logits
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "logits": from_logits,
     "hidden": from_hidden,
+    "forward": own_loss_by_forward,
+    "hidden forward": from_hidden_by_forward,
     "labels": own_loss,
     "batch": own_loss_of_everything,
     "positional": own_loss_by_position,

@@ -7,6 +7,7 @@ all, so their logits differ and nothing else does.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -35,7 +36,7 @@ from tests.pool import expect_on_every_rank, run_ranks
 
 SIZES = {"ring 2": (1, 2), "ulysses 2": (2, 1), "hybrid 2x2": (2, 2)}
 
-OWN_LOSS = {"labels", "batch", "positional"}
+OWN_LOSS = {"labels", "batch", "positional", "forward"}
 """Calls whose loss is computed by the model, in float32."""
 
 
@@ -106,6 +107,54 @@ def test_eager_models_equal_themselves() -> None:
 @pytest.mark.parametrize("model", ["llama", "bert"])
 def test_every_way_to_call_a_model(model: str, call: str) -> None:
     compare(Case(model=model, batch="both", call=call), 1, 2)
+
+
+@pytest.mark.parametrize("call", ["forward", "hidden forward"])
+@pytest.mark.parametrize("model", ["llama", "bert"])
+def test_a_forward_that_is_called_past_its_hooks(model: str, call: str) -> None:
+    """Of plain rows, which have targets at the seams between ranks."""
+    compare(Case(model=model, call=call), 1, 2)
+
+
+def copied(rank: int, world_size: int) -> bool:
+    """A copy that is made within a step, as callbacks make them of averaged weights."""
+    case = Case()
+    model = make_model(case)
+    core = start(1, 2, model)
+    core.shard(make_batch(case), needs_labels=True)
+    core.begin_step()
+    twin = copy.deepcopy(model)
+    core.detach()
+    with torch.no_grad():
+        want = model(**make_batch(case)).loss
+        for parameter in model.parameters():
+            parameter.zero_()
+        return torch.equal(twin(**make_batch(case)).loss, want)
+
+
+def test_a_copy_that_is_made_within_a_step_is_a_plain_model() -> None:
+    assert run_ranks(2, copied, timeout=20) == [True] * 2
+
+
+def call_copy(rank: int, world_size: int, within: bool) -> None:
+    """By zigzag positions one rank of two would take its tokens for packed, and refuse them alone."""
+    case = Case()
+    model = make_model(case)
+    core = start(1, 2, model)
+    try:
+        twin = copy.deepcopy(model)
+        local = core.shard(make_batch(case), needs_labels=True)
+        core.begin_step()
+        twin = copy.deepcopy(model) if within else twin
+        twin(**local)
+    finally:
+        core.detach()
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_copy_that_is_called_within_a_step_is_refused(within: bool) -> None:
+    match = "a copy of a LlamaForCausalLM is called within a step.*Make it before"
+    expect_on_every_rank(2, call_copy, within, error=ConfigError, match=match, timeout=20)
 
 
 @pytest.mark.parametrize("size", ["ring 2", "hybrid 2x2"])
@@ -191,6 +240,10 @@ def with_cache(model: Any, batch: dict[str, torch.Tensor]) -> None:
     model(input_ids=batch["input_ids"], past_key_values=DynamicCache(config=model.config))
 
 
+def generate(model: Any, batch: dict[str, torch.Tensor]) -> None:
+    model.generate(batch["input_ids"], max_new_tokens=1, do_sample=False, use_cache=False)
+
+
 def dense_mask(model: Any, batch: dict[str, torch.Tensor]) -> None:
     length = batch["input_ids"].shape[1]
     model(input_ids=batch["input_ids"], attention_mask=torch.zeros(3, 1, length, length).double())
@@ -208,6 +261,7 @@ STEPS: dict[str, Callable[[Any, dict[str, torch.Tensor]], None]] = {
     "other targets": fewer_targets,
     "other targets in place": fewer_targets_in_place,
     "cache": with_cache,
+    "generate": generate,
     "dense mask in the batch": lambda model, batch: None,
     "dense mask in the step": dense_mask,
     "dropout": dropping,
@@ -219,6 +273,7 @@ REFUSALS = {
     "other targets": "weighted by the targets that were counted then",
     "other targets in place": "weighted by the targets that were counted then",
     "cache": "a key/value cache cannot be used under context parallelism: generate with cp_size=1",
+    "generate": "LlamaForCausalLM.generate was called within a step.*Generate with cp_size=1",
     "dense mask in the batch": r"an attention_mask of shape \(3, 1, 37, 37\) cannot be sharded",
     "dense mask in the step": r"dense attention mask of shape \(3, 1, 20, 20\)",
     "dropout": r"attention dropout must be 0\.0",

@@ -62,13 +62,19 @@ def step(rank: int, world_size: int, name: str, call: str, labels: str) -> float
         core.attach(model, {}, needs_labels=True)
         local = core.shard(make_batch(Case()), needs_labels=True)
         core.begin_step()
-        return float(core.average(CALLS[call](model, local)))
+        loss = CALLS[call](model, local)
+        core.check_step()
+        return float(core.average(loss))
     finally:
         core.detach()
 
 
 def own_loss(model: Any, batch: Batch) -> torch.Tensor:
     return model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+
+def past_hooks(model: Any, batch: Batch) -> torch.Tensor:
+    return model.forward(input_ids=batch["input_ids"], labels=batch["labels"]).loss
 
 
 def in_a_tuple(model: Any, batch: Batch) -> torch.Tensor:
@@ -93,6 +99,12 @@ def in_the_step(model: Any, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
 
 
+def of_the_model_inside(model: Any, batch: Batch) -> torch.Tensor:
+    """The head is called by the step, which shifts by itself."""
+    logits = model.lm_head(model.model(batch["input_ids"]).last_hidden_state)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
 def shifted_by_the_user(model: Any, batch: Batch) -> torch.Tensor:
     ids, labels = batch["input_ids"], batch["labels"]
     return model(input_ids=ids, labels=labels, shift_labels=labels).loss
@@ -100,10 +112,12 @@ def shifted_by_the_user(model: Any, batch: Batch) -> torch.Tensor:
 
 CALLS: dict[str, Callable[[Any, Batch], torch.Tensor]] = {
     "labels": own_loss,
+    "forward": past_hooks,
     "tuple": in_a_tuple,
     "next sentence": with_next_sentence,
     "count": counting_targets,
     "outside": in_the_step,
+    "inside": of_the_model_inside,
     "shifted": shifted_by_the_user,
 }
 
@@ -118,13 +132,16 @@ ADDS = "MixtralForCausalLM returns another loss than the mean over targets.*rout
         ("gpt2 double", "labels", "auto", BY_ITSELF.format("GPT2DoubleHeadsModel")),
         ("bert pretraining", "next sentence", "auto", BY_ITSELF.format("BertForPreTraining")),
         ("electra pretraining", "labels", "auto", BY_ITSELF.format("ElectraForPreTraining")),
+        ("gpt2 double", "forward", "auto", BY_ITSELF.format("GPT2DoubleHeadsModel")),
         ("router", "labels", "auto", ADDS),
+        ("router", "forward", "auto", ADDS),
         ("router", "tuple", "auto", ADDS),
         ("llama", "count", "auto", "called with num_items_in_batch=.*Leave num_items_in_batch away"),
         ("bert", "count", "auto", "called with num_items_in_batch="),
         ("llama", "labels", "aligned", "labels='aligned' is declared, but LlamaForCausalLM shifts"),
         ("bert", "labels", "shift", "labels='shift' is declared, but BertForMaskedLM does not shift"),
         ("llama", "outside", "auto", "the model was called without labels, so the loss is computed"),
+        ("llama", "inside", "auto", "the model was called without labels, so the loss is computed"),
     ],
 )  # fmt: skip
 def test_other_losses_are_refused(name: str, call: str, labels: str, match: str) -> None:
@@ -172,14 +189,17 @@ def evaluate(rank: int, world_size: int, what: str) -> None:
         core.begin_step()
         with torch.inference_mode():
             labels = {"labels": local["labels"]} if what == "with labels" else {}
-            model(input_ids=local["input_ids"], **labels)
+            called = model.model if what == "inside" else model
+            called(input_ids=local["input_ids"], **labels)
+        core.check_step()
     finally:
         core.detach()
 
 
-def test_a_loss_outside_of_the_model_is_refused_in_evaluation_too() -> None:
+@pytest.mark.parametrize("what", ["without labels", "inside"])
+def test_a_loss_outside_of_the_model_is_refused_in_evaluation_too(what: str) -> None:
     expect_on_every_rank(
-        2, evaluate, "without labels", error=ConfigError, match="called without labels", timeout=20
+        2, evaluate, what, error=ConfigError, match="called without labels", timeout=20
     )
 
 

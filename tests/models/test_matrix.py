@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from tests.models.matrix import BATCHES, FAMILIES, FLOAT32, MODES, Cell, cell
+import pytest
+import torch
+
+from lightning_cp.attention.spec import AttentionSpec
+from lightning_cp.models.handle import SwapHandle
+from tests.models.matrix import (
+    BATCHES,
+    FAMILIES,
+    FLOAT32,
+    MODES,
+    Cell,
+    case_of,
+    cell,
+    ranks,
+    whole_sequence,
+    worst,
+)
+from tests.models.steps import Case, Outcome
+from tests.pool import run_ranks
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:position_ids restart, so the documents of a row attend only to themselves"
@@ -30,3 +48,55 @@ def test_some_families(model: str) -> None:
 @pytest.mark.parametrize("model", FAMILIES)
 def test_every_family(model: str, mode: str) -> None:
     require(cell(model, mode, BATCHES), model)
+
+
+# -- the comparison can tell ------------------------------------------------------------------------
+
+
+def without_exchange(
+    self: SwapHandle, q_BLHD: torch.Tensor, k_BLKD: Any, v_BLKD: Any, spec: AttentionSpec
+) -> torch.Tensor:
+    """Each rank attends to its own tokens."""
+    assert self.state is not None
+    self.state.calls += 1
+    scores = torch.einsum("blhd,bmhd->bhlm", q_BLHD, _as_many(k_BLKD, q_BLHD))
+    if spec.causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    weights = (scores * spec.scale(q_BLHD.shape[3])).softmax(-1)
+    return torch.einsum("bhlm,bmhd->blhd", weights, _as_many(v_BLKD, q_BLHD))
+
+
+def _as_many(x_BLKD: torch.Tensor, q_BLHD: torch.Tensor) -> torch.Tensor:
+    return x_BLKD.repeat_interleave(q_BLHD.shape[2] // x_BLKD.shape[2], dim=2)
+
+
+def zeros(
+    self: SwapHandle, q_BLHD: torch.Tensor, k_BLKD: Any, v_BLKD: Any, spec: AttentionSpec
+) -> torch.Tensor:
+    """Attention that is not computed, with a graph."""
+    assert self.state is not None
+    self.state.calls += 1
+    return (q_BLHD + k_BLKD.sum() + v_BLKD.sum()) * 0
+
+
+WRONG = {"no exchange": without_exchange, "zeros": zeros}
+
+
+def wrong_ranks(rank: int, world_size: int, case: Case, how: str) -> Outcome:
+    own = SwapHandle.attention
+    SwapHandle.attention = WRONG[how]  # type: ignore[method-assign]
+    try:
+        return ranks(rank, world_size, case, 1, 4)
+    finally:
+        SwapHandle.attention = own  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("how", WRONG)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_wrong_attention_is_no_cell(batch: str, how: str) -> None:
+    case = case_of("llama", batch)
+    want = whole_sequence(case)
+    for got in run_ranks(4, wrong_ranks, case, how, timeout=60):
+        assert worst(got, want) > 1e-2
+        assert abs(got.loss - want.loss) > 1e-5 * abs(want.loss)

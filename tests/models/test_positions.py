@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.models.hf_positions import counts_alone
 from tests.models.later import all_families, needs
 from tests.models.steps import Case, Outcome, make_batch, make_model, one_process, parallel, start
@@ -60,6 +60,64 @@ def test_positions_of_the_batch_are_taken() -> None:
     ids = make_batch(case)["input_ids"].clamp(min=3)
     want = make_model(case)(input_ids=ids).logits.detach()
     for got in run_ranks(2, with_positions, timeout=20):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
+def call_with(rank: int, world_size: int, what: str) -> None:
+    """What the step makes of a rank's own tokens."""
+    case = Case(model="gpt2", batch="packed" if what == "rows" else "plain", use_cache=False)
+    model = make_model(case)
+    core = start(1, 2, model)
+    try:
+        local = core.shard(make_batch(case), needs_labels=True)
+        core.begin_step()
+        ids = local["input_ids"]
+        counted = torch.arange(ids.shape[1])
+        given: dict[str, torch.Tensor | None] = {
+            "counted": counted,
+            "counted for each row": counted.expand_as(ids),
+            "rows": None,
+        }
+        ids = torch.cat([ids, ids]) if what == "rows" else ids
+        model(input_ids=ids, position_ids=given[what])
+    finally:
+        core.detach()
+
+
+@pytest.mark.parametrize("what", ["counted", "counted for each row"])
+def test_positions_of_the_step_itself_are_refused(what: str) -> None:
+    match = "position_ids that the model was given are not the batch's"
+    expect_on_every_rank(2, call_with, what, error=ConfigError, match=match, timeout=20)
+
+
+def test_rows_without_positions_are_refused() -> None:
+    match = "called with 6 rows, but the batch has 3, whose positions differ"
+    expect_on_every_rank(2, call_with, "rows", error=ShapeError, match=match, timeout=20)
+
+
+def both_ways(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The batch and a changed one, joined within the step."""
+    ids = batch["input_ids"]
+    return model(input_ids=torch.cat([ids, (7 * ids) % 43])).logits
+
+
+def joined(rank: int, world_size: int, model: str) -> torch.Tensor:
+    case = Case(model=model)
+    module = make_model(case)
+    core = start(1, 2, module)
+    try:
+        local = core.shard(make_batch(case), needs_labels=True)
+        core.begin_step()
+        return core.unshard(both_ways(module, local).detach(), {})
+    finally:
+        core.detach()
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_more_rows_than_the_batch_has(model: str) -> None:
+    case = Case(model=model)
+    want = both_ways(make_model(case), make_batch(case)).detach()
+    for got in run_ranks(2, joined, model, timeout=20):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
 
 

@@ -15,6 +15,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning_cp.batch import with_positions
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import LayoutChoice
+from lightning_cp.models.hf_labels import require_taken
 from lightning_cp.named_ranges import named
 from lightning_cp.strategies.step.aside import StepsAside
 from lightning_cp.strategies.step.sharding import shard_agreed, shared_with
@@ -84,10 +85,13 @@ class ContextParallelCore(StepsAside):
         self._patches.begin()
 
     def check_step(self) -> None:
-        """Refuse a step in which attention stayed local; say once if it did not ask for positions."""
+        """Refuse a step in which attention stayed local, or labels were shifted by nobody knows whom; say
+        once if it did not ask for positions."""
         if not self.enabled or self._handle is None or self._model is None:
             return
         self.require_intercepted()
+        if self._handle.state is not None:
+            require_taken(self._handle.state)
         if self.positions_ignored:
             self._positions_taken = True
             if self.mesh.sample_rank == 0 and self.mesh.data_rank == 0:

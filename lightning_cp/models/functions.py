@@ -1,0 +1,61 @@
+"""Functions that are replaced in every loaded module that holds them, in whatever way they were imported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+Function = Callable[..., Any]
+
+LINK = "_lightning_cp_link"
+"""Attribute of a replacement: what it has replaced."""
+
+
+@dataclass
+class Link:
+    """What a replacement hands over to: the function that it replaced."""
+
+    original: Function
+
+
+class Replaced(NamedTuple):
+    """One function that was replaced."""
+
+    home: ModuleType
+    """Defines it, and would show a later replacement."""
+    name: str
+    ours: Function
+    link: Link
+
+
+def globals_of_all() -> Iterator[tuple[ModuleType, dict[str, Any]]]:
+    """Every loaded module, and a copy of its names."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        if isinstance(names, dict):
+            yield module, names.copy()
+
+
+def replace_everywhere(news: Mapping[Function, Function]) -> int:
+    """Put the new functions where the old ones are in modules' globals; in how many places."""
+    by_identity = {id(old): new for old, new in news.items()}
+    count = 0
+    for module, names in globals_of_all():
+        for name in [name for name, value in names.items() if id(value) in by_identity]:
+            setattr(module, name, by_identity[id(names[name])])
+            count += 1
+    return count
+
+
+def take_back(replaced: Sequence[Replaced]) -> None:
+    """Restore the originals; where another swap came later, have that one hand over to them."""
+    replace_everywhere({one.ours: one.link.original for one in replaced})
+    for home, name, ours, link in replaced:
+        later: Link | None = getattr(getattr(home, name), LINK, None)
+        while later is not None:
+            if later.original is ours:
+                later.original = link.original
+            later = getattr(later.original, LINK, None)
