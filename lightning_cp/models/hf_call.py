@@ -9,7 +9,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import StepState, SwapHandle
 from lightning_cp.models.hf_labels import complete_labels, label_alignment, refuse_outside
 from lightning_cp.models.hf_loss import LossWatch
-from lightning_cp.models.hf_methods import refuse_generate, replace_method
+from lightning_cp.models.hf_methods import replace_method
 from lightning_cp.models.hf_output import refuse_head, watch_output
 from lightning_cp.models.hf_packing import check_call
 from lightning_cp.models.hf_positions import (
@@ -51,10 +51,10 @@ class CallCheck:
         for model in models:
             hook = model.register_forward_pre_hook(untraced(complete), with_kwargs=True)
             handle.on_undo(hook.remove)
-            handle.on_activate(partial(replace_method, model, "forward", self._in_place_of_forward))
+            handle.on_undo(replace_method(model, "forward", self._in_place_of_forward))
             if hasattr(model, "generate"):
-                handle.on_activate(partial(replace_method, model, "generate", refuse_generate))
-        handle.on_activate(lambda: self._announced.clear)  # what an error left there
+                handle.on_undo(replace_method(model, "generate", self._in_place_of_generate))
+        handle.on_activate(lambda: self._forget)
         for watch in self._watches.values():
             watch.attach()
 
@@ -62,23 +62,44 @@ class CallCheck:
         self, model: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Do what hooks do, if this forward was not called by way of them; look at what is returned."""
-        state = self._handle.state
-        if state is None:
-            return own(*args, **kwargs)
+        past_hooks, args, kwargs = self._enter(model, args, kwargs)
+        output = own(*args, **kwargs)
+        self._leave(model, past_hooks, output)
+        return output
+
+    @untraced
+    def _enter(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[bool, tuple[Any, ...], dict[str, Any]]:
+        if self._handle.state is None:
+            return False, args, kwargs
         past_hooks = model not in self._announced
         if past_hooks:
             args, kwargs = self._complete(model, args, kwargs)
         self._announced.discard(model)
         self._depth += 1
-        try:
-            output = own(*args, **kwargs)
-        finally:
-            self._depth -= 1
+        return past_hooks, args, kwargs
+
+    @untraced
+    def _leave(self, model: Any, past_hooks: bool, output: Any) -> None:
+        state = self._handle.state
+        if state is None:
+            return
+        self._depth -= 1
         if not self._depth:
             watch_output(model, output, state.layout.local_len)
         if past_hooks and model in self._watches:
             self._watches[model].check(output)
-        return output
+
+    def _in_place_of_generate(self, model: Any, own: Any, args: Any, kwargs: Any) -> Any:
+        if self._handle.active:
+            raise ConfigError(_GENERATE.format(type(model).__name__))
+        return own(*args, **kwargs)
+
+    def _forget(self) -> None:
+        """What an error left there."""
+        self._announced.clear()
+        self._depth = 0
 
     def _complete(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward pre-hook. Some checks compare this rank's tokens, so that ranks agree on each call."""
@@ -142,4 +163,10 @@ _COPY = (
     "a copy of a {} is called within a step, which was made after training began, so that its attention is "
     "not sharded. Make it before, as a part of the module (in __init__ or configure_model), or call it with "
     "whole batches outside of steps."
+)
+
+_GENERATE = (
+    "{}.generate was called within a step: it makes one token after another from a key/value cache, and a "
+    "rank has a part of the prompt. Generate with cp_size=1, or outside of steps (on_validation_epoch_end, "
+    "say), where the model is the plain model and takes whole prompts."
 )

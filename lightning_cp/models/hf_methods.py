@@ -1,4 +1,6 @@
-"""Methods of a model that are replaced while a step is active.
+"""Methods of a model that are replaced as long as its attention is swapped.
+
+Not from step to step: compiled code would be compiled again each time.
 
 Its ``forward`` may be called itself, past the hooks of its call: so do older releases of peft,
 ``checkpoint(model.forward, ...)`` and whoever writes ``model.forward(...)``.
@@ -9,9 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, NoReturn
-
-from lightning_cp.errors import ConfigError
+from typing import Any
 
 Instead = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """What is called in the place of a method: with the model, its own method, and the arguments."""
@@ -20,7 +20,7 @@ Instead = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], A
 def replace_method(model: Any, name: str, instead: Instead) -> Callable[[], None]:
     """Have ``instead`` called for a method of the model; returns what puts it back.
 
-    A copy of the model that is made meanwhile has the method of its class.
+    Of a copy of the model that is made meanwhile it is its class's own method.
     """
     own, attributes = getattr(model, name), vars(model)
     had, before = name in attributes, attributes.get(name)
@@ -43,16 +43,3 @@ def replace_method(model: Any, name: str, instead: Instead) -> Callable[[], None
             attributes.pop(name, None)
 
     return put_back
-
-
-def refuse_generate(model: Any, own: Any, args: Any, kwargs: Any) -> NoReturn:
-    """In the place of ``generate``.
-
-    Raises:
-        ConfigError: always.
-    """
-    raise ConfigError(
-        f"{type(model).__name__}.generate was called within a step: it makes one token after another from a "
-        "key/value cache, and a rank has a part of the prompt. Generate with cp_size=1, or outside of steps "
-        "(on_validation_epoch_end, say), where the model is the plain model and takes whole prompts."
-    )

@@ -24,6 +24,7 @@ from lightning_cp.models.functions import (
     take_back,
 )
 from lightning_cp.models.handle import SwapHandle
+from lightning_cp.untraced import untraced
 
 _FLASH = tuple(
     f"flash_attn_{kind}func"
@@ -88,8 +89,8 @@ _ORIGINAL = "_torchdynamo_orig_callable"
 
 
 def _refusing(name: str, link: Link, held: weakref.ref[SwapHandle]) -> Function:
-    @functools.wraps(link.original)
-    def function(*args: Any, **kwargs: Any) -> Any:
+    @untraced
+    def check(kwargs: dict[str, Any]) -> None:
         handle = held()
         if handle is not None and handle.intercepts and _computes_alone(name, kwargs):
             raise ConfigError(
@@ -98,6 +99,10 @@ def _refusing(name: str, link: Link, held: weakref.ref[SwapHandle]) -> Function:
                 "context_parallel_attention; or set context_parallel_local = True on the module that makes "
                 "the call, if it does not attend along the sequence."
             )
+
+    @functools.wraps(link.original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        check(kwargs)
         return link.original(*args, **kwargs)
 
     setattr(function, LINK, link)
