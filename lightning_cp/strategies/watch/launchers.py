@@ -122,7 +122,8 @@ class ReportingFabricLauncher(_Reporting, FabricLauncher):
         with tempfile.TemporaryDirectory(prefix="lightning_cp-result-") as folder:
             result = Path(folder, "result")
             super().launch(Packing(function, self._strategy, result), *args, **kwargs)
-            return pickle.loads(result.read_bytes())  # noqa: S301, our own worker's
+            with result.open("rb") as file:
+                return pickle.load(file)  # noqa: S301, our own worker's
 
 
 def reporting(launcher: Any) -> Any:
