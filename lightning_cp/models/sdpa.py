@@ -25,12 +25,8 @@ from lightning_cp.untraced import untraced
 SDPA = "scaled_dot_product_attention"
 
 
-def swap_sdpa(handle: SwapHandle) -> int:
-    """Route calls through ``handle`` while it is active; others go to the original function.
-
-    Returns:
-        How many names of it were replaced in loaded modules.
-    """
+def swap_sdpa(handle: SwapHandle) -> None:
+    """Route calls through ``handle`` while it is active; others go to the original function."""
     original = F.scaled_dot_product_attention
     link = _Link(original)
     held = weakref.ref(
@@ -58,12 +54,11 @@ def swap_sdpa(handle: SwapHandle) -> int:
         return _in_memory_as_theirs(handle.attention(q, k, v, spec), query)
 
     setattr(scaled_dot_product_attention, _LINK, link)
-    replaced = _replace(original, scaled_dot_product_attention)
+    _replace(original, scaled_dot_product_attention)
     handle.on_activate(_without_fast_path)
     take_back = weakref.finalize(handle, _take_back, scaled_dot_product_attention, link)
     take_back.atexit = False
     handle.on_undo(take_back)
-    return replaced
 
 
 def observe_sdpa(tell: Callable[..., None]) -> Callable[[], None]:
@@ -158,16 +153,13 @@ class _Link:
     original: Callable[..., torch.Tensor]
 
 
-def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> int:
-    """Put ``new`` into every loaded module's globals that are ``old``; how many there were."""
-    count = 0
+def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Put ``new`` into every loaded module's globals that are ``old``."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
         if isinstance(names, dict):
             for name in [name for name, value in list(names.items()) if value is old]:
                 setattr(module, name, new)
-                count += 1
-    return count
 
 
 def _take_back(ours: Callable[..., Any], link: _Link) -> None:

@@ -72,7 +72,7 @@ def swap_attention(
     try:
         swaps = {root: swap_hf(root, handle) for root in chosen}
         swaps.update({root: swap_litgpt(root, handle) for root in litgpts})
-        replaced = swap_sdpa(handle)
+        swap_sdpa(handle)
         follow_calls(model, handle, listed, alone)
         watch_attention(model, handle, alone)
         watch_pooling(model, handle, others)
@@ -81,7 +81,7 @@ def swap_attention(
         raise
     _fill(handle.report, model, swaps, alone)
     where = "every call" if listed is None else "calls in listed modules"
-    handle.report.append(Swapped("torch.nn.functional", replaced, SDPA, where, "torch's"))
+    handle.report.append(Swapped("torch.nn.functional", None, SDPA, where, "torch's"))
     return handle
 
 
