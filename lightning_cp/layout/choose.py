@@ -32,11 +32,15 @@ class Prediction:
     cost: int | None
     """Of the slowest rank, with what it waits for; ``None``: computing alone takes longer than the choice."""
 
-    def __str__(self) -> str:
-        worth = f"{self.compute / max(self.ideal, 1):.2f}"
-        if self.cost is None:
-            return f"{name_of(self.layout)} at least {worth}"
-        return f"{name_of(self.layout)} {self.cost / max(self.ideal, 1):.2f} (compute {worth})"
+    @property
+    def busiest(self) -> str:
+        """Pairs of the busiest rank; 1 is even."""
+        return f"{self.compute / max(self.ideal, 1):.2f}"
+
+    def beside(self, least: int) -> str:
+        """How much longer it takes than ``least``, the cost of what was chosen."""
+        cost, bound = (self.compute, "at least ") if self.cost is None else (self.cost, "")
+        return f"{name_of(self.layout)} {bound}{_longer(cost, least)} ({self.busiest})"
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,25 @@ class LayoutChoice:
     predictions: tuple[Prediction, ...] = ()
 
     def __str__(self) -> str:
-        costs = ", ".join(map(str, self.predictions))
-        return f"layout {name_of(self.layout)}: {self.reason}{': ' * bool(costs)}{costs}"
+        said = f"layout {name_of(self.layout)}: {self.reason}"
+        chosen = [found for found in self.predictions if found.layout == self.layout]
+        if not chosen or chosen[0].cost is None:
+            return said
+        others = [x.beside(chosen[0].cost) for x in self.predictions if x is not chosen[0]]
+        busiest = f"compute of the busiest rank {chosen[0].busiest}, 1 being even"
+        return f"{said} ({busiest}){'; others: ' * bool(others)}{', '.join(others)}"
+
+
+def _longer(cost: int, least: int) -> str:
+    """Readable whatever the two are of: a short sequence's is waiting, many times its compute."""
+    if cost == least:
+        return "as long"
+    percent = 100 * (cost - least) / max(least, 1)
+    if percent < 0.1:
+        return "under 0.1% longer"
+    if percent >= 1000:
+        return f"{cost / max(least, 1):,.0f} times as long"
+    return f"{percent:.{0 if percent >= 10 else 1}f}% longer"
 
 
 def name_of(layout: SequenceLayout) -> str:
@@ -143,4 +164,4 @@ def _cheapest(
     predictions = tuple(
         Prediction(layout, ideal, compute[at], costs.get(at)) for at, layout in enumerate(found)
     )
-    return LayoutChoice(found[best], "the least predicted time, 1 being even compute", predictions)
+    return LayoutChoice(found[best], "the least predicted time", predictions)

@@ -7,7 +7,6 @@ makes its logits as ever. Outside of a step the head is the plain head.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
@@ -21,8 +20,6 @@ from lightning_cp.length.chunked_logits import ChunkedLogits, Head
 from lightning_cp.models.hf_call import by_name
 from lightning_cp.models.hf_signature import parameters_of
 from lightning_cp.untraced import untraced
-
-_log = logging.getLogger("lightning_cp")
 
 
 def chunk_heads(models: Sequence[Any], chunk_tokens: int) -> list[ChunkedHead]:
@@ -79,7 +76,8 @@ class ChunkedHead:
         self._chunk_tokens = chunk_tokens
         self._calls: list[list[Head]] = []
         """Of each call of the model that is under way: what its head was given."""
-        self._warned = False
+        self._made_whole = False
+        """A call that trains was given no labels."""
 
     def enter(self) -> Callable[[], None]:
         """Replace the head's forward; returns what puts it back."""
@@ -102,6 +100,15 @@ class ChunkedHead:
 
         return put_back
 
+    def report(self) -> str | None:
+        """That logits were made all the same; ``None`` if they were not."""
+        if not self._made_whole:
+            return None
+        return (
+            f"chunked_loss: {type(self._model).__name__} was called without labels=, so its logits were made "
+            "whole. Pass labels= to the model, or compute the loss by lightning_cp.linear_cross_entropy."
+        )
+
     def _as_forward(self) -> Callable[[Any, torch.Tensor], Any]:
         @untraced
         def forward(head: Any, hidden: torch.Tensor) -> ChunkedLogits | torch.Tensor:
@@ -119,13 +126,7 @@ class ChunkedHead:
             return
         labelled = by_name(model, args, kwargs)[1].get("labels") is not None
         self._calls.append([] if labelled else _WHOLE)
-        if not labelled and torch.is_grad_enabled() and not self._warned:
-            self._warned = True
-            _log.warning(
-                "chunked_loss: %s was called without labels=, so its logits were made whole. Pass "
-                "labels= to the model, or compute the loss by lightning_cp.linear_cross_entropy.",
-                type(model).__name__,
-            )
+        self._made_whole |= not labelled and torch.is_grad_enabled()
 
     def _after(self, model: Any, args: Any, output: Any) -> None:
         if model is self._model and self._calls:

@@ -27,18 +27,20 @@ class Swap(NamedTuple):
 
 @dataclass(frozen=True)
 class Swapped:
-    """Modules of one class at one place, and how their attention reaches the whole sequence."""
+    """Modules of one class at one place, or a function; how their attention reaches the whole sequence."""
 
     modules: str
     """Their names; ``*`` stands for the number of a layer."""
-    count: int
+    count: int | None
+    """How many; ``None``: it is a function, whoever calls it."""
     kind: str
     how: str
     before: str
     """The implementation that is used outside of a step."""
 
     def __str__(self) -> str:
-        return f"{self.count} x {self.kind} ({self.how}, was {self.before})"
+        many = "" if self.count is None else f"{self.count} x "
+        return f"{many}{self.kind} ({self.how}, was {self.before})"
 
 
 class SwapReport(list[Swapped]):
@@ -65,7 +67,7 @@ class SwapReport(list[Swapped]):
     def __str__(self) -> str:
         lines = [
             COLUMNS,
-            *((x.modules, str(x.count), x.kind, x.how, x.before) for x in self),
+            *((x.modules, _number(x.count), x.kind, x.how, x.before) for x in self),
         ]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         padded = [
@@ -86,6 +88,10 @@ def attention_modules(root: nn.Module) -> Iterator[nn.Module]:
 
 def _is_attention(module: nn.Module) -> bool:
     return ATTENTION.search(type(module).__name__) is not None
+
+
+def _number(count: int | None) -> str:
+    return "-" if count is None else str(count)
 
 
 def _without_numbers(place: Place) -> Place:

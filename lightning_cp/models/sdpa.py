@@ -24,12 +24,8 @@ from lightning_cp.untraced import untraced
 SDPA = "scaled_dot_product_attention"
 
 
-def swap_sdpa(handle: SwapHandle) -> int:
-    """Route calls through ``handle`` while it is active; others go to the original function.
-
-    Returns:
-        How many names of it were replaced in loaded modules.
-    """
+def swap_sdpa(handle: SwapHandle) -> None:
+    """Route calls through ``handle`` while it is active; others go to the original function."""
     original = F.scaled_dot_product_attention
     link = Link(original)
     held = weakref.ref(
@@ -57,13 +53,12 @@ def swap_sdpa(handle: SwapHandle) -> int:
         return _in_memory_as_theirs(handle.attention(q, k, v, spec), query)
 
     setattr(scaled_dot_product_attention, LINK, link)
-    count = replace_everywhere({original: scaled_dot_product_attention})
+    replace_everywhere({original: scaled_dot_product_attention})
     handle.on_activate(_without_fast_path)
     replaced = Replaced(F, SDPA, scaled_dot_product_attention, link)
     undo = weakref.finalize(handle, take_back, [replaced])
     undo.atexit = False
     handle.on_undo(undo)
-    return count
 
 
 def observe_sdpa(tell: Callable[..., None]) -> Callable[[], None]:

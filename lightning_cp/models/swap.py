@@ -73,7 +73,7 @@ def swap_attention(
     try:
         swaps = {root: swap_hf(root, handle) for root in chosen}
         swaps.update({root: swap_litgpt(root, handle) for root in litgpts})
-        replaced = swap_sdpa(handle)
+        swap_sdpa(handle)
         refuse_others(handle)
         follow_calls(model, handle, listed, alone)
         watch_attention(model, handle, alone)
@@ -83,7 +83,7 @@ def swap_attention(
         raise
     _fill(handle.report, model, swaps, alone)
     where = "every call" if listed is None else "calls in listed modules"
-    handle.report.append(Swapped("torch.nn.functional", replaced, SDPA, where, "torch's"))
+    handle.report.append(Swapped("torch.nn.functional", None, SDPA, where, "torch's"))
     return handle
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_cp.strategies.arguments.parity import check_asked
 from lightning_cp.strategies.engines import Engine
 from lightning_cp.strategies.front import ContextParallelFront
 from lightning_cp.strategies.loaders.draws import going_on
@@ -33,6 +34,7 @@ class FabricSetup(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStra
 
     def __init__(self, *args: Any, shard_dataloaders: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        check_asked(self._core.settings, given="parity_check" in kwargs)
         self._shard_dataloaders = shard_dataloaders
         self._models = nn.ModuleList()
         self._optimizers: list[Optimizer] = []

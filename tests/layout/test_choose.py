@@ -114,6 +114,21 @@ def test_packed_rows_go_from_even_to_quiet_as_communication_gets_dear() -> None:
     assert "at least" in str(found[0])
 
 
+def test_the_choice_is_readable_where_nearly_all_is_waiting() -> None:
+    """A hop costs a million pairs here, and the sequence has a thousand."""
+    packed = Documents.from_cu_seqlens([0, 20, 64])
+    choice = explain_layout(64, 2, 1, packed, cost=CostModel(0, 10**6))
+    assert str(choice) == (
+        "layout zigzag: the least predicted time (compute of the busiest rank 1.20, 1 being even); "
+        "others: contiguous under 0.1% longer (1.52)"
+    )
+    even = explain_layout(
+        64, 2, 1, Documents.from_cu_seqlens([0, 32, 64]), cost=CostModel(0, 10**6)
+    )
+    assert str(even).startswith("layout contiguous: the least predicted time (")
+    assert "zigzag 1,895 times as long (1.00)" in str(even)
+
+
 def test_a_ring_of_one_and_the_same_question_again() -> None:
     packed = log_normal(4096, 20, 1)
     assert choose_layout(4096, 1, 4, packed).kind == "contiguous"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -209,17 +208,18 @@ def test_what_logits_tell_of_themselves() -> None:
     patches.end()
 
 
-def test_without_labels_logits_are_made_and_that_is_said_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_without_labels_logits_are_made_and_that_is_said_once() -> None:
     model = make_model(Case())
     want = model(input_ids=IDS).logits
     patches = in_step(model)
-    with caplog.at_level(logging.WARNING, "lightning_cp"):
-        for _ in range(2):
-            assert torch.equal(model(input_ids=IDS).logits, want)
-        assert len(caplog.records) == 1
-        assert "was called without labels=" in caplog.text
+    model(input_ids=IDS, labels=IDS)
+    assert patches.told() == []
+    for _ in range(2):
+        assert torch.equal(model(input_ids=IDS).logits, want)
+    (line,) = patches.told()
+    assert line.startswith("chunked_loss: LlamaForCausalLM was called without labels=")
+    assert torch.equal(model(input_ids=IDS).logits, want)
+    assert patches.told() == []
     patches.end()
     assert torch.equal(model(input_ids=IDS).logits, want)
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import default_collate
 
 from lightning_cp.errors import ConfigError, ParityError
+from lightning_cp.fabric import UlyssesRingStrategy
 from tests.parity import modules
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.small import HYBRID, RING, weights
@@ -107,3 +108,15 @@ def test_what_cannot_be_compared() -> None:
     match = "cannot compare this step: the step fails on 96 tokens .*returned no loss"
     expect_on_every_rank(2, returning_nothing, error=ConfigError, match=match)
     assert "nothing to compare" in run_ranks(2, nobody_shares)[0]
+
+
+def test_what_is_the_trainers() -> None:
+    """The default is silent; what was asked for and would not come is told, or refused."""
+    with pytest.raises(ConfigError, match=r"'every_2' is the Trainer's.*strategy\.check_parity\("):
+        UlyssesRingStrategy(parity_check="every_2")
+    with pytest.warns(
+        UserWarning, match=r"'first_batch' checks nothing .*strategy\.check_parity\("
+    ):
+        UlyssesRingStrategy(parity_check="first_batch")
+    UlyssesRingStrategy()  # a warning would be an error here
+    UlyssesRingStrategy(parity_check="off")

@@ -490,7 +490,9 @@ def fit_unknown_labels(rank: int, world_size: int) -> None:
 
 
 def test_labels_of_unknown_kind() -> None:
-    match = "not known how Module reads its labels.*declare labels='aligned'"
+    match = (
+        "not known how Module .*declare labels='aligned'.*declare labels='shift', .*'shift_labels'"
+    )
     expect_on_every_rank(2, fit_unknown_labels, error=ConfigError, match=match)
 
 

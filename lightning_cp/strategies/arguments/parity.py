@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+
 from lightning_cp.errors import ConfigError
 from lightning_cp.strategies.arguments.settings import Settings
 
@@ -25,3 +27,32 @@ def check_parity(settings: Settings) -> None:
             "parity_tokens must be a number of tokens that one device can train on, at least 1, got "
             f"{tokens!r}."
         )
+
+
+def check_asked(settings: Settings, *, given: bool) -> None:
+    """Of Fabric, where nothing is checked unless the loop asks: refuse what promises more, or say so.
+
+    ``first_batch`` is not refused even if it was given: what builds strategies from files gives every
+    argument its default.
+
+    Args:
+        settings: of the strategy.
+        given: ``parity_check`` was among the arguments.
+
+    Raises:
+        ConfigError: checks that should come again in every so many steps.
+    """
+    every = settings.parity_check
+    if settings.parity_steps is not None:
+        raise ConfigError(
+            f"parity_check={every!r} is the Trainer's, which makes the check by itself. With Fabric the loop "
+            f"asks for it, as often as it likes: {_ASK}."
+        )
+    if given and every != "off":
+        rank_zero_warn(
+            f"parity_check={every!r} checks nothing by itself with Fabric: call {_ASK}. "
+            "parity_check='off' says nothing."
+        )
+
+
+_ASK = "fabric.strategy.check_parity(batch, step=lambda batch: model(**batch).loss)"

@@ -21,7 +21,7 @@ def patches_of(model: nn.Module, settings: Settings) -> StepPatches:
     patches = StepPatches()
     if settings.loss_chunk_tokens is not None:
         for head in chunk_heads(hf_models(model), settings.loss_chunk_tokens):
-            patches.add(head.enter)
+            patches.add(head.enter, head.report)
     if settings.mlp_tile_tokens is not None:
         for mlp in tile_mlps(model, settings.mlp_tile_tokens, settings.mlp_modules):
             patches.add(mlp.enter)

@@ -147,9 +147,11 @@ def label_kind(model: nn.Module, declared: str, *, required: bool) -> str:
     ]
     raise ConfigError(
         f"it is not known how {', '.join(names)} reads its labels. A step that shifts them itself "
-        "(logits[:, :-1], labels[:, 1:]) is silently wrong at every seam between ranks, so shift them in the "
-        "dataset (labels[i] is the target of token i) and declare labels='aligned'. There must be one label "
-        "per token, -100 where there is no target; a label per sequence cannot be weighted."
+        "(logits[:, :-1], labels[:, 1:]) is silently wrong at every seam between ranks. Shift them in the "
+        "dataset (labels[i] is the target of token i) and declare labels='aligned'; or leave the dataset as "
+        "it is, declare labels='shift', and compute the loss of all logits with batch['shift_labels'], which "
+        "is there where ranks share a sequence. There must be one label per token, -100 where there is no "
+        "target; a label per sequence cannot be weighted."
     )
 
 
