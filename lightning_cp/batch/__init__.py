@@ -5,7 +5,7 @@ from lightning_cp.batch.documents import documents_of
 from lightning_cp.batch.output import unshard_output
 from lightning_cp.batch.read import WholeBatch, read_batch
 from lightning_cp.batch.rules import KNOWN_DIMS, BatchRules
-from lightning_cp.batch.shard import ShardedBatch, shard_batch, valid_counts, with_positions
+from lightning_cp.batch.shard import ShardedBatch, completed, shard_batch, valid_counts
 
 __all__ = [
     "KNOWN_DIMS",
@@ -13,10 +13,10 @@ __all__ = [
     "CountedBatch",
     "ShardedBatch",
     "WholeBatch",
+    "completed",
     "documents_of",
     "read_batch",
     "shard_batch",
     "unshard_output",
     "valid_counts",
-    "with_positions",
 ]

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-POSITIONS = "position_ids"
+POSITIONS, TARGETS = "position_ids", "shift_labels"
+"""What a step is given besides its batch."""
 
 
 class NotedBatch(dict[Any, Any]):

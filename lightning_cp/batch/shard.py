@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from lightning_cp.batch.documents import padding_mask_of
-from lightning_cp.batch.noted import POSITIONS, NotedBatch
+from lightning_cp.batch.noted import POSITIONS, TARGETS, NotedBatch
 from lightning_cp.batch.read import WholeBatch, read_batch
 from lightning_cp.batch.rules import KNOWN_DIMS, PAD_VALUES, BatchRules
 from lightning_cp.containers import ROOT, map_tensors, tensors_of
@@ -83,7 +83,7 @@ def shard_batch(
     if isinstance(local, MutableMapping):
         added = {POSITIONS: positions}
         if rules.labels == "shift" and aligned_local is not None:
-            added["shift_labels"] = aligned_local
+            added[TARGETS] = aligned_local
         for name in (
             added.keys() - local.keys()
         ):  # outputs of Hugging Face models have no setdefault
@@ -101,23 +101,41 @@ def shard_batch(
     )
 
 
-def with_positions(batch: Any, rules: BatchRules) -> Any:
-    """A batch that no other rank shares: as it is, and with the positions that a shard of it would have.
+def completed(batch: Any, rules: BatchRules, *, positions: bool = True) -> Any:
+    """A batch that no other rank shares: as it is, and with what a shard of it would have been given.
+
+    Args:
+        batch: all of it.
+        rules: how it is read.
+        positions: are given as well, not the targets alone.
 
     Returns:
         ``batch`` itself where it has them, is no dict, or what its sequence is cannot be said: one process
         may read it in ways that several cannot.
     """
-    if not isinstance(batch, MutableMapping) or POSITIONS in batch:
+    if not isinstance(batch, MutableMapping):
         return batch
-    try:
-        whole = read_batch(batch, rules, needs_labels=False)
-    except (ConfigError, ShapeError):
+    added: dict[str, torch.Tensor] = {}
+    whole = _read(batch, replace(rules, labels="ignore"))
+    if whole is not None and positions and POSITIONS not in batch:
+        device = dict(tensors_of(batch))[next(iter(whole.dims))].device
+        added[POSITIONS] = torch.arange(whole.seq_len, device=device).expand(whole.rows, -1)
+    shifted = _read(batch, rules) if rules.labels == "shift" and TARGETS not in batch else None
+    if shifted is not None and shifted.aligned_labels is not None:
+        added[TARGETS] = shifted.aligned_labels
+    if not added:
         return batch
     local = map_tensors(batch, lambda name, x: x)
-    device = dict(tensors_of(batch))[next(iter(whole.dims))].device
-    local[POSITIONS] = torch.arange(whole.seq_len, device=device).expand(whole.rows, -1)
+    for name, x in added.items():  # outputs of Hugging Face models have no update
+        local[name] = x
     return local
+
+
+def _read(batch: Any, rules: BatchRules) -> WholeBatch | None:
+    try:
+        return read_batch(batch, rules, needs_labels=False)
+    except (ConfigError, ShapeError):
+        return None
 
 
 def valid_counts(whole: WholeBatch, layout: SequenceLayout) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig, open_dict
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.strategies.arguments.parity import require_known
 from lightning_cp.train.run import check_extras, quiet_what_is_expected
 
 
@@ -61,7 +62,7 @@ def _require_shared(config: DictConfig) -> None:
     """Have the strategy check the first batch.
 
     Raises:
-        ConfigError: it shares no sequence.
+        ConfigError: it shares no sequence, or what is to be replaced is no such setting.
     """
     strategy = config.strategy
     name = strategy if isinstance(strategy, str) else strategy.get("_target_")
@@ -70,5 +71,6 @@ def _require_shared(config: DictConfig) -> None:
             f"the doctor compares a context-parallel strategy with one process, and this one ({name}) shares "
             "no sequence. Take strategy=hybrid, ring, ulysses, fsdp or another one of configs/strategy."
         )
+    require_known(strategy.parity_check)
     with open_dict(strategy):
         strategy.parity_check = "first_batch"

@@ -39,15 +39,12 @@ def globals_of_all() -> Iterator[tuple[ModuleType, dict[str, Any]]]:
             yield module, names.copy()
 
 
-def replace_everywhere(news: Mapping[Function, Function]) -> int:
-    """Put the new functions where the old ones are in modules' globals; in how many places."""
+def replace_everywhere(news: Mapping[Function, Function]) -> None:
+    """Put the new functions where the old ones are in modules' globals."""
     by_identity = {id(old): new for old, new in news.items()}
-    count = 0
     for module, names in globals_of_all():
         for name in [name for name, value in names.items() if id(value) in by_identity]:
             setattr(module, name, by_identity[id(names[name])])
-            count += 1
-    return count
 
 
 def take_back(replaced: Sequence[Replaced]) -> None:

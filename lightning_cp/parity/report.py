@@ -11,10 +11,23 @@ SHOWN = 5
 """Gradients in a table."""
 
 
-def healthy(found: Comparison, tokens: int, seconds: float) -> str:
-    """One line."""
+def begins(tokens: int) -> str:
+    """One line, before what may take long."""
+    return f"parity: comparing one process and context parallel on {tokens:,} tokens"
+
+
+def healthy(found: Comparison, tokens: int, seconds: float, *, chunked: bool) -> str:
+    """One line.
+
+    Args:
+        found: that nothing differs.
+        tokens: that were compared.
+        seconds: that it took.
+        chunked: the run makes no logits for its loss, unless the step asks for them.
+    """
     worst, size = found.worst, len(found.gradients)
-    logits = "not seen" if found.logits is None else f"{found.logits.error:.1e}"
+    unseen = "never made (chunked_loss)" if chunked else "not seen"
+    logits = unseen if found.logits is None else f"{found.logits.error:.1e}"
     first = f"{found.gradients[0].error:.1e}" if size else "none"
     isolated = ", documents isolated as the batch declares them" * found.documents_isolated
     return (

@@ -104,6 +104,23 @@ class Healthy(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
+class OfTargets(Healthy):
+    """Takes its targets from the batch, which the strategy has shifted."""
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+
+
+class OfTargetsIfAny(OfTargets):
+    """Shifts them itself where nobody did."""
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        targets = batch.get("shift_labels")
+        if targets is None:
+            targets = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+        return super().loss(logits, {"shift_labels": targets})
+
+
 class Summed(Healthy):
     """Unscaled loss: a sum over what a rank has, instead of the mean."""
 

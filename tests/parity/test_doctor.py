@@ -27,9 +27,12 @@ def doctor(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_main_job_is_well(tmp_path: Path) -> None:
-    found = doctor(tmp_path, "strategy=ring", "trainer.devices=2", "strategy.parity_tokens=128")
+    """Whatever the main job's own setting is."""
+    settings = ("strategy.parity_tokens=128", "strategy.parity_check=off")
+    found = doctor(tmp_path, "strategy=ring", "trainer.devices=2", *settings)
     assert found.returncode == 0, found.stderr
     assert "parity: one process and context parallel agree on 128 tokens (float32" in found.stderr
+    assert found.stderr.count("parity: comparing") == 1
     assert not list(tmp_path.glob("**/*.ckpt")), "nothing was trained"
 
 
@@ -43,7 +46,11 @@ def test_a_fault_is_shown_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("override", "told"),
-    [("strategy=single", "shares no sequence"), ("strategy.parity_tokens=0", "at least 1, got 0")],
+    [
+        ("strategy=single", "shares no sequence"),
+        ("strategy.parity_tokens=0", "at least 1, got 0"),
+        ("strategy.parity_check=sometimes", "parity_check must be 'first_batch'"),
+    ],
 )
 def test_nothing_to_compare(override: str, told: str, tmp_path: Path) -> None:
     found = doctor(tmp_path, override)

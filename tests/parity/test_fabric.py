@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch.utils.data import default_collate
 
 from lightning_cp.errors import ConfigError, ParityError
 from lightning_cp.fabric import UlyssesRingStrategy
 from tests.parity import modules
+from tests.parity.test_healthy import worst
 from tests.pool import expect_on_every_rank, run_ranks
+from tests.pool.environment import PoolEnvironment
 from tests.strategies.small import HYBRID, RING, weights
 from tests.strategies.test_fabric import fabric_of
 
@@ -65,6 +68,14 @@ def test_the_loop_is_the_one_without(ranks: int, mode: dict[str, Any], engine: s
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["OfTargets", "OfTargetsIfAny"])
+def test_targets_of_the_batch(name: str, engine: str) -> None:
+    settings = {**RING, "labels": "shift", "data_parallel": engine}
+    for _, line in run_ranks(2, loop, name, settings, True, timeout=60):
+        assert worst(line) < 1e-10
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
@@ -77,6 +88,25 @@ def test_faults_are_named(name: str, cause: str, engine: str) -> None:
     settings = {**RING, "data_parallel": engine}
     match = f"Likely cause: {cause}"
     expect_on_every_rank(2, loop, name, settings, True, error=ParityError, match=match)
+
+
+def mixed(rank: int, world_size: int) -> str:
+    settings: dict[str, Any] = {**RING, "labels": "shift"}
+    plugins: Any = [PoolEnvironment()]
+    strategy: Any = UlyssesRingStrategy(**settings)
+    options: dict[str, Any] = {"devices": world_size, "precision": "bf16-mixed"}
+    fabric = Fabric(accelerator="cpu", strategy=strategy, plugins=plugins, **options)
+    fabric.launch()
+    plain: Any = modules.OfTargets(torch.float32)
+    plain.training_step = None
+    model: Any = fabric.setup(Network(plain))
+    return strategy.check_parity(default_collate(modules.rows(2)), model)
+
+
+def test_targets_of_a_batch_that_a_precision_converts() -> None:
+    """Of what it is given it makes another batch, with all that is in it."""
+    for line in run_ranks(2, mixed, timeout=60):
+        assert worst(line) < 5e-2
 
 
 def without_a_model(rank: int, world_size: int) -> None:

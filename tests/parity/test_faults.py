@@ -45,6 +45,12 @@ def test_faults_are_named(name: str, cause: str, because: str, settings: dict[st
     expect_on_every_rank(ranks, fit, name, settings, False, error=ParityError, match=match)
 
 
+def test_labels_that_the_step_shifts_beside_those_that_are_shifted() -> None:
+    settings = {**RING, "labels": "shift"}
+    match = "Likely cause: local labels"
+    expect_on_every_rank(2, fit, "ShiftedHere", settings, False, error=ParityError, match=match)
+
+
 def fit_packed(rank: int, world_size: int, settings: dict[str, Any]) -> None:
     """A model whose positions restart where no document begins."""
     case = Case(batch="declared", use_cache=False)

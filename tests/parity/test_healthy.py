@@ -49,7 +49,12 @@ class Heard(logging.Handler):
 
     @property
     def parity(self) -> list[str]:
-        return [line for line in self.lines if line.startswith("parity")]
+        """What was found."""
+        return [line for line in self.lines if line.startswith("parity") and line not in self.begun]
+
+    @property
+    def begun(self) -> list[str]:
+        return [line for line in self.lines if line.startswith("parity: comparing")]
 
 
 def fit(
@@ -103,6 +108,26 @@ def test_the_run_is_the_one_without(mode: str, engine: str) -> None:
         assert silence == []
         assert len(heard) <= 1
     assert worst(got[0][3][0]) < 1e-12
+
+
+def begun(rank: int, world_size: int, settings: dict[str, Any]) -> list[str]:
+    with Heard() as heard:
+        trainer_of(world_size, settings).fit(
+            modules.Healthy(),
+            DataLoader(modules.rows(8), batch_size=2),  # type: ignore[arg-type]
+        )
+    return [line.partition(" (")[0] for line in heard.lines if line.startswith("parity")]
+
+
+def test_it_says_that_it_begins() -> None:
+    """Once a check, on the first rank, before what it found."""
+    first, other = run_ranks(2, begun, {**RING, "parity_check": "every_2"}, timeout=60)
+    lines = [
+        "parity: comparing one process and context parallel on 96 tokens",
+        "parity: one process and context parallel agree on 96 tokens",
+    ]
+    assert first == lines * 2
+    assert other == []
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "global"])
@@ -184,3 +209,4 @@ def test_padded_and_packed(batch: str) -> None:
         lines = run_ranks(2, huggingface, case, {**RING, **CHECKED, **more}, timeout=60)[0]
         assert len(lines) == 1
         assert worst(lines[0]) < 1e-5
+        assert ("logits never made (chunked_loss)" in lines[0]) == ("chunked_loss" in more)

@@ -24,6 +24,7 @@ from tests.pool import run_ranks
 from tests.strategies.kinds import plain
 from tests.strategies.small import (
     HYBRID,
+    RING,
     Batch,
     Settings,
     Small,
@@ -91,6 +92,26 @@ def test_positions_are_there_where_only_data_is_shared(engine: str) -> None:
         close(got, plain("small"))
 
 
+class OfTargets(ReadsByName):
+    """Computes its loss from targets that were shifted for it."""
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten())
+
+
+def fit_of_targets(rank: int, world_size: int, settings: Settings) -> torch.Tensor:
+    module = OfTargets()
+    trainer_of(world_size, {**settings, "labels": "shift"}).fit(module, loader(8))
+    return weights(module)
+
+
+def test_targets_are_there_on_one_rank() -> None:
+    """The same module runs on one rank and on several, and computes the same."""
+    (alone,) = run_ranks(1, fit_of_targets, {})
+    for got in run_ranks(2, fit_of_targets, {**RING, "parity_check": "off"}):
+        close(got, alone)
+
+
 def of_fabric(rank: int, world_size: int) -> None:
     fabric: Any = L.Fabric(accelerator="cpu", devices=1, strategy=Fabrics())
     fabric.launch()
@@ -130,6 +151,30 @@ def keys_for(rank: int, world_size: int, name: str) -> list[str]:
 def test_models_that_count_otherwise_are_told_nothing_on_one_rank(name: str, told: bool) -> None:
     (found,) = run_ranks(1, keys_for, name)
     assert found == ["input_ids", *["position_ids"] * told]
+
+
+def targets_for(rank: int, world_size: int, labels: str) -> Any:
+    fabric: Any = L.Fabric(accelerator="cpu", devices=1, strategy=Fabrics(labels=labels))
+    fabric.launch()
+    model = fabric.setup(make_model(Case()))
+    ids = torch.arange(10).reshape(2, 5)
+    batch = fabric.strategy.shard_batch({"input_ids": ids, "labels": ids})
+    assert model(**batch).loss.isfinite()
+    odd = fabric.strategy.shard_batch({"input_ids": ids, "labels": torch.zeros(2, 5, 3)})
+    assert "position_ids" in odd, "labels of another kind are nobody's business on one rank"
+    return batch.get("shift_labels", torch.empty(0)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("labels", "targets"),
+    [
+        ("shift", [[1, 2, 3, 4, -100], [6, 7, 8, 9, -100]]),
+        ("auto", [[1, 2, 3, 4, -100], [6, 7, 8, 9, -100]]),
+        ("aligned", []),
+    ],
+)
+def test_targets_on_one_rank_are_those_of_the_next_tokens(labels: str, targets: Any) -> None:
+    assert run_ranks(1, targets_for, labels) == [targets]
 
 
 class CountsItself(Small):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.strategies.arguments.settings import Settings
+from lightning_cp.strategies.arguments.settings import Settings, parity_steps_of
 
 
 def check_parity(settings: Settings) -> None:
@@ -14,19 +16,27 @@ def check_parity(settings: Settings) -> None:
     Raises:
         ConfigError: naming the setting.
     """
-    every = settings.parity_check
-    known = every in ("off", "first_batch")
-    if not known and settings.parity_steps is None:
-        raise ConfigError(
-            "parity_check must be 'first_batch', 'off', or 'every_<n>' for each n-th optimizer step, such as "
-            f"'every_100', got {every!r}."
-        )
+    require_known(settings.parity_check)
     tokens = settings.parity_tokens
     if type(tokens) is not int or tokens < 1:
         raise ConfigError(
             "parity_tokens must be a number of tokens that one device can train on, at least 1, got "
             f"{tokens!r}."
         )
+
+
+def require_known(every: Any) -> None:
+    """Refuse what says no time for a check.
+
+    Raises:
+        ConfigError: saying what does.
+    """
+    if every in ("off", "first_batch") or parity_steps_of(every) is not None:
+        return
+    raise ConfigError(
+        "parity_check must be 'first_batch', 'off', or 'every_<n>' for each n-th optimizer step, such as "
+        f"'every_100', got {every!r}."
+    )
 
 
 def check_asked(settings: Settings, *, given: bool) -> None:

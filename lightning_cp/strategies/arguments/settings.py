@@ -119,9 +119,7 @@ class Settings:
     @property
     def parity_steps(self) -> int | None:
         """After how many optimizer steps the model is checked again; ``None``: once, or never."""
-        given = str(self.parity_check)
-        number = given.removeprefix("every_")
-        return int(number) if number != given and number.isdecimal() and int(number) else None
+        return parity_steps_of(self.parity_check)
 
     @property
     def profiled_steps(self) -> tuple[int, ...]:
@@ -139,3 +137,10 @@ class Settings:
         return (
             self.mode in ("auto", "hybrid") and self.ulysses_size is None and self.ring_size is None
         )
+
+
+def parity_steps_of(every: object) -> int | None:
+    """The n of ``every_<n>``; ``None`` for anything else."""
+    given = str(every)
+    number = given.removeprefix("every_")
+    return int(number) if number != given and number.isdecimal() and int(number) else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_cp.batch.documents import padding_mask_of
 from lightning_cp.containers import tensors_of
@@ -15,7 +16,7 @@ from lightning_cp.layout import SequenceLayout
 from lightning_cp.parity.compare import Comparison, allowing
 from lightning_cp.parity.passes import Part, Pass
 from lightning_cp.parity.prefix import prefix_of
-from lightning_cp.parity.report import healthy
+from lightning_cp.parity.report import begins, healthy
 from lightning_cp.strategies.parity.comparing import Comparing
 from lightning_cp.strategies.parity.explain import Explaining
 from lightning_cp.strategies.parity.runner import CannotRun, Runner
@@ -41,10 +42,13 @@ class ParityCheck:
         """
         started = time.monotonic()
         part = self._prefix(batch, self.tokens)
+        tokens = self.runner.count(part)
+        rank_zero_info(begins(tokens))
         base = self._base(part)
         if base.is_fault:
             raise ParityError(Explaining(self.runner).explain(*self._shortest(part, base)))
-        return healthy(base, self.runner.count(part), time.monotonic() - started)
+        chunked = self.runner.core.settings.loss_chunk_tokens is not None
+        return healthy(base, tokens, time.monotonic() - started, chunked=chunked)
 
     def _prefix(self, batch: Any, tokens: int) -> Any:
         """The window to be looked at; a batch that cannot be read is refused when it is sharded."""

@@ -84,7 +84,7 @@ class Explaining(Comparing):
                 return lambda: why
             return lambda: self.run(batch if changed is None else changed)
 
-        tries[NO_PADDING] = of(without_padding(batch), "nothing is padded")
+        tries[NO_PADDING] = of(without_padding(batch), "the batch has none of its own")
         tries[NO_PACKING] = of(without_documents(batch, core.rules), "nothing is packed")
         tries[PLAIN_LOSS] = lambda: Comparing(replace(self.runner, plain_loss=True)).run(batch)
         tries[CONTIGUOUS] = lambda: self._contiguous(batch)

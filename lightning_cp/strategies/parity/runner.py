@@ -23,7 +23,11 @@ from lightning_cp.strategies.engines import Engine
 from lightning_cp.strategies.engines.averages import average_present
 from lightning_cp.strategies.parity.rounding import rounded_otherwise
 from lightning_cp.strategies.parity.untouched import Drawn, untouched
-from lightning_cp.strategies.parity.whole import as_one_process_has_it, copied
+from lightning_cp.strategies.parity.whole import (
+    as_one_process_has_it,
+    copied,
+    shifting_by_themselves,
+)
 from lightning_cp.strategies.step.core import ContextParallelCore
 
 Step = Callable[[Any], Any]
@@ -97,6 +101,7 @@ class Runner:
         with (
             recording(self.model, self.core.listen, everything=self.everything) as found,
             rounded_otherwise(self.model, self.rounding),
+            shifting_by_themselves(self.model, batch, given),
         ):
             loss = self._loss(self._called(given))
         if self.plain_loss:

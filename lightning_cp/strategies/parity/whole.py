@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
-from torch.utils import _pytree as pytree
+from torch import nn
 
-from lightning_cp.batch import BatchRules, read_batch, with_positions
+from lightning_cp.batch import BatchRules, completed
+from lightning_cp.batch.noted import TARGETS
 from lightning_cp.containers import map_tensors
-
-TARGETS = "shift_labels"
-
-
-class _Whole(dict[Any, Any]):
-    """Has shifted labels for who asks for them: a model that is given everything shifts its labels itself."""
-
-    def __init__(self, batch: dict[Any, Any], targets: torch.Tensor) -> None:
-        super().__init__(batch)
-        self._targets = targets
-
-    def __missing__(self, key: Any) -> torch.Tensor:
-        if key != TARGETS:
-            raise KeyError(key)
-        return self._targets
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return self._targets if key == TARGETS and key not in self else super().get(key, default)
-
-
-pytree.register_pytree_node(
-    _Whole,
-    lambda batch: (list(batch.values()), list(batch)),
-    lambda values, keys: dict(zip(keys, values, strict=True)),
-)
+from lightning_cp.models.hf_labels import same
+from lightning_cp.models.swap import hf_models
 
 
 def copied(batch: Any) -> Any:
@@ -44,13 +22,34 @@ def copied(batch: Any) -> Any:
 
 def as_one_process_has_it(batch: Any, rules: BatchRules) -> Any:
     """A copy, with the positions and targets that a shard of it would have."""
-    given = with_positions(copied(batch), rules)
-    if rules.labels != "shift" or not isinstance(given, MutableMapping) or TARGETS in given:
-        return given
-    targets = read_batch(batch, rules, needs_labels=False).aligned_labels
-    if targets is None:
-        return given
-    if type(given) is dict:
-        return _Whole(given, targets.clone())
-    given[TARGETS] = targets.clone()
-    return given
+    return copied(completed(batch, rules))
+
+
+@contextmanager
+def shifting_by_themselves(model: nn.Module, batch: Any, given: Any) -> Iterator[None]:
+    """Within: Hugging Face models that are called with labels and our targets shift the labels themselves.
+
+    What one process is compared with is the model's own; a step may pass all of its batch on.
+
+    Args:
+        model: that has them inside.
+        batch: may have targets of its own, which are taken.
+        given: what the step is given instead.
+    """
+    ours = given[TARGETS].clone() if _has_targets(given) and not _has_targets(batch) else None
+
+    def leave_out(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        targets = kwargs.get(TARGETS)
+        if targets is None or kwargs.get("labels") is None or not same(targets, ours):
+            return None
+        return args, {name: x for name, x in kwargs.items() if name != TARGETS}
+
+    with ExitStack() as stack:
+        for root in hf_models(model) if ours is not None else ():
+            hook = root.register_forward_pre_hook(leave_out, with_kwargs=True, prepend=True)
+            stack.callback(hook.remove)
+        yield
+
+
+def _has_targets(batch: Any) -> bool:
+    return isinstance(batch, MutableMapping) and TARGETS in batch

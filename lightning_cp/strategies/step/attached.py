@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_cp.layout import CostModel
 from lightning_cp.layout.cost import Heads
 from lightning_cp.models.expected import expected_heads, expected_mask
 from lightning_cp.models.hf_positions import take_positions
+from lightning_cp.models.hf_signature import takes_extra
 from lightning_cp.models.patches import StepPatches
 from lightning_cp.models.swap import Listener, SwapHandle, hf_models, swap_attention
 from lightning_cp.profile.recorder import StepRecorder
@@ -70,25 +72,40 @@ class AttachedModel(StepLosses):
         self._patches.end()
         self._patches = patches_of(model, settings)
         if not self.enabled:
-            self.rules = BatchRules(sequence_dims=settings.sequence_dims)
             self._gives_positions = take_positions(hf_models(model))
+            self.rules = self._rules_of(model, options, settings, needs_labels=False)
+            if _declared(options, settings) == "auto" and not all(
+                map(takes_extra, hf_models(model))
+            ):
+                self.rules = replace(
+                    self.rules, labels="ignore"
+                )  # it may be given all of its batch
             return []
         self.detach()
-        declared = options.get("labels") or settings.labels
-        self.rules = BatchRules(
-            sequence_dims=settings.sequence_dims,
-            label_key=options.get("label_key") or settings.label_key,
-            labels=label_kind(model, declared, required=needs_labels),
-            padding=settings.padding,
-            reads_masks=bool(hf_models(model)),
-        )
+        self.rules = self._rules_of(model, options, settings, needs_labels=needs_labels)
         self._rule = LayoutRule(settings.layout, expected_mask(model), self._cost_for(model))
-        self._loss_outside = declared != "auto"
+        self._loss_outside = _declared(options, settings) != "auto"
         self._needs_loss = needs_labels
         self._model = model
         self._listed = options.get("modules")
         handle = self._swap(model)
         return [str(line) for line in handle.report]
+
+    def _rules_of(
+        self,
+        model: nn.Module,
+        options: Mapping[str, Any],
+        settings: Settings,
+        *,
+        needs_labels: bool,
+    ) -> BatchRules:
+        return BatchRules(
+            sequence_dims=settings.sequence_dims,
+            label_key=options.get("label_key") or settings.label_key,
+            labels=label_kind(model, _declared(options, settings), required=needs_labels),
+            padding=settings.padding,
+            reads_masks=bool(hf_models(model)),
+        )
 
     def _swap(self, model: nn.Module) -> SwapHandle:
         settings = self.settings
@@ -164,3 +181,8 @@ class AttachedModel(StepLosses):
         if self._handle is not None:
             self._handle.undo()
         self._handle = self._part = self._loss = None
+
+
+def _declared(options: Mapping[str, Any], settings: Settings) -> str:
+    """How labels are read: what the module says goes first."""
+    return options.get("labels") or settings.labels

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
-from lightning_cp.batch import with_positions
+from lightning_cp.batch import completed
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import LayoutChoice
 from lightning_cp.models.hf_labels import require_taken
@@ -38,7 +38,7 @@ class ContextParallelCore(StepsAside):
         """
         self.watch.position.progress()
         if not self.enabled:
-            return with_positions(batch, self.rules) if self._gives_positions else batch
+            return completed(batch, self.rules, positions=self._gives_positions)
         before, self._part, self._loss = self._part, None, None
         if self._handle is None:
             raise ConfigError(
