@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from tests.launch.scripts.engines import CASES, Counting, tested
+from tests.launch.scripts.engines import CASES, Counting, loss_of_a_test
 from tests.launch.scripts.model import QUIET, text
 from tests.launch.start import SCRIPTS, all_succeeded, ranks
 from tests.pool import run_ranks
@@ -22,7 +22,7 @@ def fitted_alone(rank: int, world_size: int) -> dict[str, Any]:
     never_heard_of_others()
     module = Counting()
     pl.Trainer(devices=1, **QUIET).fit(module, text())
-    return {"state": module.state_dict(), "losses": module.losses, "tested": tested(module)}
+    return {"state": module.state_dict(), "losses": module.losses, "tested": loss_of_a_test(module)}
 
 
 @lru_cache(maxsize=1)

@@ -62,7 +62,7 @@ class Counting(Tiny):
             torch.save({"weights": whole, "losses": self.losses}, self.out)
 
 
-def tested(module: Counting, **options: Any) -> float:
+def loss_of_a_test(module: Counting, **options: Any) -> float:
     """The loss of a new Trainer's ``test``."""
     (said,) = pl.Trainer(**options, **QUIET).test(module, text(), verbose=False)
     return said["tested"]
@@ -79,6 +79,6 @@ if __name__ == "__main__":  # spawned workers import this file
         pl.Trainer(**options, **QUIET).fit(module, text())
         result: dict[str, Any] = {"state": module.state_dict()}
         options["strategy"] = UlyssesRingStrategy(start_method=how, **settings)  # type: ignore[arg-type]
-        result["tested"] = tested(module, **options)
+        result["tested"] = loss_of_a_test(module, **options)
         result["tied"] = module.network.lm_head.weight is module.network.model.embed_tokens.weight
         torch.save(result, Path(out) / f"{case}.pt")
