@@ -136,7 +136,7 @@ class CallCheck:
 
 
 def _refuse_cache_and_weights(model: Any, given: dict[str, Any]) -> None:
-    if given.get("past_key_values") is not None:
+    if any(given.get(name) is not None for name in ("past_key_values", "cache")):  # since 5.24
         raise ConfigError(
             "a key/value cache cannot be used under context parallelism: generate with cp_size=1."
         )

@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.hf import label_alignment
+from tests.models.later import transformers_version
 from tests.models.steps import (
     Case,
     Outcome,
@@ -237,7 +238,8 @@ def fewer_targets_in_place(model: Any, batch: dict[str, torch.Tensor]) -> None:
 def with_cache(model: Any, batch: dict[str, torch.Tensor]) -> None:
     from transformers import DynamicCache
 
-    model(input_ids=batch["input_ids"], past_key_values=DynamicCache(config=model.config))
+    name = "past_key_values" if transformers_version() < (5, 24) else "cache"
+    model(input_ids=batch["input_ids"], **{name: DynamicCache(config=model.config)})
 
 
 def generate(model: Any, batch: dict[str, torch.Tensor]) -> None:

@@ -180,10 +180,13 @@ def test_models_that_count_positions_are_known_by_these_names() -> None:
 
 
 def test_blocks_name_their_cache() -> None:
-    """Or recomputed blocks would fill it twice."""
+    """Which would be filled twice where blocks are recomputed."""
     from transformers.models.bloom.modeling_bloom import BloomBlock
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    assert "past_key_values" in inspect.signature(LlamaDecoderLayer.forward).parameters
+    name = (
+        "past_key_values" if transformers_version() < (5, 24) else "cache"
+    )  # None: use_cache is off
+    assert {name, "use_cache"} <= set(inspect.signature(LlamaDecoderLayer.forward).parameters)
     assert {"layer_past", "use_cache"} <= set(inspect.signature(BloomBlock.forward).parameters)
     assert {"past_key_values", "layer_past", "use_cache"} == set(_CACHES)

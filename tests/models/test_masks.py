@@ -28,9 +28,8 @@ def packed(inside: Callable[..., Any]) -> Callable[..., Any]:
     """As transformers folds restarting positions into a mask."""
     if transformers_version() < (5, 23):
         return theirs.and_masks(inside, theirs.packed_sequence_mask_function(PACKED))
-    return theirs.packed_sequence_compatibility_function(
-        inside, torch.tensor([[0, 1, 2, 0, 1]]), PACKED
-    )
+    local = theirs.remap_positions_for_packed_sequence(inside, torch.tensor([[0, 1, 2, 0, 1]]))
+    return theirs.and_masks(theirs.packed_sequence_mask_function(PACKED), local)
 
 
 def chunked(size: int) -> Callable[..., Any]:

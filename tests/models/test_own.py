@@ -35,6 +35,10 @@ def test_blocks_may_be_run_again(model: str, checkpoint: str) -> None:
 def test_positions_that_restart_are_refused(model: str) -> None:
     """One process takes a row for one document, whatever its positions."""
     case = Case(model=model, batch="packed", use_cache=False)
+    if model != "bloom" and transformers_version() >= (5, 24):  # Falcon reads them
+        for got in run_ranks(2, ranks, case, 1, 2):
+            assert worst(got, whole_sequence(case)) < 1e-6
+        return
     match = "does not read them when it makes its mask"
     if model == "bloom" and transformers_version() < (5, 23):  # it makes an attention_mask of ones
         match = "restart .* but the model is given an attention_mask as well"

@@ -165,12 +165,12 @@ def test_parts_of_a_model_keep_their_own_implementations() -> None:
 
 
 def test_a_model_that_cannot_be_swapped_leaves_nothing_behind() -> None:
-    from transformers import GPTJConfig, GPTJForCausalLM
+    from transformers import XLNetConfig, XLNetLMHeadModel
 
-    config = GPTJConfig(vocab_size=48, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=64)
+    config = XLNetConfig(vocab_size=48, d_model=32, n_layer=1, n_head=4, d_inner=32)
     good = make_model(Case())
-    with pytest.raises(ConfigError, match="GPTJForCausalLM does not use"):
-        swap_attention(nn.ModuleList([good, GPTJForCausalLM(config)]), MESH)
+    with pytest.raises(ConfigError, match="XLNetLMHeadModel does not use"):
+        swap_attention(nn.ModuleList([good, XLNetLMHeadModel(config)]), MESH)
     assert hooks(good) == 0
 
 
