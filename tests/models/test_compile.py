@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning",
 )
 
+SLOW = pytest.mark.slow
 MODES = {"ring": (1, 2), "ulysses": (2, 1)}
 
 
@@ -79,26 +80,29 @@ def check(
             torch.testing.assert_close(got.gradients[name], gradient, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("how", ["model", "method", "blocks"])
+@pytest.mark.parametrize("mode", ["ring", pytest.param("ulysses", marks=SLOW)])
+@pytest.mark.parametrize("how", ["model", pytest.param("method", marks=SLOW), "blocks"])
 def test_numbers_are_those_of_one_process(how: str, mode: str) -> None:
     check(Case(), how, mode)
 
 
-@pytest.mark.parametrize("batch", ["right", "left", "packed"])
+@pytest.mark.parametrize("batch", [pytest.param("right", marks=SLOW), "left", "packed"])
 def test_padded_and_packed_rows(batch: str) -> None:
     check(Case(batch=batch, use_cache=False), "model", "ring")
 
 
 @pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant", "keep"])
-@pytest.mark.parametrize("how", ["model", "blocks"])
+@pytest.mark.parametrize("how", ["model", pytest.param("blocks", marks=SLOW)])
 def test_with_activation_checkpointing(how: str, checkpoint: str) -> None:
     # What is within a checkpoint is one graph to the compiler or none: blocks run as they are.
     least = 0 if how == "blocks" else 3
     check(Case(checkpoint=checkpoint, use_cache=False), how, "ring", least=least)
 
 
-@pytest.mark.parametrize("model", ["gemma2_capped", "falcon", "bloom"])
+@pytest.mark.parametrize(
+    "model",
+    ["gemma2_capped", pytest.param("falcon", marks=SLOW), pytest.param("bloom", marks=SLOW)],
+)
 def test_other_families(model: str) -> None:
     """Windows and caps; attention that is patched. One process has softmax in float32: see the matrix."""
     case = Case(model=model, use_cache=False)
@@ -106,7 +110,7 @@ def test_other_families(model: str) -> None:
     check(case, "model", "ring", want=want)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("how", ["model", "blocks"])
 def test_generated_code(how: str) -> None:
     check(Case(), how, "ring", backend="inductor")
