@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.distributed.tensor import DTensor
 
