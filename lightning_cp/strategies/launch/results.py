@@ -119,6 +119,12 @@ class Packing:
             pickle.dump(move_data_to_device(result, "cpu"), file)
 
 
+def unpacked(file: Path) -> Any:
+    """What ``Packing`` in a worker of this program has put there, in a folder of its user alone."""
+    with file.open("rb") as packed:
+        return pickle.load(packed)  # noqa: S301
+
+
 def _require_whole(x: torch.Tensor | nn.Module) -> None:
     tensors = x.state_dict().values() if isinstance(x, nn.Module) else [x]
     if any(isinstance(each, DTensor) for each in tensors):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import signal
 import tempfile
 import threading
@@ -25,7 +24,7 @@ from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
 from lightning_cp.errors import RankFailure
 from lightning_cp.faults.ending import FOLDER
-from lightning_cp.strategies.launch.results import Packing, receiving, sending_whole
+from lightning_cp.strategies.launch.results import Packing, receiving, sending_whole, unpacked
 from lightning_cp.strategies.watch.signals import STATUS
 
 INTERRUPTED = 130
@@ -122,8 +121,7 @@ class ReportingFabricLauncher(_Reporting, FabricLauncher):
         with tempfile.TemporaryDirectory(prefix="lightning_cp-result-") as folder:
             result = Path(folder, "result")
             super().launch(Packing(function, self._strategy, result), *args, **kwargs)
-            with result.open("rb") as file:
-                return pickle.load(file)  # noqa: S301, our own worker's
+            return unpacked(result)
 
 
 def reporting(launcher: Any) -> Any:
