@@ -63,7 +63,11 @@ class CallCheck:
     ) -> Any:
         """Do what hooks do, if this forward was not called by way of them; look at what is returned."""
         past_hooks, args, kwargs = self._enter(model, args, kwargs)
-        output = own(*args, **kwargs)
+        try:
+            output = own(*args, **kwargs)
+        except BaseException:  # a recomputation ends so, as soon as it has what it needs
+            self._left()
+            raise
         self._leave(model, past_hooks, output)
         return output
 
@@ -85,11 +89,15 @@ class CallCheck:
         state = self._handle.state
         if state is None:
             return
-        self._depth -= 1
+        self._left()
         if not self._depth:
             watch_output(model, output, state.layout.local_len)
         if past_hooks and model in self._watches:
             self._watches[model].check(output)
+
+    @untraced
+    def _left(self) -> None:
+        self._depth = max(0, self._depth - 1)
 
     def _in_place_of_generate(self, model: Any, own: Any, args: Any, kwargs: Any) -> Any:
         if self._handle.active:

@@ -87,6 +87,19 @@ def within_a_step(
         core.detach()
 
 
+def after_a_failed_call(model: Any, batch: Batch) -> Any:
+    """The step takes an error of the model's, and calls it again."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("within the model")
+
+    hook = model.embeddings.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="within the model"):
+        plainly(model, batch)
+    hook.remove()
+    return plainly(model, batch)
+
+
 ONE_VALUE = "makes one value of a sequence"
 POOLED = r"BertModel returns pooler_output.*model.pooler = None"
 
@@ -102,6 +115,7 @@ POOLED = r"BertModel returns pooler_output.*model.pooler = None"
         ("answers", answering, "LlamaForQuestionAnswering is called with start_positions"),
         ("bert", plainly, POOLED),
         ("bert", in_a_tuple, POOLED),
+        ("bert", after_a_failed_call, POOLED),
     ],
 )  # fmt: skip
 def test_one_value_for_a_sequence_is_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+HF = "tests/models/test_hf.py"
 OWN = "lightning_cp/models/hf_own.py"
 MATRIX = "tests/models/test_matrix.py::test_every_family"
 
@@ -39,6 +40,62 @@ MODEL_MUTANTS = (
         "parts[..., :-2, :].flatten(2, 3), parts[..., -1, :], parts[..., -2, :]",
         (f"{MATRIX}[falcon_new-ring 4]",),
         "Keys are taken for values.",
+    ),
+    Mutant(
+        "a forward that is called past its hooks is not completed",
+        "lightning_cp/models/hf_call.py",
+        "        if past_hooks:\n            args, kwargs = self._complete(model, args, kwargs)\n",
+        "",
+        (f"{HF}::test_a_forward_that_is_called_past_its_hooks[llama-forward]",),
+        "Positions are counted on each rank, and labels shifted there.",
+    ),
+    Mutant(
+        "a compiled model's attention is zeros",
+        "lightning_cp/models/hf_attention.py",
+        "return handle.attention(q, k, v, spec).contiguous(), None",
+        "return handle.attention(q, k, v, spec).mul(0.0), None",
+        ("tests/models/test_compile.py::test_numbers_are_those_of_one_process[model-ring]",),
+        "Whatever is computed between attention calls would still be right.",
+    ),
+    Mutant(
+        "of a compiled model the loss function is not looked at",
+        "lightning_cp/models/hf_loss.py",
+        "            note(loss, kwargs)\n",
+        "            if not torch.compiler.is_compiling():\n                note(loss, kwargs)\n",
+        ("tests/strategies/test_compile.py::test_numbers_are_those_of_one_process[trainer-all]",),
+        "A model whose loss is right would be refused.",
+    ),
+    Mutant(
+        "one process does not isolate declared documents",
+        "lightning_cp/strategies/step/one_rank.py",
+        "    if reads_them or not positions.packed:\n",
+        "    if reads_them or positions.packed or True:\n",
+        ("tests/parity/test_documents.py::test_documents_of_a_plain_module",),
+        "Runs that are well would be stopped before their first step.",
+    ),
+    Mutant(
+        "what rounding moves is allowed a thousand times",
+        "lightning_cp/parity/compare.py",
+        "MARGIN = 2\n",
+        "MARGIN = 2000\n",
+        ("tests/parity/test_faults.py::test_faults_are_no_rounding",),
+        "In bfloat16 a fault would be taken for rounding.",
+    ),
+    Mutant(
+        "workers' weights are not taken",
+        "lightning_cp/strategies/launch/results.py",
+        "loaded = load(state, strict=False)",
+        "loaded = load({}, strict=False)",
+        ("tests/launch/test_weights_come_back.py::test_of_shards",),
+        "After fit by fork the program has the weights that it began with.",
+    ),
+    Mutant(
+        "targets on one rank are not shifted",
+        "lightning_cp/batch/shard.py",
+        "        added[TARGETS] = shifted.aligned_labels\n",
+        "        added[TARGETS] = shifted.aligned_labels.roll(1, -1)\n",
+        ("tests/strategies/test_positions.py::test_targets_are_there_on_one_rank",),
+        "One device would train on other targets than two.",
     ),
 )
 """All seeded mutants of them."""
