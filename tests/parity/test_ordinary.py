@@ -130,10 +130,13 @@ def test_lengths_that_padding_would_fill() -> None:
     assert "agree on 64 tokens" in line
 
 
-def recomputed(rank: int, world_size: int, settings: dict[str, Any], case: Case) -> list[str]:
+def of_transformers(
+    rank: int, world_size: int, settings: dict[str, Any], kind: type[HuggingFace], case: Case
+) -> list[str]:
+    """What the check says of a case's one batch."""
     with Heard() as heard:
-        trainer_of(world_size, {**settings, "labels": "auto"}).fit(
-            HuggingFace(case),
+        trainer_of(world_size, settings).fit(
+            kind(case),
             DataLoader([make_batch(case)], batch_size=None),  # type: ignore[arg-type]
         )
     return heard.parity
@@ -143,7 +146,8 @@ def recomputed(rank: int, world_size: int, settings: dict[str, Any], case: Case)
 def test_checkpointing_of_packed_documents(checkpoint: str) -> None:
     """transformers makes no cache while it trains and recomputes, so that it isolates them."""
     case = Case(batch="packed", checkpoint=checkpoint)
-    (line,) = run_ranks(2, recomputed, {**RING, **CHECKED}, case, timeout=60)[0]
+    settings = {**RING, **CHECKED, "labels": "auto"}
+    (line,) = run_ranks(2, of_transformers, settings, HuggingFace, case, timeout=60)[0]
     assert worst(line) < 1e-5
 
 
@@ -157,19 +161,10 @@ class Outside(HuggingFace):
         )
 
 
-def outside(rank: int, world_size: int, settings: dict[str, Any]) -> list[str]:
-    case = Case()
-    with Heard() as heard:
-        trainer_of(world_size, {**settings, "labels": "shift"}).fit(
-            Outside(case),
-            DataLoader([make_batch(case)], batch_size=None),  # type: ignore[arg-type]
-        )
-    return heard.parity
-
-
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_targets_of_the_batch(engine: str) -> None:
-    (line,) = run_ranks(2, outside, {**RING, **CHECKED, "data_parallel": engine}, timeout=60)[0]
+    settings = {**RING, **CHECKED, "data_parallel": engine, "labels": "shift"}
+    (line,) = run_ranks(2, of_transformers, settings, Outside, Case(), timeout=60)[0]
     assert worst(line) < 1e-5
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import Metric
 
+from lightning_cp.strategies.generators import GENERATORS, set_state, state_of
+
 _OF_EVERY_MODULE = {*vars(nn.Module()), *vars(LightningModule()), "training"}
 """Attributes that PyTorch and Lightning keep; all others are a module's own: counters, lists of losses."""
 _CONTAINERS = (list, deque, dict, defaultdict, OrderedDict, Counter, set)
-_RANDOM = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 LARGEST = 2**26
 """Bytes of a tensor that is copied: what a step changes in place is small; data that it holds is not."""
 
@@ -35,8 +34,8 @@ class Kept:
         if type(value) is torch.Tensor:
             copied = not value.requires_grad and not value.is_meta and value.nbytes <= LARGEST
             return cls(value, value.clone() if copied else None)
-        if isinstance(value, _RANDOM):
-            return cls(value, _state_of(value))
+        if isinstance(value, GENERATORS):
+            return cls(value, state_of(value))
         if type(value) not in _CONTAINERS or id(value) in around:
             return cls(value)
         within = around | {id(value)}
@@ -53,8 +52,8 @@ class Kept:
             return value
         if isinstance(value, torch.Tensor):
             put_into(value, self.inside)
-        elif isinstance(value, _RANDOM):
-            _set_state(value, self.inside)
+        elif isinstance(value, GENERATORS):
+            set_state(value, self.inside)
         else:
             self._refill(value)
         return value
@@ -110,20 +109,3 @@ def keep_buffers(module: nn.Module) -> Any:
 def _states_of(metric: Metric) -> dict[str, Any]:
     names = [*metric._defaults, "_update_count", "_computed", "_forward_cache"]
     return {name: copy.deepcopy(vars(metric)[name]) for name in names if name in vars(metric)}
-
-
-def _state_of(source: Any) -> Any:
-    if isinstance(source, np.random.Generator):
-        return source.bit_generator.state
-    if isinstance(source, random.Random):
-        return source.getstate()
-    return source.get_state()
-
-
-def _set_state(source: Any, state: Any) -> None:
-    if isinstance(source, np.random.Generator):
-        source.bit_generator.state = state
-    elif isinstance(source, random.Random):
-        source.setstate(state)
-    else:
-        source.set_state(state)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_cp.strategies.generators import GENERATORS, set_state, state_of
+
 _PARTS = ("", "batch_sampler", "sampler", "dataset")
-_PRIVATE = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Moment:
     @classmethod
     def now(cls, loader: Any = None) -> Moment:
         """This moment's, with the loader's own generators."""
-        own = [_state_of(found) for found in own_generators(loader)]
+        own = [state_of(found) for found in own_generators(loader)]
         return cls(torch.get_rng_state(), random.getstate(), np.random.get_state(), own)
 
     def restore(self, loader: Any = None) -> None:
@@ -44,7 +45,7 @@ class Moment:
         found = list(own_generators(loader))
         if len(found) == len(self.own):
             for generator, state in zip(found, self.own, strict=True):
-                _set_state(generator, state)
+                set_state(generator, state)
 
     def packed(self) -> dict[str, Any]:
         """Numbers, strings, lists and tensors."""
@@ -73,30 +74,13 @@ def own_generators(loader: Any) -> Iterator[Any]:
         part = getattr(loader, name, None) if name else loader
         for attribute in sorted(_attributes(part)):
             value = getattr(part, "__dict__", {}).get(attribute)
-            if isinstance(value, _PRIVATE) and id(value) not in seen:
+            if isinstance(value, GENERATORS) and id(value) not in seen:
                 seen.add(id(value))
                 yield value
 
 
 def _attributes(part: Any) -> list[str]:
     return [name for name in getattr(part, "__dict__", {}) if isinstance(name, str)]
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
 
 
 def _pack(state: Any) -> dict[str, Any]:
