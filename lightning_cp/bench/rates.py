@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_cp.bench.hardware import Hardware, KernelRate, LinkRate
+from lightning_cp.planner.hardware import Hardware, KernelRate, LinkRate
 from lightning_cp.bench.kernels import KernelRow
 from lightning_cp.bench.links import LinkRow
 from lightning_cp.bench.machine import Machine

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_cp.comm.local import local_part
-from lightning_cp.strategies.engines.state_bytes import ModelShapes, StateBytes, state_bytes
+from lightning_cp.planner.state import ModelShapes, StateBytes, state_bytes
 from lightning_cp.strategies.engines.torch_fsdp2 import groups_of
 from tests.pool import run_ranks
 from tests.strategies.plain_llama import PlainLlama

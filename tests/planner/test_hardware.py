@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cp.bench.hardware import Hardware, KernelRate, LinkRate
+from lightning_cp.planner.hardware import Hardware, KernelRate, LinkRate
 from lightning_cp.bench.kernels import KernelRow
 from lightning_cp.bench.links import LinkRow
 from lightning_cp.bench.rates import kernel_rates, link_rates

@@ -1,0 +1,171 @@
+"""What is asked for: a model, devices and sequences; and one way of training it, which is to be judged."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_cp.axes import FLATTENED, Axis, Flat
+from lightning_cp.errors import ConfigError
+from lightning_cp.layout import HeadSplit, SequenceLayout
+from lightning_cp.planner.machines import Machine
+from lightning_cp.planner.model import Model
+
+PRECISIONS = {
+    "bf16-mixed": (4, 2),
+    "bf16-true": (2, 2),
+    "fp32": (4, 4),
+}
+"""Bytes of a parameter that the optimizer sees, and of what is computed with."""
+OPTIMIZERS = {"adamw": 2, "momentum": 1, "sgd": 0}
+"""Tensors like the parameters that it keeps."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training step of ``global_batch`` sequences."""
+
+    model: Model
+    machine: Machine
+    devices: int
+    seq_len: int
+    global_batch: int
+    precision: str = "bf16-mixed"
+    optimizer: str = "adamw"
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "seq_len", "global_batch"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.")
+        for name, known in (("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}."
+                )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a parameter between steps."""
+        return PRECISIONS[self.precision][0]
+
+    @property
+    def compute_itemsize(self) -> int:
+        """Bytes of what is computed with."""
+        return PRECISIONS[self.precision][1]
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.seq_len * self.global_batch
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """Sizes of the axes, outer to inner."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tp: int = 1
+
+    @property
+    def by_axis(self) -> dict[Axis, int]:
+        """In order."""
+        return {axis: getattr(self, axis.value) for axis in Axis}
+
+    @property
+    def devices(self) -> int:
+        """All ranks."""
+        return math.prod(self.by_axis.values())
+
+    @property
+    def cp(self) -> int:
+        """Ranks that share a sequence."""
+        return self.ring * self.ulysses
+
+    @property
+    def data(self) -> int:
+        """Groups of ranks with sequences of their own."""
+        return self.dp_replicate * self.dp_shard
+
+    def size(self, axis: Axis | Flat) -> int:
+        """Ranks of an axis or of a flattened group."""
+        axes = FLATTENED[axis] if isinstance(axis, Flat) else (axis,)
+        return math.prod(self.by_axis[one] for one in axes)
+
+    def crosses_nodes(self, axis: Axis | Flat, devices_per_node: int) -> bool:
+        """Whether some group of an axis has ranks of several nodes; ranks fill one node after the other."""
+        axes = list(FLATTENED[axis] if isinstance(axis, Flat) else (axis,))
+        order = list(Axis)
+        inner = math.prod(self.by_axis[one] for one in order[order.index(axes[-1]) + 1 :])
+        reach = inner * self.size(axis)
+        return self.size(axis) > 1 and bool(devices_per_node % reach)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis.value} {size}" for axis, size in self.by_axis.items() if size > 1)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way of training: a mesh, an engine, and the settings that trade memory for time."""
+
+    mesh: MeshSizes
+    engine: str = "fsdp"
+    exchange: str = "ring"
+    """``ring`` or ``all_gather``."""
+    checkpointing: str = "none"
+    """``none``, ``blocks`` or ``keep_attention``."""
+    offload: bool = False
+    chunked_loss: int = 0
+    """Tokens, or 0."""
+    tiled_mlp: int = 0
+    """Tokens, or 0."""
+
+    @property
+    def mode(self) -> str:
+        """As the strategy names it."""
+        ring, ulysses = self.mesh.ring > 1, self.mesh.ulysses > 1
+        if ring and self.exchange == "all_gather":
+            return "zigzag_llama3"
+        return "hybrid" if ring and ulysses else "ring" if ring else "ulysses"
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks over which a parameter's rows are cut."""
+        if self.engine == "ddp":
+            return 1
+        return self.mesh.size(Flat.LOSS if self.engine == "zero1" else Flat.FSDP)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job, and one way of doing it."""
+
+    job: Job
+    choice: Choice
+
+    @cached_property
+    def layout(self) -> SequenceLayout:
+        """Of each sequence."""
+        mesh = self.choice.mesh
+        kind = "zigzag" if mesh.ring > 1 else "contiguous"  # of one causal document
+        return SequenceLayout(self.job.seq_len, mesh.ring, mesh.ulysses, kind)
+
+    @cached_property
+    def heads(self) -> HeadSplit:
+        """Of a tensor-parallel rank, over Ulysses ranks."""
+        model, mesh = self.job.model, self.choice.mesh
+        return HeadSplit(model.heads // mesh.tp, model.kv_heads // mesh.tp, mesh.ulysses)
+
+    @property
+    def local_tokens(self) -> int:
+        """Of a sequence, on each rank; padding included."""
+        return self.layout.local_len
+
+    @property
+    def sequences(self) -> int:
+        """That a data rank goes through in a step, one after the other."""
+        return -(-self.job.global_batch // self.choice.mesh.data)
