@@ -20,7 +20,7 @@ from lightning_cp.axes import Factors as Factors
 from lightning_cp.axes import factorise as factorise
 from lightning_cp.comm.all_gather import all_gather
 from lightning_cp.comm.dtensor_caches import forget_meshes
-from lightning_cp.comm.groups import gloo_group, gloo_mesh, warm_up
+from lightning_cp.comm.groups import gloo_group, gloo_mesh, is_fake, warm_up
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 
@@ -60,7 +60,9 @@ class ContextParallelMesh:
         _check_sizes(self.sizes)
         forget_meshes()
         self.device_type = device_type
-        make = gloo_mesh if device_type == "cpu" else init_device_mesh
+        # A fake world's groups are made as those of GPUs are: each axis has its own.
+        saves_groups = device_type == "cpu" and not is_fake()
+        make = gloo_mesh if saves_groups else init_device_mesh
         self.device_mesh: DeviceMesh = make(
             device_type,
             tuple(self.sizes.values()),
@@ -72,7 +74,7 @@ class ContextParallelMesh:
         }
         for flat, axes in FLATTENED.items():
             several = [axis for axis in axes if self.sizes[axis] > 1]
-            if device_type == "cpu" and not several:
+            if saves_groups and not several:
                 self._meshes[flat] = self._meshes[axes[0]]
                 continue
             names = tuple(axis.value for axis in axes)

@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+FAKE = "fake"
+"""PyTorch's backend for a process that plays one rank of a world that is not there."""
+
 
 def gloo_mesh(
     device_type: str, sizes: tuple[int, ...], *, mesh_dim_names: tuple[str, ...]
@@ -37,11 +40,15 @@ def gloo_group(partition: torch.Tensor) -> dist.ProcessGroup:
     """This rank's of the groups that all ranks make together, for CPU messages: ``[groups, ranks]``."""
     world = dist.group.WORLD
     assert world is not None
-    if len(partition) == 1 and dist.get_backend(world) == "gloo":
+    backend = FAKE if is_fake() else "gloo"  # gloo would wait for the others to connect
+    if len(partition) == 1 and dist.get_backend(world) == backend:
         return world
-    own, _ = dist.new_subgroups_by_enumeration(partition.tolist(), backend="gloo")
-    assert isinstance(own, dist.ProcessGroup)
-    return own
+    return _group_of(partition, backend)
+
+
+def is_fake() -> bool:
+    """Whether one process plays a rank of the world: nothing is sent, and there is nobody to connect to."""
+    return dist.get_backend() == FAKE
 
 
 def warm_up(ring: dist.ProcessGroup, device: torch.device) -> None:
@@ -53,8 +60,11 @@ def warm_up(ring: dist.ProcessGroup, device: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device=device), group=ring)
 
 
-def _group_of(partition: torch.Tensor) -> dist.ProcessGroup:
-    """This rank's group of those that all ranks make together: ``[groups, ranks]``."""
-    own, _ = dist.new_subgroups_by_enumeration(partition.tolist())
+def _group_of(partition: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:
+    """This rank's group of those that all ranks make together: ``[groups, ranks]``.
+
+    ``backend``: the world's if it is ``None``.
+    """
+    own, _ = dist.new_subgroups_by_enumeration(partition.tolist(), backend=backend)
     assert isinstance(own, dist.ProcessGroup)
     return own
