@@ -128,6 +128,20 @@ class Group:
             if parameter is not None:
                 yield parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
+    def give_gradients(self) -> None:
+        """Give what is trained gradients without values, placed as a backward leaves them.
+
+        They are parts of one buffer for the whole group, with the rows that other ranks have more of.
+        """
+        trained = [each for each in self._group.fsdp_params if each.sharded_param.requires_grad]
+        sizes = [each.padded_sharded_param_size.numel() for each in trained]
+        if not trained:
+            return
+        buffer = trained[0].sharded_param.to_local().new_empty(sum(sizes))
+        for each, part in zip(trained, buffer.split(sizes), strict=True):
+            own = part[: each.sharded_size.numel()].view(each.sharded_size)
+            each.sharded_param.grad = each.to_sharded_dtensor(own)
+
     def settle_dtypes(self) -> None:
         """Look anew at what is trained: gradients are added in the dtype of trained parameters."""
         self._group._init_mp_dtypes()
