@@ -46,7 +46,10 @@ def shapes(config: dict[str, Any], tp: int = 1) -> ModelShapes:
     attention = ((query, hidden), (kv, hidden), (kv, hidden), (hidden, query))
     if config["model_type"] == "qwen3":  # norms within heads, of which all ranks have the weight
         attention = (*attention, (dim,), (dim,))
-    mlp = ((inner // tp, hidden), (inner // tp, hidden), (hidden, inner // tp))
+    mlp: tuple[Shape, ...] = ((inner // tp, hidden), (inner // tp, hidden), (hidden, inner // tp))
+    experts = config.get("num_local_experts")
+    if experts:
+        mlp = ((experts, hidden), (experts, 2 * inner, hidden), (experts, hidden, inner))
     tokens = vocabulary // tp if vocabulary % tp == 0 else vocabulary
     head = () if config["tie_word_embeddings"] else ((tokens, hidden),)
     block = (*attention, *mlp, (hidden,), (hidden,))
@@ -82,6 +85,7 @@ class Case:
 
 QWEN3 = {**LLAMA, "model_type": "qwen3"}
 TIED = {**LLAMA, "tie_word_embeddings": True}
+EXPERTS = {**LLAMA, "model_type": "mixtral", "num_local_experts": 6}
 ODD_VOCABULARY = {**LLAMA, "vocab_size": 51}
 FSDP = {"dp_shard": 2, "ring": 4, "ulysses": 2}
 HSDP = {"dp_replicate": 4, "dp_shard": 2, "ring": 2}
@@ -90,6 +94,7 @@ CASES = {
     "fsdp": Case("fsdp", FSDP, 16, LLAMA),
     "fsdp in bfloat16": Case("fsdp", FSDP, 16, LLAMA, dtype="bfloat16"),
     "fsdp, tied": Case("fsdp", FSDP, 16, TIED),
+    "fsdp, fewer experts than ranks": Case("fsdp", FSDP, 16, EXPERTS),
     "hsdp": Case("hsdp", HSDP, 4, LLAMA),
     "zero1": Case("zero1", {"dp_replicate": 4, "ring": 2, "ulysses": 2}, 16, LLAMA),
     "ddp": Case("ddp", {"dp_replicate": 2, "ring": 8}, 1, LLAMA),

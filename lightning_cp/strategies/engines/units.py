@@ -14,6 +14,9 @@ from torch import nn
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.blocks import blocks_of, matches
 
+_Place = tuple[str, nn.Module, int]
+"""A parameter's dotted name, the module that holds it, and its id."""
+
 
 def units_of(model: nn.Module, wanted: str | Sequence[str] | None) -> list[nn.Module]:
     """The modules to be wrapped one by one, innermost first; the model itself is not among them.
@@ -25,8 +28,9 @@ def units_of(model: nn.Module, wanted: str | Sequence[str] | None) -> list[nn.Mo
     Raises:
         ConfigError: something wanted matches no module, or shares a parameter with a module outside of it.
     """
+    several = _in_several(model)
     if wanted is None:
-        return [unit for unit in blocks_of(model) if not _shared_outside(unit, model)]
+        return [unit for unit in blocks_of(model) if not _shared_outside(unit, several)]
     found: dict[str, nn.Module] = {}
     for each in [wanted] if isinstance(wanted, str) else wanted:
         named = {name: m for name, m in model.named_modules() if name and matches(each, name, m)}
@@ -34,7 +38,7 @@ def units_of(model: nn.Module, wanted: str | Sequence[str] | None) -> list[nn.Mo
             raise ConfigError(_nothing(each, model))
         found.update(named)
     for name, unit in found.items():
-        shared = _shared_outside(unit, model)
+        shared = _shared_outside(unit, several)
         if shared:
             raise ConfigError(
                 f"wrap_modules: {name!r} shares {shared!r} with a module outside of it, so the two cannot be "
@@ -56,14 +60,24 @@ def _nothing(wanted: str, model: nn.Module) -> str:
     )
 
 
-def _shared_outside(unit: nn.Module, model: nn.Module) -> str:
+def _in_several(model: nn.Module) -> list[_Place]:
+    """Where the parameters are that more than one module holds."""
+    places = [
+        (f"{name}.{key}" if name else key, module, id(parameter))
+        for name, module in model.named_modules()
+        for key, parameter in module.named_parameters(recurse=False)
+    ]
+    holders = Counter(parameter for _, _, parameter in places)
+    return [place for place in places if holders[place[2]] > 1]
+
+
+def _shared_outside(unit: nn.Module, shared: Sequence[_Place]) -> str:
     """The name of a parameter of ``unit`` that the rest of the model holds too; ``""`` if there is none."""
+    if not shared:
+        return ""
     inside = set(unit.modules())
-    own = {id(p) for p in unit.parameters()}
-    for name, module in model.named_modules():
-        if module in inside:
-            continue
-        for key, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in own:
-                return f"{name}.{key}" if name else key
-    return ""
+    own = {parameter for _, module, parameter in shared if module in inside}
+    outside = (
+        name for name, module, parameter in shared if module not in inside and parameter in own
+    )
+    return next(outside, "")
