@@ -48,7 +48,7 @@ class HeldParameter:
 
 @dataclass(frozen=True)
 class MeasuredState:
-    """Bytes of memory that one rank holds, as ``strategies.engines.state_bytes`` counts them.
+    """Bytes of memory that one rank holds, as ``planner.state`` counts them.
 
     FSDP2 takes memory for the same number of rows on every rank, so the parameters and gradients of the last
     ranks include rows that are not there; optimizer state does not. Not counted: buffers of the model, and

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_cp.strategies.engines.state_bytes import ModelShapes, Shape, state_bytes
+from lightning_cp.planner.state import ModelShapes, Shape, state_bytes
 from tests.plan.apart import Call, apart
 
 LLAMA: dict[str, Any] = {
