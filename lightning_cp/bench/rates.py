@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_cp.planner.hardware import Hardware, KernelRate, LinkRate
 from lightning_cp.bench.kernels import KernelRow
 from lightning_cp.bench.links import LinkRow
 from lightning_cp.bench.machine import Machine
+from lightning_cp.planner.hardware import Hardware, KernelRate, LinkRate
 
 
 def hardware_of(machine: Machine, found: Mapping[str, Sequence[Any]]) -> Hardware:

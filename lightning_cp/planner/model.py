@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,9 +46,9 @@ class Layer:
     """Keys that a query sees, itself included; ``None``: all before it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
-    """A decoder whose layers are alike but for their windows."""
+    """A decoder whose layers are alike but for their windows. It equals itself only: hashing is quick."""
 
     name: str
     family: str
@@ -84,6 +85,11 @@ class Model:
     def num_parameters(self) -> int:
         """Each counted once."""
         return sum(one.numel for one in self.parameters)
+
+    @cached_property
+    def windows(self) -> dict[int | None, int]:
+        """How many layers have each window."""
+        return dict(Counter(layer.window for layer in self.layers))
 
     @property
     def tp_sizes(self) -> tuple[int, ...]:

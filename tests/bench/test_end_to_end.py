@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from lightning_cp.bench.case import Case, log_normal
-from lightning_cp.planner.hardware import Hardware
 from lightning_cp.bench.ways import our_ways
+from lightning_cp.planner.hardware import Hardware
 from tests.bench.configured import TINY
 from tests.launch.start import all_succeeded, finish, program, ranks, torchrun_variables
 

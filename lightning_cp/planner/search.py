@@ -1,0 +1,233 @@
+"""All ways of doing a job: those that fit a device, fastest first, and why the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import gcd
+from typing import TypeVar
+
+from lightning_cp.axes import Axis
+from lightning_cp.errors import ConfigError
+from lightning_cp.planner.attention import AttentionCost, attention_cost
+from lightning_cp.planner.job import Case, Choice, Job, MeshSizes
+from lightning_cp.planner.memory import Memory, memory_of
+from lightning_cp.planner.seconds import Seconds, step_seconds
+
+T = TypeVar("T")
+CHUNK, TILE = 1024, 4096
+"""Tokens: the strategy's own defaults."""
+ENGINES = ("ddp", "zero1", "fsdp", "hsdp")
+CHECKPOINTING = ("none", "keep_attention", "blocks")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the user leaves open; ``None`` is free."""
+
+    mesh: Mapping[Axis, int | None]
+    engine: str | None = None
+    exchange: str | None = None
+    checkpointing: str | None = None
+    offload: bool | None = None
+    chunked_loss: bool | None = None
+    tiled_mlp: bool | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way that fits, with its price."""
+
+    case: Case
+    memory: Memory
+    attention: Mapping[int | None, AttentionCost]
+    seconds: Seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices."""
+        return self.case.job.tokens / self.seconds.total
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs a second over the peak of all devices.
+
+        6 for each parameter that multiplies a token, and 12 x head dim x heads for each visible pair;
+        what is computed again does not count.
+        """
+        job = self.case.job
+        flops = model_flops(job, self.attention)
+        return flops / self.seconds.total / (job.machine.peak_flops * job.devices)
+
+
+def model_flops(job: Job, attention: Mapping[int | None, AttentionCost]) -> int:
+    """Of a step: forward and backward, without recomputation, visible pairs only."""
+    pairs = sum(n * sum(attention[window].pairs) for window, n in job.model.windows.items())
+    per_pair = 12 * job.model.heads * job.model.head_dim
+    return job.global_batch * (pairs * per_pair + job.seq_len * job.model.flops_per_token)
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A mesh that does not do, whatever the settings."""
+
+    mesh: MeshSizes
+    engine: str
+    why: str
+    over: int = 0
+    """Bytes by which the setting that needs least misses a device; 0: for another reason."""
+    memory: Memory | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found."""
+
+    plans: tuple[Plan, ...]
+    """The best settings of each mesh and engine that fits, fastest first."""
+    rejected: tuple[Rejected, ...]
+    """Closest first."""
+    looked_at: int
+    """Meshes and settings that were priced."""
+
+
+def search(job: Job, limits: Limits) -> Found:
+    """Price every way that the limits leave.
+
+    Raises:
+        ConfigError: limits that no mesh of so many devices has.
+    """
+    plans: list[Plan] = []
+    rejected: list[Rejected] = []
+    looked_at = 0
+    for mesh, engine in meshes(job, limits):
+        why = _impossible(job, mesh)
+        if why:
+            rejected.append(Rejected(mesh, engine, why))
+            continue
+        cases = [Case(job, choice) for choice in settings(job, mesh, engine, limits)]
+        looked_at += len(cases)
+        least = min(map(_priced_memory, _saving_most(cases)), key=lambda memory: memory.missing)
+        if least.missing > 0:
+            rejected.append(Rejected(mesh, engine, least.why, least.missing, least))
+            continue
+        plans.append(_best(cases))
+    if not plans and not rejected:
+        raise ConfigError(_nothing(job, limits))
+    plans.sort(key=lambda plan: (plan.seconds.total, ENGINES.index(plan.case.choice.engine)))
+    rejected.sort(key=lambda one: (one.memory is None, one.over))
+    return Found(tuple(plans), tuple(rejected), looked_at)
+
+
+def _saving_most(cases: Sequence[Case]) -> list[Case]:
+    """Of each exchange the one that needs least memory: settings are yielded in this order."""
+    last = {case.choice.exchange: case for case in cases}
+    return list(last.values())
+
+
+def _priced_memory(case: Case) -> Memory:
+    return memory_of(case, _attention(case))
+
+
+def _attention(case: Case) -> dict[int | None, AttentionCost]:
+    return {window: attention_cost(case, window) for window in case.job.model.windows}
+
+
+def _best(cases: Sequence[Case]) -> Plan:
+    """The fastest of those that fit, of which there is one."""
+    found: list[Plan] = []
+    for case in cases:
+        attention = _attention(case)
+        memory = memory_of(case, attention)
+        if memory.missing <= 0:
+            found.append(Plan(case, memory, attention, step_seconds(case, attention)))
+    return min(found, key=lambda plan: plan.seconds.total)
+
+
+def meshes(job: Job, limits: Limits) -> Iterator[tuple[MeshSizes, str]]:
+    """Every mesh of all devices that heads and limits allow, with every engine that it can have."""
+    for tp in job.model.tp_sizes:
+        if job.devices % tp or tp > job.machine.devices_per_node:
+            continue
+        for cp in divisors(job.devices // tp):
+            if cp > 1 and job.seq_len < 2 * cp:
+                continue
+            data = job.devices // (tp * cp)
+            for ulysses in divisors(gcd(job.model.heads // tp, cp)):
+                for engine, replicate in _engines(data, tp, limits):
+                    mesh = MeshSizes(replicate, data // replicate, cp // ulysses, ulysses, tp)
+                    if _allowed(mesh, limits):
+                        yield mesh, engine
+
+
+def _engines(data: int, tp: int, limits: Limits) -> Iterator[tuple[str, int]]:
+    """Engines, and how many copies of the model each has."""
+    for engine in ENGINES if limits.engine is None else (limits.engine,):
+        if engine in ("ddp", "zero1"):
+            if tp == 1:
+                yield engine, data
+        elif engine == "fsdp":
+            yield engine, 1
+        else:
+            yield from ((engine, copies) for copies in divisors(data) if copies > 1)
+
+
+def _allowed(mesh: MeshSizes, limits: Limits) -> bool:
+    return all(
+        wanted is None or mesh.by_axis[axis] == wanted for axis, wanted in limits.mesh.items()
+    )
+
+
+def _impossible(job: Job, mesh: MeshSizes) -> str:
+    """Why a mesh cannot do the job, whatever the settings; nothing if it might."""
+    if job.global_batch % mesh.data:
+        if mesh.data > job.global_batch:
+            idle = mesh.data - job.global_batch
+            return (
+                f"{idle} of {mesh.data} data ranks would be idle: global_batch={job.global_batch}"
+            )
+        return f"global_batch={job.global_batch} does not divide by {mesh.data} data ranks"
+    return ""
+
+
+def settings(job: Job, mesh: MeshSizes, engine: str, limits: Limits) -> Iterator[Choice]:
+    """All settings of a mesh that the strategy takes; of each exchange the last one saves most memory."""
+    alone, shared = mesh.cp == 1, mesh.tp > 1
+    exchanges = _free(limits.exchange, ("ring", "all_gather") if mesh.ring > 1 else ("ring",))
+    kept = [one for one in CHECKPOINTING if not (alone and one == "keep_attention")]
+    for checkpointing, exchange in product(_free(limits.checkpointing, kept), exchanges):
+        offloads = (False,) if checkpointing == "none" else (False, True)
+        chunked = (False,) if shared else (False, True)
+        tiled = (False,) if shared or job.model.experts else (False, True)
+        for offload, chunks, tiles in product(
+            _free(limits.offload, offloads),
+            _free(limits.chunked_loss, chunked),
+            _free(limits.tiled_mlp, tiled),
+        ):
+            yield Choice(
+                *(mesh, engine, exchange, checkpointing, offload),
+                CHUNK if chunks else 0,
+                TILE if tiles else 0,
+            )
+
+
+def _free(wanted: T | None, possible: Sequence[T]) -> Sequence[T]:
+    if wanted is None:
+        return possible
+    return [one for one in possible if one == wanted]
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, in order."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _nothing(job: Job, limits: Limits) -> str:
+    pinned = ", ".join(f"{axis}={size}" for axis, size in limits.mesh.items() if size is not None)
+    asked = f"{pinned or 'no axis set'}, engine {limits.engine or 'any'}"
+    return (
+        f"no mesh of {job.devices} devices has {asked}. tp can be one of {list(job.model.tp_sizes)} within a "
+        f"node of {job.machine.devices_per_node}, ulysses a divisor of {job.model.heads} heads / tp, and all "
+        "sizes multiply to the devices. Leave an axis out, or change devices."
+    )
