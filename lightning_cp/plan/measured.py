@@ -21,13 +21,13 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.plan.fake_world import fake_world
 from lightning_cp.plan.group_ranks import GroupRanks, group_ranks
-from lightning_cp.plan.hf_model import model_on_meta
 from lightning_cp.strategies.arguments.check import check
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.engines import engine as engine_of
 from lightning_cp.strategies.engines.checks import DTYPES
 from lightning_cp.strategies.engines.comm_hooks import CommHook
 from lightning_cp.strategies.engines.torch_fsdp2 import groups_of
+from lightning_cp.train.networks import model_on_meta
 
 FILES = "model.safetensors"
 """Where the weights would come from. Without any, engines draw values, for which there would be no memory."""

@@ -18,8 +18,8 @@ PRECISIONS = {
     "fp32": (4, 4),
 }
 """Bytes of a parameter that the optimizer sees, and of what is computed with."""
-OPTIMIZERS = {"adamw": 2, "momentum": 1, "sgd": 0}
-"""Tensors like the parameters that it keeps."""
+OPTIMIZERS = {"adamw": 2, "momentum": 1, "sgd": 0, "none": 0}
+"""Tensors like the parameters that it keeps. ``none``: the model is loaded, and not trained."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,11 @@ class Job:
     def compute_itemsize(self) -> int:
         """Bytes of what is computed with."""
         return PRECISIONS[self.precision][1]
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are steps; else the model is loaded only."""
+        return self.optimizer != "none"
 
     @property
     def tokens(self) -> int:

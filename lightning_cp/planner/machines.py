@@ -46,6 +46,7 @@ class Machine:
     """Bytes of the host for each device."""
     host_link: float = 0.0
     """Between a device and its host."""
+    is_cpu: bool = False
 
     def link(self, *, crosses: bool) -> float:
         """Of a group that lies within nodes, or beyond."""

@@ -82,7 +82,12 @@ def memory_of(case: Case, attention: Mapping[int | None, AttentionCost]) -> Memo
     job, choice, model = case.job, case.choice, case.job.model
     tp, tokens, e = choice.mesh.tp, case.local_tokens, case.job.compute_itemsize
     cut = choice.shard_ranks
-    state = _state(model, choice.engine, cut, tp, job.itemsize, OPTIMIZERS[job.optimizer])
+    state = rank_state(case, 0)
+    loading = state.parameters + _largest_part(model, cut, tp) * job.itemsize
+    machine = job.machine
+    fixed = (machine.reserve, machine.memory, loading)
+    if not job.trains:
+        return Memory(state.parameters, 0, 0, 0, 0, 0, 0, 0, *fixed, 0, machine.host_memory)
     entries = _entries(model, tp)
     gathered = unreduced = 0
     if choice.engine != "ddp":
@@ -111,21 +116,27 @@ def memory_of(case: Case, attention: Mapping[int | None, AttentionCost]) -> Memo
         activations,
         max(max(cost.memory) for cost in attention.values()),
         logits,
-        job.machine.reserve,
-        job.machine.memory,
-        state.parameters + _largest_part(model, cut, tp) * job.itemsize,
+        *fixed,
         host,
-        job.machine.host_memory,
+        machine.host_memory,
     )
+
+
+def rank_state(case: Case, rank: int) -> StateBytes:
+    """Parameters, gradients and optimizer state of a rank of the mesh; the first one has the most."""
+    job, choice = case.job, case.choice
+    cut, tp = choice.shard_ranks, choice.mesh.tp
+    place = rank // tp % cut  # copies, where there are any, lie outside
+    return _state(job.model, choice.engine, place, cut, tp, job.itemsize, OPTIMIZERS[job.optimizer])
 
 
 @lru_cache(maxsize=4096)
 def _state(
-    model: Model, engine: str, ranks: int, tp_size: int, itemsize: int, states: int
+    model: Model, engine: str, rank: int, ranks: int, tp_size: int, itemsize: int, states: int
 ) -> StateBytes:
-    """Of the first rank, which has the most; states are as wide as parameters."""
+    """States are as wide as parameters."""
     sizes = {"itemsize": itemsize, "states": states, "state_itemsize": itemsize}
-    return state_bytes(local_shapes(model, tp_size), engine, rank=0, ranks=ranks, **sizes)
+    return state_bytes(local_shapes(model, tp_size), engine, rank=rank, ranks=ranks, **sizes)
 
 
 @lru_cache(maxsize=64)

@@ -75,9 +75,11 @@ class Rejected:
     mesh: MeshSizes
     engine: str
     why: str
-    over: int = 0
+    missing: int = 0
     """Bytes by which the setting that needs least misses a device; 0: for another reason."""
     memory: Memory | None = None
+    case: Case | None = None
+    """The setting that needs least."""
 
 
 @dataclass(frozen=True)
@@ -108,15 +110,16 @@ def search(job: Job, limits: Limits) -> Found:
             continue
         cases = [Case(job, choice) for choice in settings(job, mesh, engine, limits)]
         looked_at += len(cases)
-        least = min(map(_priced_memory, _saving_most(cases)), key=lambda memory: memory.missing)
+        saving = min(_saving_most(cases), key=lambda case: _memory(case).missing)
+        least = _memory(saving)
         if least.missing > 0:
-            rejected.append(Rejected(mesh, engine, least.why, least.missing, least))
+            rejected.append(Rejected(mesh, engine, least.why, least.missing, least, saving))
             continue
         plans.append(_best(cases))
     if not plans and not rejected:
         raise ConfigError(_nothing(job, limits))
-    plans.sort(key=lambda plan: (plan.seconds.total, ENGINES.index(plan.case.choice.engine)))
-    rejected.sort(key=lambda one: (one.memory is None, one.over))
+    plans.sort(key=_slowness)
+    rejected.sort(key=lambda one: (one.memory is None, one.missing))
     return Found(tuple(plans), tuple(rejected), looked_at)
 
 
@@ -126,7 +129,7 @@ def _saving_most(cases: Sequence[Case]) -> list[Case]:
     return list(last.values())
 
 
-def _priced_memory(case: Case) -> Memory:
+def _memory(case: Case) -> Memory:
     return memory_of(case, _attention(case))
 
 
@@ -141,12 +144,25 @@ def _best(cases: Sequence[Case]) -> Plan:
         attention = _attention(case)
         memory = memory_of(case, attention)
         if memory.missing <= 0:
-            found.append(Plan(case, memory, attention, step_seconds(case, attention)))
-    return min(found, key=lambda plan: plan.seconds.total)
+            seconds = step_seconds(case, attention) if case.job.trains else Seconds()
+            found.append(Plan(case, memory, attention, seconds))
+    return min(found, key=_slowness)
+
+
+def _slowness(plan: Plan) -> tuple[float, int, int]:
+    """Of equals the one that needs less memory, then the simpler engine."""
+    engine = ENGINES.index(plan.case.choice.engine)
+    return plan.seconds.total, plan.memory.total, engine
 
 
 def meshes(job: Job, limits: Limits) -> Iterator[tuple[MeshSizes, str]]:
-    """Every mesh of all devices that heads and limits allow, with every engine that it can have."""
+    """Every mesh of all devices that heads and limits allow, with every engine that it can have.
+
+    A mesh that is set whole may leave devices idle.
+    """
+    if all(limits.mesh.get(axis) for axis in Axis):
+        yield from _set_whole(job, limits)
+        return
     for tp in job.model.tp_sizes:
         if job.devices % tp or tp > job.machine.devices_per_node:
             continue
@@ -159,6 +175,20 @@ def meshes(job: Job, limits: Limits) -> Iterator[tuple[MeshSizes, str]]:
                     mesh = MeshSizes(replicate, data // replicate, cp // ulysses, ulysses, tp)
                     if _allowed(mesh, limits):
                         yield mesh, engine
+
+
+def _set_whole(job: Job, limits: Limits) -> Iterator[tuple[MeshSizes, str]]:
+    mesh = MeshSizes(*(limits.mesh[axis] or 1 for axis in Axis))
+    if mesh.devices > job.devices:
+        raise ConfigError(f"mesh: {mesh} has {mesh.devices} devices, got devices={job.devices}.")
+    if mesh.tp not in job.model.tp_sizes:
+        sizes = ", ".join(map(str, job.model.tp_sizes))
+        raise ConfigError(
+            f"mesh.tp={mesh.tp} cannot share {job.model.name}. What would work: {sizes}."
+        )
+    for engine, copies in _engines(mesh.data, mesh.tp, limits):
+        if copies == mesh.dp_replicate:
+            yield mesh, engine
 
 
 def _engines(data: int, tp: int, limits: Limits) -> Iterator[tuple[str, int]]:

@@ -1,21 +1,25 @@
-"""A Hugging Face model of a ``config.json``, without values or memory."""
+"""A Hugging Face model of a ``config.json``, without values or memory: the engines give it both, part by part."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.planner.families import read_config
 
 
-def model_on_meta(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
+def model_on_meta(
+    config: Mapping[str, Any] | str | Path, dtype: torch.dtype | str = "float32"
+) -> nn.Module:
     """The causal language model that a ``config.json`` describes, on the meta device, to be trained.
 
     Args:
-        config: its content; ``model_type`` names the family.
+        config: its content, in which ``model_type`` names the family; or the file, or its folder.
         dtype: of its parameters, whatever ``config`` says of files.
 
     Raises:
@@ -27,7 +31,8 @@ def model_on_meta(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
         raise ConfigError(
             "building a model from its config.json needs transformers. Install lightning_cp[hf]."
         ) from error
-    settings = dict(config)
+    settings = read_config(config) if isinstance(config, str | Path) else dict(config)
+    dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
     kind = settings.pop("model_type", None)
     try:
         read = AutoConfig.for_model(kind, **settings)

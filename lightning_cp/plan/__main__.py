@@ -1,0 +1,73 @@
+"""Hydra entry point of the planner: which mesh, and what it costs. Nothing is started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_cp.config_files import config_dir
+from lightning_cp.errors import LightningCPError
+from lightning_cp.run_folder import one_folder
+
+
+def plan(config: DictConfig, folder: Path, name: str) -> bool:
+    """Print what fits and what does not; write the best plan as a choice of the group ``strategy``.
+
+    Args:
+        config: see ``configs/plan.yaml``.
+        folder: gets ``plan.txt``, ``plan.png`` and ``strategy/plan.yaml``.
+        name: of the model's choice.
+
+    Returns:
+        Whether anything fits, and was verified if that was asked for.
+
+    Raises:
+        ConfigError: settings that cannot be.
+    """
+    from lightning_cp.plan import picture, report
+    from lightning_cp.plan.settings import job_of, limits_of
+    from lightning_cp.plan.written import write
+    from lightning_cp.planner.search import search
+
+    plain: Any = OmegaConf.to_container(config, resolve=True)
+    job = job_of(plain, name)
+    found = search(job, limits_of(plain))
+    text = f"{report.headline(job)}\n\n{report.summary(found, config.show)}"
+    print(text)
+    picture.draw(found, report.headline(job), config.show, folder / "plan.png")
+    (folder / "plan.txt").write_text(text + "\n")
+    print(f"\n{write(found, folder, name)}")
+    if not config.verify or not found.plans:
+        return bool(found.plans)
+    from lightning_cp.plan.verify import verify
+
+    return verify(found.plans[0], plain)
+
+
+@hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="plan")
+def main(config: DictConfig) -> None:
+    """Plan; exit with status 1 if nothing fits, or what was verified is otherwise."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+    running = HydraConfig.get().runtime
+    try:
+        good = plan(config, Path(running.output_dir), running.choices["model"])
+    except LightningCPError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        hint = "(HYDRA_FULL_ERROR=1 shows where it was raised.)"
+        print(f"{type(error).__name__}: {error}\n{hint}", file=sys.stderr)
+        raise SystemExit(1) from None
+    if not good:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    sys.argv = ["verify=true" if one == "--verify" else one for one in sys.argv]
+    with one_folder(sys.argv):
+        main()

@@ -1,0 +1,191 @@
+"""What a search has found, in words and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+
+from lightning_cp.bench.table import aligned
+from lightning_cp.layout import Documents, Mask, SequenceLayout, schedule
+from lightning_cp.planner.advice import advice, barely_sharded
+from lightning_cp.planner.job import Case, Choice, Job
+from lightning_cp.planner.loading import stacked, stops_at
+from lightning_cp.planner.machines import GIB
+from lightning_cp.planner.search import Found, Plan, Rejected, model_flops
+from lightning_cp.planner.wire import flows
+
+MIB = 1 << 20
+PLANS = ("mesh", "engine", "mode", "settings", "GiB a device", "s a step", "tokens/s", "MFU")
+EXPOSED = ("ring", "ulysses", "tensor_parallel", "parameters", "offload")
+CONVENTION = (
+    "MFU: model FLOPs (6 for each parameter that multiplies a token, 12 x head dim for each visible pair and "
+    "head; what is computed again does not count) over the data sheet's peak."
+)
+
+
+def headline(job: Job) -> str:
+    """What was asked."""
+    model = job.model
+    many = f"{job.devices:,} x {job.machine.name} ({job.machine.memory / GIB:,.0f} GiB)"
+    what = f"{model.name}, {model.num_parameters:,} parameters, on {many}, {job.precision}"
+    if not job.trains:
+        return f"{what}: loaded, not trained"
+    return f"{what}, {job.optimizer}: {job.global_batch} x {job.seq_len:,} tokens a step"
+
+
+def summary(found: Found, show: int) -> str:
+    """The tables of what fits and of what does not, and the best plan in full."""
+    parts = [_plans(found.plans[:show], found)]
+    if found.plans:
+        parts += list(details(found.plans[0]))
+    else:
+        parts += list(closest(found.rejected))
+    if found.rejected:
+        parts.append(_rejected(found.rejected, show))
+    return "\n\n".join(parts)
+
+
+def settings_of(choice: Choice) -> str:
+    """What is not at its default, by the strategy's names."""
+    given = [] if choice.checkpointing == "none" else [choice.checkpointing]
+    given += ["offload"] * choice.offload
+    given += ["chunked_loss"] * bool(choice.chunked_loss) + ["tiled_mlp"] * bool(choice.tiled_mlp)
+    return ", ".join(given) or "-"
+
+
+def _plans(plans: Sequence[Plan], found: Found) -> str:
+    looked = f"{found.looked_at:,} ways were priced"
+    if not plans:
+        return f"Nothing fits ({looked})."
+    rows = [_row(plan) for plan in plans]
+    return (
+        f"What fits, fastest first ({len(found.plans)} meshes; {looked}):\n\n{aligned(PLANS, rows)}"
+    )
+
+
+def _row(plan: Plan) -> list[str]:
+    choice = plan.case.choice
+    price = ["-"] * 3
+    if plan.case.job.trains:
+        price = [
+            f"{plan.seconds.total:,.4g}",
+            f"{plan.tokens_per_second:,.0f}",
+            f"{plan.mfu:.1%}",
+        ]
+    size = f"{plan.memory.total / GIB:,.1f}"
+    return [
+        str(choice.mesh) or "1 device",
+        choice.engine,
+        choice.mode,
+        settings_of(choice),
+        size,
+        *price,
+    ]
+
+
+def details(plan: Plan) -> Iterator[str]:
+    """The best plan: bytes, messages, work, seconds, and what to know of it."""
+    yield f"The first of them, per device.\n\n{memory_table(plan)}"
+    if plan.case.job.trains:
+        sent = list(flows(plan.case, dict(plan.attention)))
+        if sent:
+            rows = [[f.what, f.axis.value, f.link, f"{f.sent / 1e9:,.2f}"] for f in sent]
+            yield aligned(("sent in a step", "axis", "link", "10^9 bytes"), rows)
+        yield work_of(plan)
+        yield seconds_of(plan)
+    yield from remarks(plan.case)
+
+
+def memory_table(plan: Plan) -> str:
+    """Bytes by kind, and what is left."""
+    memory = plan.memory
+    rows = [[kind, _gib(size)] for kind, size in memory.by_kind.items()]
+    rows += [["reserve (no tensor's)", _gib(memory.reserve)], ["in all", _gib(memory.total)]]
+    rows += [["free", _gib(memory.capacity - memory.total)]]
+    rows += [["while a checkpoint is loaded", _gib(memory.loading)]]
+    if memory.host:
+        rows.append(["in host memory", f"{_gib(memory.host)} of {_gib(memory.host_capacity)}"])
+    return aligned(("bytes", "GiB"), rows)
+
+
+def work_of(plan: Plan) -> str:
+    """FLOPs of a step, and how evenly attention is spread."""
+    case, model = plan.case, plan.case.job.model
+    total = model_flops(case.job, plan.attention)
+    layers = max(plan.attention.values(), key=lambda cost: sum(cost.pairs))
+    heads = 12 * model.head_dim * case.heads.local_heads
+    busiest = max(layers.pairs) * heads * case.sequences
+    each = total / case.choice.mesh.devices
+    even = f"the busiest ring rank has {layers.imbalance:.3f} x the mean"
+    ring = case.choice.mesh.ring
+    if ring > 1:
+        other = SequenceLayout(case.job.seq_len, ring, case.choice.mesh.ulysses, "contiguous")
+        plain = schedule(other, Documents.single(case.job.seq_len), Mask()).imbalance
+        even += f" ({case.layout.kind}; contiguous would have {plain:.3f} x)"
+    return (
+        f"Work: {total / 1e15:,.1f} PFLOP a step, {each / 1e12:,.1f} TFLOP a device; of them attention "
+        f"{busiest / 1e12:,.3g} TFLOP a layer, {even}. {CONVENTION}"
+    )
+
+
+def seconds_of(plan: Plan) -> str:
+    """Where a step's time goes."""
+    each = [(f.name.replace("_", " "), getattr(plan.seconds, f.name)) for f in fields(plan.seconds)]
+    rows = [
+        [name, "waiting" if name.replace(" ", "_") in EXPOSED else "computing", f"{value:,.3g}"]
+        for name, value in each
+        if value
+    ]
+    rows.append(["in all", "", f"{plan.seconds.total:,.4g}"])
+    share = plan.seconds.exposed / plan.seconds.total
+    return aligned(("seconds of a step", "", ""), rows) + f"\n\nExposed communication: {share:.1%}."
+
+
+def remarks(case: Case) -> Iterator[str]:
+    """Warnings, copies of tensors, and what no step of this plan makes whole."""
+    told = [*advice(case), *([case.job.model.assumed] if case.job.model.assumed else [])]
+    if told:
+        yield "Note:\n" + "\n".join(f"  - {line}" for line in told)
+    for_copies = [
+        f"  - {part.name} {list(part.shape)}: {part.local / MIB:,.1f} MiB a device, "
+        f"{part.ranks * part.local / part.whole:.3g} x its size over {part.ranks} ranks"
+        for part in barely_sharded(case)
+    ]
+    if for_copies:
+        yield "Hardly sharded (rows that do not divide, or no axis for them):\n" + "\n".join(
+            for_copies
+        )
+    name, size = stacked(case)
+    yield (
+        f"Never made whole: {name} of all layers in one would be {size:,} bytes ({size / GIB:,.1f} GiB); "
+        f"a rank reads its own part of one tensor at a time."
+    )
+
+
+def closest(rejected: Sequence[Rejected]) -> Iterator[str]:
+    """Of the mesh that comes closest to fitting: how far loading would come, and what to know of it."""
+    priced = [one for one in rejected if one.case is not None]
+    if not priced:
+        return
+    case = priced[0].case
+    assert case is not None
+    yield f"Closest: {case.choice.mesh}, {case.choice.engine} ({settings_of(case.choice)}): {priced[0].why}."
+    stop = stops_at(case)
+    if stop is not None:
+        part = stop.part
+        yield (
+            f"Loading alone would end at {part.name} {list(part.shape)}, {part.whole / MIB:,.0f} MiB, with "
+            f"{stop.read:.1%} read: {part.local / MIB:,.1f} MiB wanted, {stop.free / MIB:,.1f} MiB free."
+        )
+    yield from remarks(case)
+
+
+def _rejected(rejected: Sequence[Rejected], show: int) -> str:
+    rows = [[str(one.mesh) or "1 device", one.engine, one.why] for one in rejected[:show]]
+    more = len(rejected) - len(rows)
+    rest = f"\n\nand {more} more." if more > 0 else ""
+    return f"What does not, closest first:\n\n{aligned(('mesh', 'engine', 'why'), rows)}{rest}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.2f}"
