@@ -57,8 +57,8 @@ def model_of_modules(config: Mapping[str, Any], name: str) -> Model:
         shares_layers=False,
         assumed=(
             f"{config.get('model_type')} is not known in closed form: shapes are its modules', layers are "
-            "taken to be like the first one and their activations a Llama's of the same sizes, attention to be "
-            "causal without windows; tensor parallelism is left out"
+            "taken to be like the first one, their activations a Llama's of the same sizes, attention "
+            "causal and without windows; tensor parallelism is left out"
         ),
     )
 

@@ -99,7 +99,7 @@ def details(plan: Plan) -> Iterator[str]:
 def memory_table(plan: Plan) -> str:
     """Bytes by kind, and what is left."""
     memory = plan.memory
-    rows = [[kind, _gib(size)] for kind, size in memory.by_kind.items()]
+    rows = [[kind, _gib(size)] for kind, size in memory.by_kind.items() if size]
     rows += [["reserve (no tensor's)", _gib(memory.reserve)], ["in all", _gib(memory.total)]]
     rows += [["free", _gib(memory.capacity - memory.total)]]
     rows += [["while a checkpoint is loaded", _gib(memory.loading)]]
@@ -169,7 +169,8 @@ def closest(rejected: Sequence[Rejected]) -> Iterator[str]:
         return
     case = priced[0].case
     assert case is not None
-    yield f"Closest: {case.choice.mesh}, {case.choice.engine} ({settings_of(case.choice)}): {priced[0].why}."
+    choice = case.choice
+    yield f"Closest: {choice.mesh}, {choice.engine}, {settings_of(choice)}: {priced[0].why}."
     stop = stops_at(case)
     if stop is not None:
         part = stop.part

@@ -1,4 +1,4 @@
-"""The best plan against the code that would run it: groups, and what ranks hold, in a world of one process."""
+"""The best plan against the code that would run it: its groups, and what ranks hold, without devices."""
 
 from __future__ import annotations
 

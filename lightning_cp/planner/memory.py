@@ -62,8 +62,13 @@ class Memory:
     @property
     def missing(self) -> int:
         """Bytes that do not fit, on the device or its host; negative: bytes that are free."""
-        device = max(self.total, self.loading + self.reserve) - self.capacity
+        device = self.fullest - self.capacity
         return max(device, self.host - self.host_capacity) if self.host else device
+
+    @property
+    def fullest(self) -> int:
+        """Of a step, or of loading where that needs more."""
+        return max(self.total, self.loading + self.reserve)
 
     @property
     def why(self) -> str:
@@ -71,9 +76,13 @@ class Memory:
         if self.host and self.missing == self.host - self.host_capacity:
             sizes = f"{self.host / GIB:,.1f} of {self.host_capacity / GIB:,.1f} a device"
             return f"{self.missing / GIB:,.1f} GiB too much in host memory: {sizes}"
-        kinds = sorted(self.by_kind.items(), key=lambda item: -item[1])[:3]
-        shown = ", ".join(f"{kind} {size / GIB:,.1f}" for kind, size in kinds)
-        sizes = f"{self.total / GIB:,.1f} of {self.capacity / GIB:,.1f}"
+        kinds = self.by_kind
+        if self.fullest > self.total:
+            kinds = {"parameters": self.parameters, "on its way": self.loading - self.parameters}
+        largest = sorted(kinds.items(), key=lambda item: -item[1])[:3]
+        shown = ", ".join(f"{kind} {size / GIB:,.1f}" for kind, size in largest)
+        when = " while a checkpoint is loaded" if self.fullest > self.total else ""
+        sizes = f"{self.fullest / GIB:,.1f} of {self.capacity / GIB:,.1f}{when}"
         return f"{self.missing / GIB:,.1f} GiB too much: {sizes} ({shown})"
 
 

@@ -18,7 +18,7 @@ from lightning_cp.planner.seconds import Seconds, step_seconds
 T = TypeVar("T")
 CHUNK, TILE = 1024, 4096
 """Tokens: the strategy's own defaults."""
-ENGINES = ("ddp", "zero1", "fsdp", "hsdp")
+ENGINES = ("ddp", "fsdp", "zero1", "hsdp")
 CHECKPOINTING = ("none", "keep_attention", "blocks")
 
 
@@ -110,6 +110,9 @@ def search(job: Job, limits: Limits) -> Found:
             continue
         cases = [Case(job, choice) for choice in settings(job, mesh, engine, limits)]
         looked_at += len(cases)
+        if not cases:
+            rejected.append(Rejected(mesh, engine, "the settings that are set do not go with it"))
+            continue
         saving = min(_saving_most(cases), key=lambda case: _memory(case).missing)
         least = _memory(saving)
         if least.missing > 0:
@@ -167,7 +170,7 @@ def meshes(job: Job, limits: Limits) -> Iterator[tuple[MeshSizes, str]]:
         if job.devices % tp or tp > job.machine.devices_per_node:
             continue
         for cp in divisors(job.devices // tp):
-            if cp > 1 and job.seq_len < 2 * cp:
+            if cp > 1 and (job.seq_len < 2 * cp or not job.trains):
                 continue
             data = job.devices // (tp * cp)
             for ulysses in divisors(gcd(job.model.heads // tp, cp)):
@@ -211,7 +214,7 @@ def _allowed(mesh: MeshSizes, limits: Limits) -> bool:
 
 def _impossible(job: Job, mesh: MeshSizes) -> str:
     """Why a mesh cannot do the job, whatever the settings; nothing if it might."""
-    if job.global_batch % mesh.data:
+    if job.trains and job.global_batch % mesh.data:
         if mesh.data > job.global_batch:
             idle = mesh.data - job.global_batch
             return (
@@ -223,6 +226,9 @@ def _impossible(job: Job, mesh: MeshSizes) -> str:
 
 def settings(job: Job, mesh: MeshSizes, engine: str, limits: Limits) -> Iterator[Choice]:
     """All settings of a mesh that the strategy takes; of each exchange the last one saves most memory."""
+    if not job.trains:
+        yield Choice(mesh, engine)
+        return
     alone, shared = mesh.cp == 1, mesh.tp > 1
     exchanges = _free(limits.exchange, ("ring", "all_gather") if mesh.ring > 1 else ("ring",))
     kept = [one for one in CHECKPOINTING if not (alone and one == "keep_attention")]

@@ -1,4 +1,4 @@
-"""A Hugging Face model of a ``config.json``, without values or memory: the engines give it both, part by part."""
+"""A Hugging Face model of a ``config.json``, without values or memory: engines give it both, part by part."""
 
 from __future__ import annotations
 

@@ -1,0 +1,317 @@
+"""Which plans are found: the story of the 405B model, limits, order, and that more of anything costs more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_cp.axes import Axis, Flat
+from lightning_cp.errors import ConfigError
+from lightning_cp.layout import Mask, attention_traffic, schedule
+from lightning_cp.planner.advice import advice, barely_sharded
+from lightning_cp.planner.attention import AttentionCost, attention_cost
+from lightning_cp.planner.families import model_of
+from lightning_cp.planner.job import Case, Choice, Job, MeshSizes
+from lightning_cp.planner.loading import parts, stacked, stops_at
+from lightning_cp.planner.machines import GIB, MACHINES
+from lightning_cp.planner.memory import memory_of
+from lightning_cp.planner.search import Found, Limits, search
+from lightning_cp.planner.seconds import step_seconds
+from lightning_cp.planner.wire import flows
+from tests.planner.configs import LLAMA_405B, SMALL
+
+MIB = 1 << 20
+Costs = dict[int | None, AttentionCost]
+FREE = Limits({})
+BIG = model_of(LLAMA_405B, "405b")
+LLAMA_8B = model_of(
+    {
+        **LLAMA_405B,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "8b",
+)
+
+
+def job(**changed: Any) -> Job:
+    given: dict[str, Any] = {
+        "model": LLAMA_8B,
+        "machine": MACHINES["h100"],
+        "devices": 16,
+        "seq_len": 131072,
+        "global_batch": 2,
+        **changed,
+    }
+    return Job(**given)
+
+
+def of_story(**mesh: int) -> Case:
+    """The 405B model in float32 on 128 TPU v4, loaded only."""
+    asked = job(
+        model=BIG, machine=MACHINES["tpu_v4"], devices=128, precision="fp32", optimizer="none"
+    )
+    return Case(asked, Choice(MeshSizes(**mesh), "hsdp"))
+
+
+def memory(case: Case) -> Any:
+    return memory_of(
+        case, {window: attention_cost(case, window) for window in case.job.model.windows}
+    )
+
+
+def seconds(case: Case) -> float:
+    costs = {window: attention_cost(case, window) for window in case.job.model.windows}
+    return step_seconds(case, costs).total
+
+
+def test_the_story_of_405b_on_128_devices() -> None:
+    case = of_story(dp_replicate=8, dp_shard=16)
+    # 1,512 GiB of float32; sixteen ranks share them, and eight hold the same.
+    assert BIG.num_parameters * 4 // GIB == 1511
+    assert BIG.num_parameters * 4 / GIB == pytest.approx(1512, abs=0.1)
+    assert memory(case).missing > 60 * GIB
+    assert any("87.5% of the devices" in line for line in advice(case))
+    # A tensor of 3,328 MiB is one of 208 for each, and loading ends where less is free.
+    mlp = next(part for part in parts(case) if "gate_proj" in part.name)
+    assert (mlp.whole, mlp.local) == (3328 * MIB, 208 * MIB)
+    stop = stops_at(case)
+    assert stop is not None
+    assert stop.part.name == "model.layers.42.mlp.up_proj.weight"
+    assert stop.free < stop.part.local == 208 * MIB
+    assert 0.33 < stop.read < 0.35
+    # With all projections of a kind in one, made whole:
+    assert stacked(case)[1] == 135_291_469_824 == 126 * 16384**2 * 4
+    assert stacked(case)[1] / GIB == pytest.approx(126.0, abs=1e-3)
+
+
+def test_what_the_runtime_keeps_moves_where_loading_ends() -> None:
+    """The story's 199 MiB were free where 208 were wanted: 11.7 MiB belonged to nobody's tensors."""
+    case = of_story(dp_replicate=8, dp_shard=16)
+    kept = replace(case.job.machine, reserve=round(11.7 * MIB))
+    stop = stops_at(Case(replace(case.job, machine=kept), case.choice))
+    assert stop is not None
+    assert stop.part.name == "model.layers.42.mlp.gate_proj.weight"
+    assert stop.free / MIB == pytest.approx(199, abs=0.1)
+
+
+def test_loaded_over_all_128_devices_it_fits() -> None:
+    asked = of_story(dp_shard=128).job
+    found = search(asked, FREE)
+    assert found.plans[0].case.choice.mesh == MeshSizes(dp_shard=128)
+    assert found.plans[0].memory.parameters / GIB == pytest.approx(1512 / 128, rel=1e-3)
+    assert stops_at(found.plans[0].case) is None
+
+
+@pytest.fixture(scope="module")
+def plans_405b() -> Found:
+    return search(job(model=BIG, devices=1024, seq_len=1 << 20, global_batch=16), FREE)
+
+
+def test_a_million_tokens_of_405b_fit_1024_devices(plans_405b: Found) -> None:
+    best = plans_405b.plans[0]
+    assert best.memory.total <= best.case.job.machine.memory
+    assert best.case.choice.mesh.devices == 1024
+    assert best.case.choice.mesh.cp >= 64
+    assert 0.3 < best.mfu < 0.6
+    assert [plan.seconds.total for plan in plans_405b.plans] == sorted(
+        plan.seconds.total for plan in plans_405b.plans
+    )
+
+
+def test_why_a_mesh_does_not_do(plans_405b: Found) -> None:
+    """By bytes, with which and how many; or since data ranks have no sequence."""
+    reasons = [one.why for one in plans_405b.rejected]
+    assert any("would be idle: global_batch=16" in why for why in reasons)
+    whole = [one for one in plans_405b.rejected if one.engine == "ddp" and one.memory]
+    assert whole
+    for one in whole:
+        assert one.memory is not None
+        assert "parameters 1,511.9" in one.why
+        assert one.missing == one.memory.fullest - one.memory.capacity > 0
+    # What is rejected is so with every setting: the one that needs least was tried.
+    assert all(one.missing > 0 for one in plans_405b.rejected if one.memory)
+
+
+@pytest.mark.parametrize("axis", list(Axis))
+def test_an_axis_that_is_set_is_kept(axis: Axis) -> None:
+    found = search(job(global_batch=16, seq_len=8192), Limits({axis: 2}))
+    assert found.plans
+    assert all(plan.case.choice.mesh.by_axis[axis] == 2 for plan in found.plans)
+
+
+def test_settings_that_are_set_are_kept() -> None:
+    limits = Limits({}, "fsdp", "all_gather", "blocks", True, True, True)
+    found = search(job(), limits)
+    assert found.plans
+    for plan in found.plans:
+        choice = plan.case.choice
+        kept = (choice.engine, choice.mode, choice.checkpointing, choice.offload)
+        assert kept == ("fsdp", "zigzag_llama3", "blocks", True)
+        assert choice.chunked_loss
+        assert choice.tiled_mlp
+    assert any("do not go with it" in one.why for one in found.rejected)
+
+
+def test_nothing_that_a_strategy_refuses_is_proposed() -> None:
+    for plan in search(job(global_batch=16, seq_len=32768), FREE).plans:
+        choice, mesh = plan.case.choice, plan.case.choice.mesh
+        if mesh.tp > 1:
+            assert choice.engine in ("fsdp", "hsdp")
+            assert not choice.chunked_loss
+            assert not choice.tiled_mlp
+        assert mesh.devices == 16
+        assert LLAMA_8B.heads % (mesh.tp * mesh.ulysses) == 0
+        assert (choice.engine == "hsdp") <= (mesh.dp_replicate > 1)
+        assert mesh.data <= 16
+
+
+def test_meshes_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="no mesh of 16 devices has ring=3"):
+        search(job(), Limits({Axis.RING: 3}))
+    whole = dict.fromkeys(Axis, 1)
+    with pytest.raises(ConfigError, match="has 32 devices, got devices=16"):
+        search(job(), Limits({**whole, Axis.RING: 32}))
+    with pytest.raises(
+        ConfigError, match=r"mesh\.tp=16 cannot share 8b. What would work: 1, 2, 4, 8"
+    ):
+        search(job(), Limits({**whole, Axis.TP: 16}))
+
+
+def test_idle_devices_are_told() -> None:
+    case = Case(job(devices=128), Choice(MeshSizes(ring=16)))
+    assert "112 of 128 devices (87.5%) are idle: the mesh has 16" in list(advice(case))
+
+
+def test_experts_that_more_ranks_share_than_there_are_experts() -> None:
+    """FSDP cuts along the experts: of 64 ranks 56 hold nothing of them, and take memory for one."""
+    mixtral = model_of(
+        {
+            **LLAMA_405B,
+            "model_type": "mixtral",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_local_experts": 8,
+        },
+        "mixtral",
+    )
+    case = Case(job(model=mixtral, devices=64), Choice(MeshSizes(dp_shard=64)))
+    worst = barely_sharded(case)[0]
+    assert "experts.gate_up_proj" in worst.name
+    assert worst.local * worst.ranks == 8 * worst.whole
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"seq_len": 2 * 131072},
+        {"model": replace(LLAMA_8B, layers=LLAMA_8B.layers * 2)},
+        {"model": replace(LLAMA_8B, vocabulary=2 * LLAMA_8B.vocabulary)},
+        {"global_batch": 4},
+    ],
+    ids=["length", "layers", "vocabulary", "batch"],
+)
+def test_more_costs_more(more: dict[str, Any]) -> None:
+    choice = Choice(MeshSizes(dp_shard=2, ring=4, ulysses=2))
+    less, other = Case(job(), choice), Case(job(**more), choice)
+    assert seconds(other) > seconds(less)
+    assert memory(other).total > memory(less).total
+
+
+@pytest.mark.parametrize("axis", ["dp_shard", "ring", "ulysses"])
+def test_more_ranks_hold_less(axis: str) -> None:
+    sizes = {"dp_shard": 2, "ring": 2, "ulysses": 2}
+    few = Case(job(global_batch=8), Choice(MeshSizes(**sizes)))
+    many = Case(job(global_batch=8), Choice(MeshSizes(**{**sizes, axis: 4})))
+    assert memory(many).total < memory(few).total
+
+
+def test_saving_memory_saves_memory_and_takes_time() -> None:
+    mesh = MeshSizes(dp_shard=2, ring=4, ulysses=2)
+    order = [
+        Choice(mesh),
+        Choice(mesh, checkpointing="keep_attention"),
+        Choice(mesh, checkpointing="blocks"),
+        Choice(mesh, checkpointing="blocks", chunked_loss=1024),
+    ]
+    cases = [Case(job(), choice) for choice in order]
+    sizes, times = [memory(case).total for case in cases], [seconds(case) for case in cases]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 4
+    assert times == sorted(times)
+
+
+def test_bytes_on_the_wire_are_those_of_the_schedule() -> None:
+    """Attention's by ``attention_traffic``, whose figures are counted; forward again if recomputed."""
+    mesh = MeshSizes(dp_shard=2, ring=4, ulysses=2)
+    for checkpointing, times in (("none", 1), ("blocks", 2), ("keep_attention", 1)):
+        case = Case(job(), Choice(mesh, checkpointing=checkpointing))
+        costs: Costs = {None: attention_cost(case, None)}
+        sent = {(flow.what, flow.axis): flow for flow in flows(case, costs)}
+        plan = schedule(case.layout, None, Mask())
+        forward, backward = attention_traffic(
+            *(plan, case.heads, 0), batch=1, head_dim=128, itemsize=2, accumulate_itemsize=4
+        )
+        ring = times * forward.p2p_bytes + backward.p2p_bytes
+        ulysses = times * forward.all_to_all_bytes + backward.all_to_all_bytes
+        assert sent["keys and values", Axis.RING].sent == 32 * ring
+        assert sent["sequence for heads", Axis.ULYSSES].sent == 32 * ulysses
+        # Each parameter is gathered twice in two bytes, 15/16 of it from others, the model's own once.
+        own = (2 * 128256 + 1) * 4096
+        gathered = (2 * (LLAMA_8B.num_parameters - own) + own) * 2 * 15 / 16
+        assert sent["parameters", Flat.FSDP].sent == pytest.approx(gathered)
+        reduced = LLAMA_8B.num_parameters * 4 * 15 / 16
+        assert sent["gradients", Flat.FSDP].sent == pytest.approx(reduced)
+
+
+def test_which_groups_leave_a_node() -> None:
+    mesh = MeshSizes(dp_replicate=2, dp_shard=2, ring=4, ulysses=2, tp=2)
+    beyond = {axis: mesh.crosses_nodes(axis, 8) for axis in (*Axis, *Flat)}
+    assert beyond == {
+        Axis.TP: False,
+        Axis.ULYSSES: False,
+        Axis.RING: True,
+        Axis.DP_SHARD: True,
+        Axis.DP_REPLICATE: True,
+        Flat.CP: True,
+        Flat.FSDP: True,
+        Flat.DATA: True,
+        Flat.LOSS: True,
+    }
+    assert not MeshSizes(ulysses=8).crosses_nodes(Axis.ULYSSES, 8)
+    assert MeshSizes(ulysses=8).crosses_nodes(Axis.ULYSSES, 4)
+
+
+def test_gradients_that_are_added_up_stay_whole() -> None:
+    """Several sequences of a rank: what is not reduced yet is a whole model's in float32."""
+    choice = Choice(MeshSizes(dp_shard=2, ring=8))
+    case = Case(job(global_batch=8), choice)
+    assert case.sequences == 4
+    assert memory(case).unreduced >= 4 * LLAMA_8B.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"devices": 0}, "devices must be an integer of at least 1"),
+        ({"seq_len": 1.5}, "seq_len must be an integer"),
+        ({"precision": "int8"}, "precision must be one of bf16-mixed"),
+        ({"optimizer": "lion"}, "optimizer must be one of adamw"),
+    ],
+)
+def test_jobs_that_cannot_be(changed: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        job(**changed)
+
+
+def test_a_model_without_context_parallelism_is_planned_too() -> None:
+    found = search(
+        job(model=model_of(SMALL, "small"), devices=1, seq_len=4096, global_batch=1), FREE
+    )
+    assert found.plans[0].case.choice.mesh == MeshSizes()
