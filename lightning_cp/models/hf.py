@@ -13,6 +13,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any
 
 from lightning_cp.errors import ConfigError
@@ -126,7 +127,7 @@ def _choose(configs: list[Any], name: str) -> Callable[[], None]:
     """Name the implementation in ``configs``; returns what puts the previous names back."""
     before = [config._attn_implementation for config in configs]
     for config, own in zip(configs, before, strict=True):
-        config._attn_implementation_internal = _Chosen(name, own)
+        config._attn_implementation_internal = _chosen(name, own)
 
     def put_back() -> None:
         for config, own in zip(configs, before, strict=True):
@@ -135,18 +136,20 @@ def _choose(configs: list[Any], name: str) -> Callable[[], None]:
     return put_back
 
 
-class _Chosen(str):
-    """The name of an implementation; of a copy of a config, which nobody would put back, the one before."""
+def _chosen(name: str, before: str) -> str:
+    """The name of an implementation; of a copy of a config, which nobody would put back, the one before.
 
-    before: str
+    An enumeration, as PyTorch's compiler takes those for constants in all versions, and other strings of a
+    class of their own since 2.13 only.
+    """
 
-    def __new__(cls, name: str, before: str) -> _Chosen:
-        made = super().__new__(cls, name)
-        made.before = before
-        return made
+    class Chosen(StrEnum):
+        NAME = name
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> str:
-        return self.before
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            return before
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return str, (self.before,)
+        def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+            return str, (before,)
+
+    return Chosen.NAME

@@ -211,8 +211,7 @@ class MaskNote(torch.Tensor):
             name = getattr(getattr(func, "__self__", None), "__name__", name)
         if name in _MOVES:
             return args[0]
-        compiles = name in _COMPILER and torch.compiler.is_compiling()
-        if name in _METADATA or name == "__getitem__" or compiles:
+        if name in _METADATA or name in _COMPILER or name == "__getitem__":
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
             if name != "__getitem__":
@@ -232,12 +231,23 @@ class MaskNote(torch.Tensor):
 
 _MOVES = {"detach", "to", "contiguous", "cuda", "cpu", "bool"}
 _METADATA = {
-    *("shape", "ndim", "dtype", "device", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse"),
+    *(
+        "grad",
+        "shape",
+        "ndim",
+        "dtype",
+        "device",
+        "layout",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+    ),
     *("requires_grad", "is_leaf", "grad_fn", "is_nested", "dim", "size", "numel", "get_device"),
     *("is_floating_point", "is_complex", "__hash__", "__len__", "is_contiguous", "is_quantized"),
 }
 _COMPILER = {
-    *("grad", "_base", "_is_view", "_version", "stride", "storage_offset", "untyped_storage"),
+    *("_base", "_is_view", "_version", "stride", "storage_offset", "untyped_storage"),
     *("is_mkldnn", "is_inference", "is_conj", "is_neg", "names", "itemsize", "element_size"),
 }
 """What torch.compile looks at in a tensor that it hands on to what it does not trace."""

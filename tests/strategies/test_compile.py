@@ -14,6 +14,8 @@ from tests.pool import run_ranks
 pytestmark = pytest.mark.filterwarnings(
     # PyTorch's compiler asks every tensor for its gradient that one graph hands to the next.
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    # And older ones make an object of an autograd function's class.
+    "ignore:.*should not be instantiated:DeprecationWarning",
 )
 
 
