@@ -83,7 +83,8 @@ def compare(
     return Comparison(
         loss=Difference("loss", _loss_error(alone, parallel, mesh), tolerance.loss),
         logits=None if shared is None else Difference("logits", shared, tolerance.logits),
-        gradients=tuple(sorted(gradients, key=lambda one: -one.error)),
+        # As they are shown: of equals the one that the model has first.
+        gradients=tuple(sorted(gradients, key=lambda one: -float(f"{one.error:.1e}"))),
         factor=errors.factor,
         residual=errors.residual,
         spread=_spread(alone, mesh),
