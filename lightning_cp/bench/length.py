@@ -7,9 +7,9 @@
 
 A step of a small Llama (bfloat16, a vocabulary of 131072) through the strategy's own core, on gloo ranks of
 a ring. *Kept* is what forward has made and backward finds: of two numbers of layers and two lengths, so that
-constants and all that layers share drop out; its closed form is :func:`kept_per_layer`. *Peak* is the most
-bytes of tensors at once within the step, gradients of parameters included, parameters not: every storage
-that is made and freed is counted, and what an operator allocates and frees within itself is not seen.
+constants and all that layers share drop out; its closed form is that of ``planner/activations.py``. *Peak* is
+the most bytes of tensors at once within the step, gradients of parameters included, parameters not: every
+storage that is made and freed is counted, and what an operator allocates and frees within itself is not seen.
 *Resident* is what the process's own peak rose, which has that too. All are of the rank that needs most.
 """
 
@@ -24,8 +24,10 @@ import numpy as np
 import torch
 
 from lightning_cp.bench import table
-from lightning_cp.bench.length_step import Sizes, Spent, step
+from lightning_cp.bench.length_step import Sizes, Spent, config_of, step
 from lightning_cp.bench.processes import on_ranks
+from lightning_cp.planner import activations
+from lightning_cp.planner.families import model_of
 
 CHUNK, TILE = 128, 128
 """Tokens: of a chunk of the loss, and of a tile of the MLPs; few, so that short sequences show slopes."""
@@ -59,34 +61,28 @@ PEAKS = ("ranks", "tokens", "local tokens", "peak, MB", "resident, MB", "seconds
 
 
 def kept_per_layer(sizes: Sizes, settings: dict[str, Any]) -> int:
-    """Bytes that forward keeps per local token and layer of a Llama of transformers.
-
-    Of 16-bit numbers: C features, H heads of size D, K key heads, I inner features, e bytes each. Two norms
-    keep their input in float32, its root and what is multiplied with the weight: ``2 (4C + 4 + eC)``.
-    Projections keep their inputs: ``2 eC``. Attention keeps q, k, v, out and lse:
-    ``2 e HD + 2 e KD + 4 H``; the MLP gate, its activation, up and their product: ``4 e I``.
-    """
-    e = getattr(torch, sizes.dtype).itemsize
-    features, heads, inner = sizes.features, sizes.heads * sizes.head_dim, sizes.inner
-    kept = settings.get("activation_checkpointing", "none")
-    if kept != "none":
-        results = e * heads + 4 * sizes.heads
-        return e * features + (results if kept == "keep_attention" else 0)
-    norms = 2 * (4 * features + 4 + e * features)
-    attention = 2 * e * heads + 2 * e * sizes.kv_heads * sizes.head_dim + 4 * sizes.heads
-    mlp = 0 if "tiled_mlp" in settings else 4 * e * inner
-    return norms + 2 * e * features + attention + mlp
+    """Bytes that forward keeps per local token and layer."""
+    return activations.kept_per_layer(_asked(sizes, settings))
 
 
 def kept_beside(sizes: Sizes, settings: dict[str, Any]) -> int:
-    """Bytes that forward keeps per local token besides layers.
+    """Bytes that forward keeps per local token besides layers."""
+    return activations.kept_beside(_asked(sizes, settings))
 
-    The last norm and the head's input, ``4C + 4 + 2 eC``; rotary rows, ``2 eD``; the logarithms of all
-    probabilities, ``4 V``, or a chunked loss's lse, targets and which of them count, ``4 + 8 + 1``.
-    """
+
+def _asked(sizes: Sizes, settings: dict[str, Any]) -> activations.RankStep:
+    """Of a rank of a ring, and of enough tokens for tiles."""
     e = getattr(torch, sizes.dtype).itemsize
-    loss = 13 if "chunked_loss" in settings else 4 * sizes.vocabulary
-    return 4 * sizes.features + 4 + 2 * e * sizes.features + 2 * e * sizes.head_dim + loss
+    return activations.RankStep(
+        model_of(config_of(sizes), f"a small {sizes.family}"),
+        tokens=1 << 20,
+        cp_size=2,
+        itemsize=e,
+        parameter_itemsize=e,
+        recompute=settings.get("activation_checkpointing", "none"),
+        chunked_loss=settings.get("chunked_loss", 0),
+        tiled_mlp=settings.get("tiled_mlp", 0),
+    )
 
 
 def measured(

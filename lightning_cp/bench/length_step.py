@@ -18,7 +18,7 @@ from lightning_cp.strategies.step.core import ContextParallelCore
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model; ``dtype`` by name."""
+    """Of the model; ``family`` and ``dtype`` by name."""
 
     features: int = 128
     heads: int = 4
@@ -27,6 +27,8 @@ class Sizes:
     layers: int = 4
     vocabulary: int = 131072
     dtype: str = "bfloat16"
+    family: str = "llama"
+    tied: bool = True
 
     @property
     def head_dim(self) -> int:
@@ -49,37 +51,40 @@ class Spent:
     loss: float
 
 
-def model_of(sizes: Sizes) -> Any:
-    """The same weights on every rank."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+def config_of(sizes: Sizes) -> dict[str, Any]:
+    """What its ``config.json`` says."""
     given: dict[str, Any] = {
+        "model_type": sizes.family,
         "vocab_size": sizes.vocabulary,
         "hidden_size": sizes.features,
         "intermediate_size": sizes.inner,
         "num_attention_heads": sizes.heads,
         "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
         "num_hidden_layers": sizes.layers,
         "max_position_embeddings": 1 << 20,
         "use_cache": False,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": sizes.tied,
     }
+    if sizes.family == "gemma2":
+        given["attn_logit_softcapping"] = None
+        given["layer_types"] = ["full_attention"] * sizes.layers
+    return given
+
+
+def model_of(sizes: Sizes) -> Any:
+    """The same weights on every rank."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**given)).to(getattr(torch, sizes.dtype)).train()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_of(sizes)))
+    return model.to(getattr(torch, sizes.dtype)).train()
 
 
 def step(sizes: Sizes, local_tokens: int, settings: dict[str, Any]) -> Spent:
     """Forward and backward of one row of ``local_tokens`` times as many tokens as there are ranks."""
-    for package in ("fabric", "pytorch"):
-        logging.getLogger(f"lightning.{package}.utilities.rank_zero").setLevel(logging.WARNING)
-    ranks = dist.get_world_size()
-    model = model_of(sizes)
-    core = ContextParallelCore(Settings(ring_size=ranks, ulysses_size=1, **settings))
-    core.build_mesh(ranks, "cpu", None, model)
-    core.attach(model, {}, needs_labels=True)
-    draw = torch.Generator().manual_seed(1)
-    ids = torch.randint(sizes.vocabulary, (1, ranks * local_tokens), generator=draw)
-    batch = core.shard({"input_ids": ids, "labels": ids.clone()}, needs_labels=True)
+    model, core = attached(sizes, settings)
+    batch = batch_of(sizes, local_tokens, core)
     core.begin_step()
     reset_peak()
     before, started = status("VmRSS"), time.monotonic()
@@ -91,7 +96,32 @@ def step(sizes: Sizes, local_tokens: int, settings: dict[str, Any]) -> Spent:
     mine = [kept, found.peak, status("VmHWM") - before]
     mean = float(core.average(loss).detach())
     core.detach()
+    kept, peak, resident = most_of_all(mine)
+    return Spent(local_tokens, kept, peak, resident, seconds, mean)
+
+
+def attached(sizes: Sizes, settings: dict[str, Any]) -> tuple[Any, ContextParallelCore]:
+    """A model, and the core that has swapped its attention: all ranks are a ring."""
+    for package in ("fabric", "pytorch"):
+        logging.getLogger(f"lightning.{package}.utilities.rank_zero").setLevel(logging.WARNING)
+    ranks = dist.get_world_size()
+    model = model_of(sizes)
+    core = ContextParallelCore(Settings(ring_size=ranks, ulysses_size=1, **settings))
+    core.build_mesh(ranks, "cpu", None, model)
+    core.attach(model, {}, needs_labels=True)
+    return model, core
+
+
+def batch_of(sizes: Sizes, local_tokens: int, core: ContextParallelCore) -> Any:
+    """This rank's part of one row."""
+    draw = torch.Generator().manual_seed(1)
+    row = (1, dist.get_world_size() * local_tokens)
+    ids = torch.randint(sizes.vocabulary, row, generator=draw)
+    return core.shard({"input_ids": ids, "labels": ids.clone()}, needs_labels=True)
+
+
+def most_of_all(mine: list[int]) -> list[int]:
+    """Of each number, the largest of all ranks."""
     most = torch.tensor(mine)
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    kept, peak, resident = most.tolist()
-    return Spent(local_tokens, kept, peak, resident, seconds, mean)
+    return most.tolist()

@@ -7,11 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lightning_cp.planner.activations import kept_beside, kept_per_layer
+from lightning_cp.planner.activations import (
+    kept_beside,
+    kept_by_loss,
+    kept_per_layer,
+    layer_bytes,
+)
 from lightning_cp.planner.attention import AttentionCost
 from lightning_cp.planner.job import OPTIMIZERS, Case
 from lightning_cp.planner.machines import GIB
 from lightning_cp.planner.model import Model, Parameter, Shape
+from lightning_cp.planner.rank_step import rank_step
 from lightning_cp.planner.state import ModelShapes, StateBytes, state_bytes
 from lightning_cp.planner.wire import REDUCED
 
@@ -106,15 +112,13 @@ def memory_of(case: Case, attention: Mapping[int | None, AttentionCost]) -> Memo
         unreduced = (entries.own + entries.block) * e + entries.block * REDUCED
         if case.sequences > 1:
             unreduced = entries.whole * REDUCED
-    kept = kept_per_layer(
-        model, e, tp_size=tp, checkpointing=choice.checkpointing, tiled=bool(choice.tiled_mlp)
-    )
-    block_kept = kept_per_layer(model, e, tp_size=tp, tiled=bool(choice.tiled_mlp))
-    layers = kept * tokens * len(model.layers)
+    step = rank_step(case)
+    layers = kept_per_layer(step) * tokens * len(model.layers)
     host = layers if choice.offload else 0
-    activations = (0 if choice.offload else layers) + kept_beside(model, e) * tokens
+    beside = kept_beside(step) - kept_by_loss(step)
+    activations = (0 if choice.offload else layers) + beside * tokens
     if choice.checkpointing != "none":
-        activations += block_kept * tokens
+        activations += layer_bytes(step).total * tokens
     logits = 12 * min(choice.chunked_loss or tokens, tokens) * model.vocabulary // tp
     return Memory(
         state.parameters,

@@ -8,13 +8,14 @@ has twice the products, adds gradients to what travels, and computes again what 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from lightning_cp.axes import Axis, Flat
-from lightning_cp.planner.activations import kept_per_layer
+from lightning_cp.planner.activations import kept_per_layer, layer_bytes
 from lightning_cp.planner.attention import AttentionCost
 from lightning_cp.planner.job import OPTIMIZERS, Case
 from lightning_cp.planner.model import Layer
+from lightning_cp.planner.rank_step import rank_step
 from lightning_cp.planner.wire import parameter_bytes, tensor_parallel_bytes, tensor_sums
 
 READS_FORWARD, READS_BACKWARD = 2, 3
@@ -84,7 +85,7 @@ def _layer(case: Case, cost: AttentionCost) -> Seconds:
     products = (1 + recomputes + 2) * product
     if choice.tiled_mlp:  # once more, in backward
         products += product * _mlp_share(layer)
-    kept = kept_per_layer(job.model, job.compute_itemsize, tp_size=choice.mesh.tp)
+    kept = layer_bytes(replace(rank_step(case), tiled_mlp=0)).total
     moved = kept * case.local_tokens / machine.memory_bandwidth
     memory = ((1 + recomputes) * READS_FORWARD + READS_BACKWARD) * moved
     attention = cost.computing.step(again=again)
@@ -146,12 +147,7 @@ def _offload(case: Case, computing: float) -> float:
     """What takes longer than computing of copying what is kept to the host and back."""
     if not case.choice.offload:
         return 0.0
-    kept = kept_per_layer(
-        case.job.model,
-        case.job.compute_itemsize,
-        tp_size=case.choice.mesh.tp,
-        checkpointing=case.choice.checkpointing,
-    )
+    kept = kept_per_layer(rank_step(case))
     copied = 2 * kept * case.local_tokens / case.job.machine.host_link
     return max(0.0, copied - computing)
 
