@@ -85,7 +85,8 @@ def _row(plan: Plan) -> list[str]:
 
 def details(plan: Plan) -> Iterator[str]:
     """The best plan: bytes, messages, work, seconds, and what to know of it."""
-    yield f"The first of them, per device.\n\n{memory_table(plan)}"
+    fullest = f" at its fullest ({plan.memory.moment.name})" if plan.case.job.trains else ""
+    yield f"The first of them, a device{fullest}:\n\n{memory_table(plan)}"
     if plan.case.job.trains:
         sent = list(flows(plan.case, dict(plan.attention)))
         if sent:

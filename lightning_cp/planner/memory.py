@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from lightning_cp.planner.activations import (
-    kept_beside,
-    kept_by_loss,
-    kept_per_layer,
-    layer_bytes,
-)
+from lightning_cp.planner.activations import kept_per_layer
 from lightning_cp.planner.attention import AttentionCost
 from lightning_cp.planner.job import OPTIMIZERS, Case
 from lightning_cp.planner.machines import GIB
 from lightning_cp.planner.model import Model, Parameter, Shape
+from lightning_cp.planner.moments import Moment, optimizer_moment, peak
 from lightning_cp.planner.rank_step import rank_step
 from lightning_cp.planner.state import ModelShapes, StateBytes, state_bytes
 from lightning_cp.planner.wire import REDUCED
@@ -27,17 +23,12 @@ class Memory:
     """Bytes of one device."""
 
     parameters: int
-    gradients: int
+    """Between steps."""
     optimizer: int
-    gathered: int
-    """Parameters that are whole for a while: the model's own, of a block, and of the next."""
-    unreduced: int
-    """Gradients that are whole for a while, and buffers of their reduction."""
-    activations: int
-    """What forward keeps for backward, and a block's own while it is computed."""
-    attention: int
-    """Buffers of an attention call: keys that travel, accumulators."""
-    logits: int
+    moment: Moment
+    """The fullest one of a step, with what is there beside."""
+    accumulated: int
+    """Gradients of sequences before, whole."""
     reserve: int
     capacity: int
     loading: int
@@ -48,16 +39,17 @@ class Memory:
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """What is there at once in a step, without the reserve."""
+        """What is there at once, at the fullest moment of a step, without the reserve."""
+        now = self.moment
         return {
             "parameters": self.parameters,
-            "gradients": self.gradients,
             "optimizer": self.optimizer,
-            "gathered parameters": self.gathered,
-            "unreduced gradients": self.unreduced,
-            "activations": self.activations,
-            "attention buffers": self.attention,
-            "logits": self.logits,
+            "gathered parameters": now.gathered,
+            "gradients": now.gradients + self.accumulated,
+            "buffers of reductions": now.buffers,
+            "activations": now.layers + now.beside + now.working + now.batch,
+            "attention buffers": now.attention,
+            "logits and loss": now.loss,
         }
 
     @property
@@ -94,45 +86,35 @@ class Memory:
 
 def memory_of(case: Case, attention: Mapping[int | None, AttentionCost]) -> Memory:
     """The fullest moment of a step of a case."""
-    job, choice, model = case.job, case.choice, case.job.model
-    tp, tokens, e = choice.mesh.tp, case.local_tokens, case.job.compute_itemsize
-    cut = choice.shard_ranks
+    job, choice, machine = case.job, case.choice, case.job.machine
     state = rank_state(case, 0)
-    loading = state.parameters + _largest_part(model, cut, tp) * job.itemsize
-    machine = job.machine
-    fixed = (machine.reserve, machine.memory, loading)
+    largest = _largest_part(job.model, choice.shard_ranks, choice.mesh.tp) * job.itemsize
+    fixed = (machine.reserve, machine.memory, state.parameters + largest)
     if not job.trains:
-        return Memory(state.parameters, 0, 0, 0, 0, 0, 0, 0, *fixed, 0, machine.host_memory)
-    entries = _entries(model, tp)
-    gathered = unreduced = 0
-    if choice.engine != "ddp":
-        gathered = (
-            entries.whole if choice.engine == "zero1" else entries.own + 2 * entries.block
-        ) * e
-        unreduced = (entries.own + entries.block) * e + entries.block * REDUCED
-        if case.sequences > 1:
-            unreduced = entries.whole * REDUCED
-    step = rank_step(case)
-    layers = kept_per_layer(step) * tokens * len(model.layers)
-    host = layers if choice.offload else 0
-    beside = kept_beside(step) - kept_by_loss(step)
-    activations = (0 if choice.offload else layers) + beside * tokens
-    if choice.checkpointing != "none":
-        activations += layer_bytes(step).total * tokens
-    logits = 12 * min(choice.chunked_loss or tokens, tokens) * model.vocabulary // tp
+        return Memory(state.parameters, 0, Moment("loaded"), 0, *fixed, 0, machine.host_memory)
+    calls = [cost.memory for cost in attention.values()]
+    step = rank_step(case, (max(one[0] for one in calls), max(one[1] for one in calls)))
+    stepping = optimizer_moment(step)
+    if not machine.is_cpu:  # as many tensors at once
+        stepping = replace(stepping, working=state.parameters)
+    moment = max(peak(step), stepping, key=lambda one: one.total)
+    host = kept_per_layer(step) * step.tokens * len(job.model.layers) if choice.offload else 0
     return Memory(
         state.parameters,
-        state.gradients,
         state.optimizer,
-        gathered,
-        unreduced,
-        activations,
-        max(max(cost.memory) for cost in attention.values()),
-        logits,
+        moment,
+        _accumulated(case),
         *fixed,
         host,
         machine.host_memory,
     )
+
+
+def _accumulated(case: Case) -> int:
+    """Engines that shard leave gradients whole until the last sequence; ``ddp`` has them whole anyway."""
+    if case.sequences == 1 or case.choice.engine == "ddp":
+        return 0
+    return _entries(case.job.model, case.choice.mesh.tp) * REDUCED
 
 
 def rank_state(case: Case, rank: int) -> StateBytes:
@@ -166,20 +148,12 @@ def local_shapes(model: Model, tp_size: int) -> ModelShapes:
     )
 
 
-@dataclass(frozen=True)
-class _Entries:
-    own: int
-    """Of the model's own parameters: before and after its layers."""
-    block: int
-    whole: int
-
-
 @lru_cache(maxsize=64)
-def _entries(model: Model, tp_size: int) -> _Entries:
+def _entries(model: Model, tp_size: int) -> int:
+    """Of all parameters, as a tensor-parallel rank has them."""
     shapes = local_shapes(model, tp_size)
     own = sum(math.prod(shape) for shape in (*shapes.before, *shapes.after))
-    blocks = [sum(map(math.prod, block)) for block in shapes.blocks]
-    return _Entries(own, max(blocks), own + sum(blocks))
+    return own + sum(math.prod(shape) for block in shapes.blocks for shape in block)
 
 
 @lru_cache(maxsize=1024)

@@ -39,7 +39,7 @@ class Units:
         """What is whole all the time: the model's own; with ``zero1`` all; of ``ddp`` autocast's copies."""
         if not self._shards:
             casts = self._step.itemsize != self._step.parameter_itemsize
-            return self._count(self._model.parameters) * self._step.itemsize * casts
+            return self._count_all * self._step.itemsize * casts
         blocks = len(self._model.layers) * self._gathered(self._block) if self._stays else 0
         return self._gathered(self._own) + blocks
 
@@ -57,7 +57,7 @@ class Units:
     def standing(self) -> int:
         """Buckets, which are there all the time."""
         size = self._step.parameter_itemsize
-        return 0 if self._shards else self._count(self._model.parameters) * size
+        return 0 if self._shards else self._count_all * size
 
     @property
     def sums(self) -> int:
@@ -82,7 +82,7 @@ class Units:
     @property
     def all(self) -> int:
         """Gradients after backward."""
-        return self._kept(self._model.parameters)
+        return self._kept(self._own) + len(self._model.layers) * self._kept(self._block)
 
     @property
     def of_block(self) -> int:
@@ -113,7 +113,9 @@ class Units:
     @property
     def stepped(self) -> int:
         """AdamW's tensors, a parameter at a time: two like it, while one like that before is still there."""
-        sizes = [self._kept([one]) for one in self._model.parameters]
+        # Layers are alike: two of them have every neighbour.
+        each = (*self._model.before, *self._block, *self._block, *self._model.after)
+        sizes = [self._kept([one]) for one in each]
         return max(before + 2 * size for before, size in pairwise([0, *sizes]))
 
     @property
@@ -124,6 +126,10 @@ class Units:
     def _gradient_itemsize(self) -> int:
         """Until they are added; ``ddp`` has them as parameters are."""
         return self._step.itemsize if self._shards else self._step.parameter_itemsize
+
+    @property
+    def _count_all(self) -> int:
+        return self._count(self._own) + len(self._model.layers) * self._count(self._block)
 
     def _count(self, parameters: Iterable[Parameter]) -> int:
         return sum(math.prod(one.local_shape(self._step.tp_size)) for one in parameters)
