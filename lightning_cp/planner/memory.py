@@ -84,30 +84,38 @@ class Memory:
         return f"{self.missing / GIB:,.1f} GiB too much: {sizes} ({shown})"
 
 
-def memory_of(case: Case, attention: Mapping[int | None, AttentionCost]) -> Memory:
-    """The fullest moment of a step of a case."""
+def between_steps(case: Case) -> Memory:
+    """What is there all the time; where the model is loaded only, all that there is."""
     job, choice, machine = case.job, case.choice, case.job.machine
     state = rank_state(case, 0)
     largest = _largest_part(job.model, choice.shard_ranks, choice.mesh.tp) * job.itemsize
-    fixed = (machine.reserve, machine.memory, state.parameters + largest)
-    if not job.trains:
-        return Memory(state.parameters, 0, Moment("loaded"), 0, *fixed, 0, machine.host_memory)
+    return Memory(
+        state.parameters,
+        state.optimizer if job.trains else 0,
+        Moment("between steps"),
+        0,
+        machine.reserve,
+        machine.memory,
+        state.parameters + largest,
+        0,
+        machine.host_memory,
+    )
+
+
+def memory_of(case: Case, attention: Mapping[int | None, AttentionCost]) -> Memory:
+    """The fullest moment of a step of a case."""
+    held = between_steps(case)
+    if not case.job.trains:
+        return held
     calls = [cost.memory for cost in attention.values()]
     step = rank_step(case, (max(one[0] for one in calls), max(one[1] for one in calls)))
     stepping = optimizer_moment(step)
-    if not machine.is_cpu:  # as many tensors at once
-        stepping = replace(stepping, working=state.parameters)
+    if not case.job.machine.is_cpu:  # as many tensors at once
+        stepping = replace(stepping, working=held.parameters)
     moment = max(peak(step), stepping, key=lambda one: one.total)
-    host = kept_per_layer(step) * step.tokens * len(job.model.layers) if choice.offload else 0
-    return Memory(
-        state.parameters,
-        state.optimizer,
-        moment,
-        _accumulated(case),
-        *fixed,
-        host,
-        machine.host_memory,
-    )
+    kept = kept_per_layer(step) * step.tokens * len(case.job.model.layers)
+    host = kept if case.choice.offload else 0
+    return replace(held, moment=moment, accumulated=_accumulated(case), host=host)
 
 
 def _accumulated(case: Case) -> int:

@@ -12,7 +12,7 @@ from lightning_cp.axes import Axis
 from lightning_cp.errors import ConfigError
 from lightning_cp.planner.attention import AttentionCost, attention_cost
 from lightning_cp.planner.job import Case, Choice, Job, MeshSizes
-from lightning_cp.planner.memory import Memory, memory_of
+from lightning_cp.planner.memory import Memory, between_steps, memory_of
 from lightning_cp.planner.seconds import Seconds, step_seconds
 
 T = TypeVar("T")
@@ -113,8 +113,9 @@ def search(job: Job, limits: Limits) -> Found:
         if not cases:
             rejected.append(Rejected(mesh, engine, "the settings that are set do not go with it"))
             continue
-        saving = min(_saving_most(cases), key=lambda case: _memory(case).missing)
-        least = _memory(saving)
+        saving, least = cases[-1], between_steps(cases[-1])
+        if least.missing <= 0:
+            saving, least = _saving_most(cases)
         if least.missing > 0:
             rejected.append(Rejected(mesh, engine, least.why, least.missing, least, saving))
             continue
@@ -126,14 +127,11 @@ def search(job: Job, limits: Limits) -> Found:
     return Found(tuple(plans), tuple(rejected), looked_at)
 
 
-def _saving_most(cases: Sequence[Case]) -> list[Case]:
-    """Of each exchange the one that needs least memory: settings are yielded in this order."""
+def _saving_most(cases: Sequence[Case]) -> tuple[Case, Memory]:
+    """The one that needs least: of each exchange the last, by the order in which settings are yielded."""
     last = {case.choice.exchange: case for case in cases}
-    return list(last.values())
-
-
-def _memory(case: Case) -> Memory:
-    return memory_of(case, _attention(case))
+    priced = [(case, memory_of(case, _attention(case))) for case in last.values()]
+    return min(priced, key=lambda one: one[1].missing)
 
 
 def _attention(case: Case) -> dict[int | None, AttentionCost]:
