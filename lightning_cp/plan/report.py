@@ -12,10 +12,20 @@ from lightning_cp.planner.job import Case, Choice, Job
 from lightning_cp.planner.loading import stacked, stops_at
 from lightning_cp.planner.machines import GIB
 from lightning_cp.planner.search import Found, Plan, Rejected, model_flops
-from lightning_cp.planner.wire import flows
+from lightning_cp.planner.wire import Flow, flows
 
 MIB = 1 << 20
-PLANS = ("mesh", "engine", "mode", "settings", "GiB a device", "s a step", "tokens/s", "MFU")
+PLANS = (
+    "plan",
+    "mesh",
+    "engine",
+    "mode",
+    "settings",
+    "GiB a device",
+    "s a step",
+    "tokens/s",
+    "MFU",
+)
 EXPOSED = ("ring", "ulysses", "tensor_parallel", "parameters", "offload")
 CONVENTION = (
     "MFU: model FLOPs (6 for each parameter that multiplies a token, 12 x head dim for each visible pair and "
@@ -37,7 +47,7 @@ def summary(found: Found, show: int) -> str:
     """The tables of what fits and of what does not, and the best plan in full."""
     parts = [_plans(found.plans[:show], found)]
     if found.plans:
-        parts += list(details(found.plans[0]))
+        parts += [costs(found.plans[:show]), *details(found.plans[0])]
     else:
         parts += list(closest(found.rejected))
     if found.rejected:
@@ -54,13 +64,13 @@ def settings_of(choice: Choice) -> str:
 
 
 def _plans(plans: Sequence[Plan], found: Found) -> str:
-    looked = f"{found.looked_at:,} ways were priced"
+    looked = f"{found.looked_at:,} way{'s' * (found.looked_at > 1)} priced"
     if not plans:
         return f"Nothing fits ({looked})."
-    rows = [_row(plan) for plan in plans]
-    return (
-        f"What fits, fastest first ({len(found.plans)} meshes; {looked}):\n\n{aligned(PLANS, rows)}"
-    )
+    rows = [[str(at), *_row(plan)] for at, plan in enumerate(plans, 1)]
+    first = "fastest" if plans[0].case.job.trains else "least memory"
+    many = f"{len(found.plans)} meshes; {looked}"
+    return f"What fits, {first} first ({many}):\n\n{aligned(PLANS, rows)}"
 
 
 def _row(plan: Plan) -> list[str]:
@@ -84,29 +94,55 @@ def _row(plan: Plan) -> list[str]:
 
 
 def details(plan: Plan) -> Iterator[str]:
-    """The best plan: bytes, messages, work, seconds, and what to know of it."""
-    fullest = f" at its fullest ({plan.memory.moment.name})" if plan.case.job.trains else ""
-    yield f"The first of them, a device{fullest}:\n\n{memory_table(plan)}"
+    """The best plan: messages, work, seconds, and what to know of it."""
     if plan.case.job.trains:
         sent = list(flows(plan.case, dict(plan.attention)))
         if sent:
             rows = [[f.what, f.axis.value, f.link, f"{f.sent / 1e9:,.2f}"] for f in sent]
-            yield aligned(("sent in a step", "axis", "link", "10^9 bytes"), rows)
+            yield f"Plan 1.\n\n{aligned(('sent in a step', 'axis', 'link', '10^9 bytes'), rows)}"
         yield work_of(plan)
         yield seconds_of(plan)
     yield from remarks(plan.case)
 
 
-def memory_table(plan: Plan) -> str:
-    """Bytes by kind, and what is left."""
-    memory = plan.memory
-    rows = [[kind, _gib(size)] for kind, size in memory.by_kind.items() if size]
-    rows += [["reserve (no tensor's)", _gib(memory.reserve)], ["in all", _gib(memory.total)]]
-    rows += [["free", _gib(memory.capacity - memory.total)]]
-    rows += [["while a checkpoint is loaded", _gib(memory.loading)]]
-    if memory.host:
-        rows.append(["in host memory", f"{_gib(memory.host)} of {_gib(memory.host_capacity)}"])
-    return aligned(("bytes", "GiB"), rows)
+def costs(plans: Sequence[Plan]) -> str:
+    """What each plan costs a device: a column for each."""
+    names = ["of a device", *(f"plan {at}" for at in range(1, len(plans) + 1))]
+    rows: list[list[str]] = []
+
+    def add(name: str, values: Sequence[float], shown: str = ",.2f") -> None:
+        if any(values):
+            rows.append([name, *(f"{value:{shown}}" for value in values)])
+
+    memories = [plan.memory for plan in plans]
+    for kind in memories[0].by_kind:
+        add(f"GiB of {kind}", [memory.by_kind[kind] / GIB for memory in memories])
+    add("GiB of reserve (no tensor's)", [memory.reserve / GIB for memory in memories])
+    add("GiB in all", [memory.total / GIB for memory in memories])
+    add("GiB free", [(memory.capacity - memory.total) / GIB for memory in memories])
+    add("GiB while a checkpoint is loaded", [memory.loading / GIB for memory in memories])
+    add("GiB of its host", [memory.host / GIB for memory in memories])
+    if plans[0].case.job.trains:
+        sent = [list(flows(plan.case, dict(plan.attention))) for plan in plans]
+        for link in ("within a node", "between nodes"):
+            add(f"10^9 bytes sent {link}", [_sent(each, link) / 1e9 for each in sent])
+        add("TFLOP, recomputation aside", [_flops(plan) / 1e12 for plan in plans], ",.0f")
+        add("attention, busiest rank / mean", [_imbalance(plan) for plan in plans], ".3f")
+        add("seconds computing", [plan.seconds.computing for plan in plans], ",.4g")
+        add("seconds waiting for messages", [plan.seconds.exposed for plan in plans], ",.3g")
+    return aligned(names, rows)
+
+
+def _sent(each: Sequence[Flow], link: str) -> float:
+    return sum(flow.sent for flow in each if flow.link == link)
+
+
+def _flops(plan: Plan) -> float:
+    return model_flops(plan.case.job, plan.attention) / plan.case.choice.mesh.devices
+
+
+def _imbalance(plan: Plan) -> float:
+    return max(cost.imbalance for cost in plan.attention.values())
 
 
 def work_of(plan: Plan) -> str:
@@ -139,7 +175,11 @@ def seconds_of(plan: Plan) -> str:
     ]
     rows.append(["in all", "", f"{plan.seconds.total:,.4g}"])
     share = plan.seconds.exposed / plan.seconds.total
-    return aligned(("seconds of a step", "", ""), rows) + f"\n\nExposed communication: {share:.1%}."
+    fullest = f"Fullest moment: {plan.memory.moment.name}."
+    return (
+        aligned(("seconds of a step", "", ""), rows)
+        + f"\n\nExposed communication: {share:.1%}. {fullest}"
+    )
 
 
 def remarks(case: Case) -> Iterator[str]:

@@ -78,7 +78,7 @@ class Memory:
         if self.fullest > self.total:
             kinds = {"parameters": self.parameters, "on its way": self.loading - self.parameters}
         largest = sorted(kinds.items(), key=lambda item: -item[1])[:3]
-        shown = ", ".join(f"{kind} {size / GIB:,.1f}" for kind, size in largest)
+        shown = ", ".join(f"{kind} {size / GIB:,.1f}" for kind, size in largest if size)
         when = " while a checkpoint is loaded" if self.fullest > self.total else ""
         sizes = f"{self.fullest / GIB:,.1f} of {self.capacity / GIB:,.1f}{when}"
         return f"{self.missing / GIB:,.1f} GiB too much: {sizes} ({shown})"
