@@ -7,6 +7,7 @@ each after all work on the device is done.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,14 +35,17 @@ class Figure:
     """The least."""
     spread: float | None
     """(most - least) / least; ``None`` of one repeat, of which nothing is known."""
+    middle: float = 0.0
+    """The median."""
 
     @classmethod
     def of(cls, repeats: Sequence[float]) -> Figure:
         """Of one number per repeat."""
         best = min(repeats)
         if len(repeats) == 1:
-            return cls(best, None)
-        return cls(best, (max(repeats) - best) / best if best else 0.0)
+            return cls(best, None, best)
+        spread = (max(repeats) - best) / best if best else 0.0
+        return cls(best, spread, statistics.median(repeats))
 
     @property
     def margin(self) -> float | None:
@@ -107,6 +111,14 @@ def cpu_together(ranks: Sequence[Samples]) -> Figure:
 def cpu_of_slowest(ranks: Sequence[Samples]) -> Figure:
     """CPU-seconds of the rank that needs most."""
     return Figure.of([max(repeat) for repeat in zip(*(rank.cpu for rank in ranks), strict=True)])
+
+
+def busy(ranks: Sequence[Samples], device_type: str) -> Figure:
+    """What computing takes a device: the slowest; on CPU, which others may use meanwhile, the mean rank's
+    CPU-seconds."""
+    if device_type != "cpu":
+        return wall_of_slowest(ranks)
+    return Figure.of([sum(each) / len(ranks) for each in zip(*(r.cpu for r in ranks), strict=True)])
 
 
 def wall_of_slowest(ranks: Sequence[Samples]) -> Figure:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_cp.bench.case import BACKWARD_FLOPS, Case
-from lightning_cp.bench.clock import Samples, wall_of_slowest, widest
+from lightning_cp.bench.clock import Samples, busy, widest
 from lightning_cp.bench.settings import Settings
 from lightning_cp.bench.together import together
 from lightning_cp.bench.ways import Step
@@ -45,7 +45,7 @@ class KernelRow:
     tokens: int
     obstacle: str | None = None
     forward_seconds: float | None = None
-    """Of the slowest device, the least of the repeats."""
+    """Of the slowest device, the least of the repeats. On CPU, CPU-seconds of the mean rank."""
     backward_seconds: float | None = None
     forward_tflops: float | None = None
     """10^12 operations a second of one device; visible pairs only."""
@@ -214,7 +214,7 @@ def timed(
         case: one whole sequence.
         run: repeats a step; the samples of every rank.
     """
-    forward, backward = (wall_of_slowest(run(step)) for step in passes(kernel, case))
+    forward, backward = (busy(run(step), case.device_type) for step in passes(kernel, case))
     operations = case.flops / 1e12
     return replace(
         row,

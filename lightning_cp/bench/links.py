@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_cp.axes import Axis, Flat
-from lightning_cp.bench.clock import wall_of_slowest
+from lightning_cp.bench.clock import cpu_together, wall_of_slowest
 from lightning_cp.bench.settings import Settings
 from lightning_cp.bench.together import together
 from lightning_cp.bench.ways import Step
@@ -51,6 +51,8 @@ class LinkRow:
     """10^9 bytes that a rank sends a second."""
     spread: float | None
     """(most - least) / least of the repeats; ``None`` of one."""
+    cpu_seconds: float | None = None
+    """On CPU: what a call takes a rank's processor, of the mean rank, the least of the repeats."""
 
     @property
     def latency(self) -> bool:
@@ -110,11 +112,23 @@ def _sizes(
     for size in (0, *settings.message_bytes):
         call = make(mesh, size)
         count = max(1, min(MOST, AT_ONCE // call.sent))
-        figure = wall_of_slowest(together(_repeated(call.step, count), settings))
+        found = together(_repeated(call.step, count), settings)
+        figure = wall_of_slowest(found)
+        cpu = cpu_together(found).best / len(found) / count
         seconds = figure.best / count
         rate = call.sent / seconds / 1e9
         sizes = (mesh.ulysses_size, mesh.ring_size)
-        yield LinkRow(axis, collective, *sizes, size, call.sent, seconds, rate, figure.spread)
+        yield LinkRow(
+            axis,
+            collective,
+            *sizes,
+            size,
+            call.sent,
+            seconds,
+            rate,
+            figure.spread,
+            cpu if settings.device_type == "cpu" else None,
+        )
 
 
 def _repeated(step: Step, count: int) -> Step:

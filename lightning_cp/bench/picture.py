@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_cp.bench.compute import ComputeRow
 from lightning_cp.bench.kernels import KernelRow
 from lightning_cp.bench.links import LinkRow
 from lightning_cp.bench.modes import ModeRow
+from lightning_cp.bench.overheads import OverheadRow
 from lightning_cp.bench.tables import Unit, grouped, mode_group, short, size_shown
 
 
@@ -101,6 +103,36 @@ def _bars(axis: Any, rows: Sequence[ModeRow]) -> None:
     axis.set_xlim(0, max(row.both or 0.0 for row in rows) * 1e3 * 1.15)
 
 
+def draw_compute(rows: Sequence[ComputeRow], headline: str, picture: Path) -> None:
+    """Rates by tokens: operations on the left, bytes on the right."""
+    names = (("operations", "GFLOP/s"), ("bytes", "GB/s"))
+    figure, axes = _figure(2, f"Beside attention: one device\n{headline}")
+    for (name, unit), axis in zip(names, axes, strict=True):
+        measured = [row for row in rows if getattr(row, name)]
+        for key, line in grouped(measured, lambda r: (r.what, r.dtype)):
+            rates = [getattr(row, name) / row.seconds / 1e9 for row in line]
+            axis.plot(
+                [row.tokens for row in line], rates, marker="o", label=", ".join(map(str, key))
+            )
+        axis.set(xlabel="tokens", ylabel=unit)
+        tokens = sorted({row.tokens for row in rows})
+        _at(axis, tokens, [f"{n:,}" for n in tokens])
+        axis.set_ylim(bottom=0)
+    _finish(figure, axes, picture)
+
+
+def draw_overheads(rows: Sequence[OverheadRow], headline: str, picture: Path) -> None:
+    """Milliseconds of a layer and of a step in each mode."""
+    figure, axes = _figure(1, f"A training step of next to nothing\n{headline}")
+    for name, color, move in (("layer", "C0", -0.2), ("step", "C1", 0.2)):
+        at = [number + move for number in range(len(rows))]
+        times = [getattr(row, f"{name}_seconds") * 1e3 for row in rows]
+        axes[0].barh(at, times, height=0.4, color=color, label=f"a {name}")
+    axes[0].set_yticks(range(len(rows)), [f"{row.mode}, {row.ranks} ranks" for row in rows])
+    axes[0].set_xlabel("milliseconds")
+    _finish(figure, axes, picture)
+
+
 def _figure(
     panels: int, title: str, *, height: float = 3.2, share: bool = False
 ) -> tuple[Any, list[Any]]:
@@ -140,5 +172,7 @@ DRAW: dict[str, Callable[[Sequence[Any], str, Path], None]] = {
     "kernels": draw_kernels,
     "links": draw_links,
     "modes": draw_modes,
+    "compute": draw_compute,
+    "overheads": draw_overheads,
 }
 """By suite."""

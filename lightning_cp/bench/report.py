@@ -14,7 +14,13 @@ from lightning_cp.bench.machine import Machine
 from lightning_cp.bench.picture import DRAW
 from lightning_cp.bench.rates import hardware_of
 from lightning_cp.bench.settings import Settings
-from lightning_cp.bench.tables import kernel_tables, link_tables, mode_tables
+from lightning_cp.bench.tables import (
+    compute_table,
+    kernel_tables,
+    link_tables,
+    mode_tables,
+    overhead_table,
+)
 
 CONVENTION = (
     "FLOP convention: 4 x head dim x heads for each visible (query, key) pair, forward; 2.5 times that, "
@@ -24,6 +30,8 @@ TABLES: dict[str, Callable[[Sequence[Any]], str]] = {
     "kernels": kernel_tables,
     "links": link_tables,
     "modes": mode_tables,
+    "compute": compute_table,
+    "overheads": overhead_table,
 }
 """By suite."""
 SCHEMA = 1
@@ -74,7 +82,7 @@ class Report:
         bench, hardware = (self._folder / name for name in ("bench.json", "hardware.json"))
         bench.write_text(json.dumps(text, indent=1) + "\n")
         self._left[bench] = None
-        if {"kernels", "links"} & set(self._found):
+        if set(self._found) - {"modes"}:
             hardware_of(self._machine, self._found).save(hardware)
             self._left[hardware] = None
 

@@ -14,7 +14,9 @@ from lightning_cp.bench.case import Case
 from lightning_cp.bench.processes import Launched
 from lightning_cp.errors import ConfigError
 
-SUITES = ("kernels", "links", "modes")
+SUITES = ("kernels", "links", "modes", "compute", "overheads")
+ALONE = ("kernels", "compute", "overheads")
+"""What makes sense with one device."""
 MASKS = ("full", "causal", "window", "packed")
 DTYPES = {str(x).removeprefix("torch."): x for x in (torch.float32, torch.bfloat16, torch.float16)}
 DTYPES["float64"] = torch.float64
@@ -82,7 +84,7 @@ class Settings:
             **{k: v for k, v in DEFAULTS[device_type].items() if config[k] == "auto"},
         }
         devices = _devices(given["devices"], device_type, own)
-        auto = SUITES if devices > 1 else SUITES[:1]
+        auto = SUITES if devices > 1 else ALONE
         documents = _integer("documents", given["documents"], 0)
         masks = _names("masks", given["masks"], MASKS, MASKS if documents else MASKS[:-1])
         if "packed" in masks and not documents:

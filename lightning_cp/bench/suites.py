@@ -10,10 +10,12 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_cp.bench import kernels, which
+from lightning_cp.bench.compute import measure_compute
 from lightning_cp.bench.kernels import measure_kernels
 from lightning_cp.bench.links import measure_links
 from lightning_cp.bench.machine import this_machine
 from lightning_cp.bench.modes import measure_modes
+from lightning_cp.bench.overheads import measure_overheads
 from lightning_cp.bench.report import Report
 from lightning_cp.bench.settings import Settings
 
@@ -22,6 +24,8 @@ MEASURE: dict[str, Callable[[Settings, Tell], Sequence[Any]]] = {
     "kernels": measure_kernels,
     "links": measure_links,
     "modes": measure_modes,
+    "compute": measure_compute,
+    "overheads": measure_overheads,
 }
 """By suite."""
 

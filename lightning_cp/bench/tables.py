@@ -6,9 +6,11 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from lightning_cp.bench.clock import widest
+from lightning_cp.bench.compute import ComputeRow
 from lightning_cp.bench.kernels import KernelRow
 from lightning_cp.bench.links import LinkRow
 from lightning_cp.bench.modes import ModeRow
+from lightning_cp.bench.overheads import OverheadRow
 from lightning_cp.bench.table import aligned, percent
 
 Row = TypeVar("Row")
@@ -45,6 +47,8 @@ LINKS = ("axis, collective", "mesh", "latency, us")
 MODES = ("way", "compute", "comm", "both", "exposed", "overlap", "eff.")
 CPU = ("CPU-seconds", "compute", "comm", "both", "one process", "both / one", "spread")
 """All ranks together."""
+COMPUTE = ("forward + backward", "tokens", "ms", "GFLOP/s", "GB/s", "spread")
+OVERHEADS = ("mode", "ranks", "a layer, ms", "a step, ms", "calls of a layer", "spread")
 
 
 def kernel_tables(rows: Sequence[KernelRow]) -> str:
@@ -98,6 +102,35 @@ def link_tables(rows: Sequence[LinkRow]) -> str:
         )
     note = "GB/s that a rank sends while it receives as much; mesh is ulysses x ring."
     return f"{note}\n\n{aligned([*LINKS, *map(size_shown, sizes), 'spread'], lines)}"
+
+
+def compute_table(rows: Sequence[ComputeRow]) -> str:
+    """For each dtype a table of what there is beside attention."""
+    tables: list[str] = []
+    for _, part in grouped(rows, lambda r: r.dtype):
+        title = (
+            f"### {part[0].dtype}, {part[0].features} features: a layer, the loss, the optimizer"
+        )
+        tables.append(f"{title}\n\n{aligned(COMPUTE, map(_compute, part))}")
+    return "\n\n".join(tables)
+
+
+def _compute(row: ComputeRow) -> list[str]:
+    rates = [done / row.seconds / 1e9 or None for done in (row.operations, row.bytes)]
+    times = [f"{row.tokens:,}", _ms(row.seconds), *map(_significant, rates)]
+    return [row.what, *times, percent(row.spread)]
+
+
+def overhead_table(rows: Sequence[OverheadRow]) -> str:
+    """What is there whatever the length."""
+    lines = [
+        [
+            *(row.mode, str(row.ranks), _ms(row.layer_seconds), _ms(row.step_seconds)),
+            *(str(row.calls), percent(row.spread)),
+        ]
+        for row in rows
+    ]
+    return f"A training step of next to nothing.\n\n{aligned(OVERHEADS, lines)}"
 
 
 def size_shown(size: int) -> str:

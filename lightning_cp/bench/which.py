@@ -22,7 +22,7 @@ def check_devices(settings: Settings) -> None:
     if settings.devices == 1:
         raise ConfigError(
             "links and modes are about devices that work together, and there is one. Take "
-            "suites=[kernels], or more devices."
+            "suites=[kernels,compute,overheads], or more devices."
         )
 
 

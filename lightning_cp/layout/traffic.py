@@ -35,6 +35,18 @@ class Traffic:
         return Traffic(*map(add, astuple(self), astuple(other)))
 
     @property
+    def total_calls(self) -> int:
+        """Calls and messages of every kind."""
+        return sum(
+            (
+                self.all_to_all_calls,
+                self.p2p_messages,
+                self.all_gather_calls,
+                self.reduce_scatter_calls,
+            )
+        )
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of every kind."""
         return sum(

@@ -12,6 +12,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.planner.families import is_known, model_of, read_config
 from lightning_cp.planner.job import Job
 from lightning_cp.planner.machines import GIB, MACHINES, Machine
+from lightning_cp.planner.measured_machine import machine_of_measured
 from lightning_cp.planner.model import Model
 from lightning_cp.planner.search import CHECKPOINTING, ENGINES, Limits
 

@@ -18,6 +18,8 @@ from lightning_cp.layout import (
     schedule,
 )
 from lightning_cp.planner.job import Case
+from lightning_cp.planner.machines import TileRate
+from lightning_cp.planner.tile_rates import rates_on
 
 ACCUMULATED = 4
 """Bytes of an entry of what is summed: results and gradients of tiles."""
@@ -71,7 +73,9 @@ class Call:
     itemsize: int
     exchange: str
     rates: tuple[float, float]
-    """Of the kernel, forward and backward."""
+    """Of the kernel, forward and backward, whatever the tile."""
+    tiles: tuple[TileRate, ...]
+    """What was measured of tiles; it goes first."""
     ring_link: float
     ulysses_link: float
     latency: float
@@ -90,8 +94,9 @@ def attention_cost(case: Case, window: int | None) -> AttentionCost:
         for axis in (Axis.RING, Axis.ULYSSES)
     )
     rates = (machine.attention_forward, machine.attention_backward)
+    links = (ring, ulysses, machine.latency)
     sizes = (case.heads, job.model.head_dim, job.compute_itemsize, case.choice.exchange)
-    return cost_of(Call(case.layout, window, *sizes, rates, ring, ulysses, machine.latency))
+    return cost_of(Call(case.layout, window, *sizes, rates, machine.tiles, *links))
 
 
 @lru_cache(maxsize=4096)
@@ -108,7 +113,7 @@ def cost_of(call: Call) -> AttentionCost:
     traffic = attention_traffic(plan, call.heads, 0, **sizes)
     per_second = [
         rate / (flops * call.heads.local_heads * call.head_dim)
-        for rate, flops in zip(call.rates, (FORWARD, BACKWARD), strict=True)
+        for rate, flops in zip(_rates(call, plan), (FORWARD, BACKWARD), strict=True)
     ]
     busiest = max(plan.work)
     return AttentionCost(
@@ -126,6 +131,10 @@ def cost_of(call: Call) -> AttentionCost:
 
 def _plan(layout: SequenceLayout, window: int | None) -> Schedule:
     return schedule(layout, None, Mask() if window is None else Mask(window=(window - 1, 0)))
+
+
+def _rates(call: Call, plan: Schedule) -> tuple[float, float]:
+    return rates_on(plan, call.tiles) if call.tiles else call.rates
 
 
 def _over_ring(

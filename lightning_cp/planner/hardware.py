@@ -5,48 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout.cost import CostModel
+from lightning_cp.planner.rates import ComputeRate, KernelRate, LinkRate, OverheadRate
 
 SCHEMA = 1
 """Of the file. A reader refuses other numbers; fields may be added without a new one."""
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True)
-class KernelRate:
-    """The fastest kernel for one dtype, head dim and mask, with the sequence at which it was fastest."""
-
-    kernel: str
-    dtype: str
-    head_dim: int
-    mask: str
-    """full, causal, window (an eighth of the sequence) or packed (log-normal documents)."""
-    tokens: int
-    forward_tflops: float
-    """10^12 operations a second of one device, of visible pairs: 4 x head dim for each pair and head."""
-    backward_tflops: float
-    """The same, 2.5 times as many operations."""
-
-
-@dataclass(frozen=True)
-class LinkRate:
-    """One collective along one axis of the mesh."""
-
-    axis: str
-    """ring, ulysses or loss."""
-    collective: str
-    """p2p, all-gather, reduce-scatter; all-to-all; all-reduce."""
-    ulysses_size: int
-    ring_size: int
-    gigabytes_per_second: float
-    """10^9 bytes that a rank sends to others a second, with the message at which that is most."""
-    latency_seconds: float
-    """Of the smallest message."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +40,13 @@ class Hardware:
     kernels: tuple[KernelRate, ...] = ()
     links: tuple[LinkRate, ...] = ()
     """Empty where there was one device."""
+    kernel_lengths: tuple[KernelRate, ...] = ()
+    """Of the same kernels at every length that was measured."""
+    compute: tuple[ComputeRate, ...] = ()
+    overheads: tuple[OverheadRate, ...] = ()
 
     def __post_init__(self) -> None:
-        for part in (self, *self.kernels, *self.links):
+        for part in (self, *(part for name in PARTS for part in getattr(self, name))):
             for name, value in _numbers(part).items():
                 if not math.isfinite(value) or value <= 0:
                     raise ConfigError(
@@ -97,10 +71,9 @@ class Hardware:
                 f"{file} has schema {schema}, and this version reads {SCHEMA}. {_AGAIN}"
             )
         parts = {
-            "kernels": tuple(
-                _made(KernelRate, x, where) for x, where in _list(given, "kernels", file)
-            ),
-            "links": tuple(_made(LinkRate, x, where) for x, where in _list(given, "links", file)),
+            name: tuple(_made(kind, one, where) for one, where in _list(given, name, file))
+            for name, kind in PARTS.items()
+            if name in given or name in NEEDED
         }
         return _made(cls, {**given, **parts}, str(file))
 
@@ -126,14 +99,14 @@ class Hardware:
             ConfigError: nothing was measured with that; names what was.
         """
         found = [r for r in self.links if (r.axis, r.collective) == (axis, collective)]
-        fitting = [rate for rate in found if size in (None, _size(rate))]
+        fitting = [rate for rate in found if size in (None, rate.ranks)]
         if not fitting:
-            there = ", ".join(f"{r.collective} along {r.axis} of {_size(r)}" for r in self.links)
+            there = ", ".join(f"{r.collective} along {r.axis} of {r.ranks}" for r in self.links)
             raise ConfigError(
                 f"{collective} along {axis}{f' of {size} ranks' if size else ''} was not measured. There is: "
                 f"{there or 'none, which needs two devices'}."
             )
-        return max(fitting, key=_size)
+        return max(fitting, key=lambda rate: rate.ranks)
 
     def cost_model(
         self, *, heads: int, kv_heads: int, head_dim: int, dtype: str, ring_size: int | None = None
@@ -162,14 +135,17 @@ class Hardware:
         )
 
 
-T = TypeVar("T", KernelRate, LinkRate, Hardware)
+T = TypeVar("T", KernelRate, LinkRate, ComputeRate, OverheadRate, Hardware)
+PARTS: dict[str, type] = {
+    "kernels": KernelRate,
+    "links": LinkRate,
+    "kernel_lengths": KernelRate,
+    "compute": ComputeRate,
+    "overheads": OverheadRate,
+}
+NEEDED = ("kernels", "links")
+"""Lists that every file has; others came later."""
 _AGAIN = "python -m lightning_cp.bench writes a new one."
-
-
-def _size(rate: LinkRate) -> int:
-    """Ranks of the axis."""
-    sizes = {"ulysses": rate.ulysses_size, "ring": rate.ring_size}
-    return sizes.get(rate.axis, rate.ulysses_size * rate.ring_size)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -194,9 +170,12 @@ def _list(given: Mapping[str, Any], name: str, file: Path | str) -> list[tuple[A
 
 def _made(kind: type[T], given: Mapping[str, Any], where: str) -> T:
     """An object of its fields; others, of later versions, are left out."""
-    kinds = {"str": str, "int": int, "float": (int, float)}
+    number = (int, float)
+    kinds = {"str": str, "int": int, "float": number, "float | None": (*number, NoneType)}
     values: dict[str, Any] = {}
     for field in fields(kind):
+        if field.name not in given and field.default is not MISSING:
+            continue  # a file of an earlier version
         value, wanted = given.get(field.name), kinds.get(str(field.type), tuple)
         if not isinstance(value, wanted) or isinstance(value, bool):  # type: ignore[arg-type]
             shown = "nothing" if field.name not in given else repr(value)

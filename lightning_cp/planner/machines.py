@@ -12,10 +12,53 @@ Peaks are data sheets' (dense, bfloat16). What is reached of them is an expectat
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 GIB = 1 << 30
 TERA, GIGA = 10**12, 10**9
+
+
+@dataclass(frozen=True)
+class TileRate:
+    """FLOP/s of a kernel on one tile, as long as it is wide."""
+
+    mask: str
+    """full or causal."""
+    tokens: int
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Sending:
+    """What a collective takes of a rank's processor."""
+
+    collective: str
+    ranks: int
+    """Of the group in which it was measured."""
+    call_seconds: float
+    """Of each call, with what is done around it."""
+    seconds_per_byte: float
+    """Of each byte that the rank sends; it receives as many."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What a step takes more where ranks share sequences: they agree on what they do."""
+
+    ranks: int
+    seconds: float
+
+
+T = TypeVar("T", Sending, Sharing)
+
+
+def of_nearest(found: Sequence[T], ranks: int) -> T:
+    """What was measured of a group of so many ranks, or of the nearest number of them."""
+    return min(found, key=lambda one: abs(math.log(one.ranks / ranks)))
 
 
 @dataclass(frozen=True)
@@ -47,6 +90,20 @@ class Machine:
     host_link: float = 0.0
     """Between a device and its host."""
     is_cpu: bool = False
+    tiles: tuple[TileRate, ...] = ()
+    """What was measured of tiles, by mask, shortest first; empty: ``attention_*`` whatever the tile."""
+    loss_bandwidth: float = 0.0
+    """Of the loss; 0: ``memory_bandwidth``."""
+    optimizer_bandwidth: float = 0.0
+    """Of the optimizer; 0: ``memory_bandwidth``."""
+    layer_seconds: float = 0.0
+    """That a layer takes whatever its tokens, forward and backward."""
+    step_seconds: float = 0.0
+    """That a step takes beside, whatever its layers."""
+    sharing: tuple[Sharing, ...] = ()
+    """What a step takes more where ranks share sequences; empty: nothing."""
+    sending: tuple[Sending, ...] = ()
+    """What sending takes of processors."""
 
     def link(self, *, crosses: bool) -> float:
         """Of a group that lies within nodes, or beyond."""

@@ -8,18 +8,17 @@ has twice the products, adds gradients to what travels, and computes again what 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from lightning_cp.axes import Axis, Flat
-from lightning_cp.planner.activations import kept_per_layer, layer_bytes
+from lightning_cp.planner.activations import kept_per_layer
 from lightning_cp.planner.attention import AttentionCost
-from lightning_cp.planner.job import OPTIMIZERS, Case
+from lightning_cp.planner.job import Case
+from lightning_cp.planner.machines import of_nearest
 from lightning_cp.planner.model import Layer
+from lightning_cp.planner.moved import layer_moved, loss_moved, optimizer_moved
 from lightning_cp.planner.rank_step import rank_step
 from lightning_cp.planner.wire import parameter_bytes, tensor_parallel_bytes, tensor_sums
-
-READS_FORWARD, READS_BACKWARD = 2, 3
-"""How often what forward makes is read or written: made and used; used, and its gradient made and used."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,8 @@ class Seconds:
     """Gathering them, and reducing their gradients."""
     offload: float = 0.0
     optimizer: float = 0.0
+    fixed: float = 0.0
+    """Python and launches, where they were measured."""
 
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -48,7 +49,7 @@ class Seconds:
     @property
     def computing(self) -> float:
         """What a device that never waits would need."""
-        return self.matmul + self.attention + self.memory + self.optimizer
+        return self.matmul + self.attention + self.memory + self.optimizer + self.fixed
 
     @property
     def exposed(self) -> float:
@@ -85,9 +86,7 @@ def _layer(case: Case, cost: AttentionCost) -> Seconds:
     products = (1 + recomputes + 2) * product
     if choice.tiled_mlp:  # once more, in backward
         products += product * _mlp_share(layer)
-    kept = layer_bytes(replace(rank_step(case), tiled_mlp=0)).total
-    moved = kept * case.local_tokens / machine.memory_bandwidth
-    memory = ((1 + recomputes) * READS_FORWARD + READS_BACKWARD) * moved
+    memory = layer_moved(rank_step(case)) / machine.memory_bandwidth
     attention = cost.computing.step(again=again)
     ring = cost.over_ring.step(again=again) - attention
     ulysses = cost.ulysses.step(again=again)
@@ -102,6 +101,7 @@ def _layer(case: Case, cost: AttentionCost) -> Seconds:
         tensor_parallel=tensor,
         parameters=_parameters(case, layer, computing),
         offload=_offload(case, computing),
+        fixed=machine.layer_seconds,
     )
 
 
@@ -157,11 +157,11 @@ def _around(case: Case) -> Seconds:
     job, choice = case.job, case.choice
     product = 2 * job.model.head_products / choice.mesh.tp * case.local_tokens
     times = 4 if choice.chunked_loss else 3
-    logits = 4 * case.local_tokens * job.model.vocabulary / choice.mesh.tp
-    moved = (READS_FORWARD + READS_BACKWARD) * 2 * logits
+    moved = loss_moved(job.model.vocabulary, case.local_tokens) / choice.mesh.tp
+    bandwidth = job.machine.loss_bandwidth or job.machine.memory_bandwidth
     return Seconds(
         matmul=times * product / job.machine.matmul_flops,
-        memory=moved / job.machine.memory_bandwidth,
+        memory=moved / bandwidth,
     )
 
 
@@ -182,6 +182,9 @@ def _once(case: Case) -> Seconds:
     )
     waiting += (layers * each.replicated + own.replicated) / between
     held = model.num_parameters / choice.mesh.tp / choice.shard_ranks
-    # Read and written: the parameter and each state; read: the gradient.
-    touched = held * (2 * job.itemsize * (1 + OPTIMIZERS[job.optimizer]) + job.itemsize)
-    return Seconds(parameters=waiting, optimizer=touched / machine.memory_bandwidth)
+    touched = optimizer_moved(held, job.itemsize, job.optimizer)
+    bandwidth = machine.optimizer_bandwidth or machine.memory_bandwidth
+    fixed = machine.step_seconds
+    if choice.mesh.cp > 1 and machine.sharing:
+        fixed += of_nearest(machine.sharing, choice.mesh.cp).seconds
+    return Seconds(parameters=waiting, optimizer=touched / bandwidth, fixed=fixed)

@@ -14,7 +14,7 @@ from lightning_cp.bench.__main__ import bench
 from lightning_cp.bench.case import Case
 from lightning_cp.bench.modes import ModeRow, measure_modes, row_of
 from lightning_cp.bench.processes import Launched, launched
-from lightning_cp.bench.settings import Settings
+from lightning_cp.bench.settings import SUITES, Settings
 from lightning_cp.bench.ways import Ours, Step
 from lightning_cp.bench.which import chosen_ways
 from lightning_cp.errors import ConfigError
@@ -32,7 +32,10 @@ REFUSED = [
     (("device=tpu",), "device must be auto, cpu or cuda, got 'tpu'"),
     (("devices=0",), "devices must be an integer of at least 1, or auto; got 0"),
     (("devices=many",), "devices must be an integer .* got 'many'"),
-    (("devices=1", "suites=links"), "there is one. Take suites=.kernels., or more devices"),
+    (
+        ("devices=1", "suites=links"),
+        "there is one. Take suites=.kernels,compute,overheads., or more devices",
+    ),
     (("devices=1", "suites=[modes]"), "links and modes are about devices that work together"),
     (
         ("tokens=1001", "devices=2"),
@@ -131,8 +134,8 @@ def test_who_was_started_by_torchrun() -> None:
 
 
 def test_one_device_measures_kernels_alone() -> None:
-    assert settings_of("device=cpu", "devices=1").suites == ("kernels",)
-    assert settings_of("device=cpu", "devices=2").suites == ("kernels", "links", "modes")
+    assert settings_of("device=cpu", "devices=1").suites == (*("kernels", "compute", "overheads"),)
+    assert settings_of("device=cpu", "devices=2").suites == SUITES
 
 
 def test_no_documents_no_packed_mask() -> None:

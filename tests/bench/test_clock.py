@@ -38,3 +38,10 @@ def test_a_stand_in_s_copies_are_taken_off_wherever_it_is_measured(
 
     samples = clock.measure(step, repeats=2, warm_up=1)
     assert samples.cpu == samples.wall == [5.0, 5.0]
+
+
+def test_what_computing_takes() -> None:
+    """On CPU of the mean rank, whatever the wall says; elsewhere until the last one is done."""
+    ranks = [clock.Samples([1.0, 2.0], [9.0, 8.0]), clock.Samples([3.0, 1.0], [5.0, 9.0])]
+    assert clock.busy(ranks, "cpu").best == 1.5
+    assert clock.busy(ranks, "cuda").best == 9.0

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from lightning_cp.bench.case import Case, log_normal
+from lightning_cp.bench.settings import SUITES
 from lightning_cp.bench.ways import our_ways
 from lightning_cp.planner.hardware import Hardware
+from lightning_cp.planner.measured_machine import of_hardware
 from tests.bench.configured import TINY
 from tests.launch.start import all_succeeded, finish, program, ranks, torchrun_variables
 
@@ -47,7 +49,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_what_is_left(done: Run) -> None:
     names = {path.name for path in done.folder.iterdir()}
-    pictures = {"kernels.png", "links.png", "modes.png"}
+    pictures = {f"{suite}.png" for suite in SUITES}
     assert names == {".hydra", "bench.json", "hardware.json", *pictures}
     assert all((done.folder / name).read_bytes().startswith(PNG) for name in pictures)
     assert done.found["settings"]["tokens"] == [64]
@@ -57,12 +59,12 @@ def test_what_is_left(done: Run) -> None:
 def test_tables(done: Run) -> None:
     lines = done.output.splitlines()
     tables = [line for line in lines if line.startswith("|")]
-    assert sum(set(line) <= set("|-: ") for line in tables) == 4 + 1 + 2 * 4
+    assert sum(set(line) <= set("|-: ") for line in tables) == 4 + 1 + 2 * 4 + 1 + 1
     assert max(map(len, tables)) <= 110
     assert done.output.count("FLOP convention: 4 x head dim x heads") == 1
     assert "- triton: is for tests on cpu" in lines
     assert "- aten_cpu_flash, window: has no band mask" in lines
-    for suite in ("bench.json", "hardware.json", "kernels.png", "links.png", "modes.png"):
+    for suite in ("bench.json", "hardware.json", *(f"{suite}.png" for suite in SUITES)):
         assert any(line.endswith(f"run0/{suite}") for line in lines)
 
 
@@ -101,6 +103,7 @@ def test_links(done: Run) -> None:
     assert set(names) == LINKS
     assert len(names) == 2 * len(LINKS)  # the latency, and one size
     for row in rows:
+        assert row["cpu_seconds"] > 0
         least = 512 if row["axis"] == "loss" else 256
         assert (row["asked"], row["bytes"]) in ((0, least), (4096, 4096))
         assert row["gigabytes_per_second"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
@@ -127,6 +130,44 @@ def test_modes(done: Run) -> None:
         assert row["tflops"] == pytest.approx(operations / 2 / both)
         assert row["cpu_ratio"] == pytest.approx(row["cpu"] / row["cpu_one"])
         assert row["cpu_compute"] > 0
+
+
+def test_compute(done: Run) -> None:
+    """Operations and bytes by hand: 4 heads of 8 entries, 2 K/V heads, float32."""
+    rows = {row["what"]: row for row in done.found["compute"]}
+    assert list(rows) == ["products", "layer", "loss", "optimizer"]
+    assert rows["products"]["operations"] == 6 * 64 * 32 * 128
+    assert rows["loss"]["bytes"] == 5 * 2 * 4 * 64 * 256
+    # Queries, out; keys, values; gate, up, down; norms: each is read or written 7 times, and once more.
+    parameters = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 128 * 32 + 2 * 32
+    assert rows["optimizer"]["bytes"] == 7 * 4 * parameters
+    for row in rows.values():
+        assert (row["dtype"], row["features"], row["tokens"]) == ("float32", 32, 64)
+        assert row["seconds"] > 0
+        assert (row["operations"] > 0) != (row["bytes"] > 0)
+
+
+def test_overheads(done: Run) -> None:
+    """A ring of two sends keys, and in backward keys and gradients; a gather is of one of two heads."""
+    rows = done.found["overheads"]
+    calls = {(row["mode"], row["ranks"]): row["calls"] for row in rows}
+    assert calls == {
+        ("alone", 1): 0,
+        ("ulysses", 2): 4,
+        ("ring", 2): 3,
+        ("zigzag_llama3", 2): 2 * 3,
+    }
+    assert all(row["layer_seconds"] + row["step_seconds"] > 0 for row in rows)
+
+
+def test_a_planner_s_machine(done: Run) -> None:
+    """What was measured is all that a planner needs of this machine."""
+    machine = of_hardware(Hardware.load(done.folder / "hardware.json"))
+    assert {tile.mask for tile in machine.tiles} == {"full", "causal"}
+    (products,) = [row for row in done.found["compute"] if row["what"] == "products"]
+    assert machine.matmul_flops == pytest.approx(products["operations"] / products["seconds"])
+    (layer,) = [row for row in done.found["compute"] if row["what"] == "layer"]
+    assert machine.memory_bandwidth == pytest.approx(layer["bytes"] / layer["seconds"])
 
 
 def test_hardware(done: Run) -> None:
