@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
@@ -26,7 +27,10 @@ from lightning_cp.train.module import LanguageModel
 CONFIGS = config_dir()
 GROUPS = ("model", "data", "trainer", "strategy", "throughput", "experiment")
 CHOICES = [
-    (group, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))
+    (group, path.stem)
+    for group in GROUPS
+    for path in sorted((CONFIGS / group).glob("*.yaml"))
+    if not path.stem.startswith("plan_")  # experiments of the planner
 ]
 
 
@@ -43,8 +47,10 @@ OTHERS = {
     "compare/compare.yaml",
     "compare/experiment/mode_matrix.yaml",
     "bench/bench.yaml",
+    "plan.yaml",
+    "experiment/plan_405b_1m.yaml",
 }
-"""Files with a test of their own below."""
+"""Files with a test of their own: below, and of the planner in ``tests/plan/test_settings.py``."""
 
 
 def hydra_config(*overrides: str) -> DictConfig:
@@ -65,6 +71,10 @@ def test_every_choice_composes_and_instantiates(group: str, choice: str, tmp_pat
     for name in ("one", "two"):
         (tmp_path / f"{name}.txt").write_text(f"{name} is a text. " * 1000)
     paths = [f"data.paths=[{tmp_path}]"] if choice == "text_files" else []
+    if choice == "config_json":
+        small = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8}
+        (tmp_path / "config.json").write_text(json.dumps({**small, "num_hidden_layers": 1}))
+        paths = [f"model.network.config={tmp_path}"]
     config = composed(f"{group}={choice}", *paths)
 
     assert isinstance(instantiate(config.model), LanguageModel)

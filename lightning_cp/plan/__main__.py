@@ -45,9 +45,10 @@ def plan(config: DictConfig, folder: Path, name: str) -> bool:
     print(f"\n{write(found, folder, name)}")
     if not config.verify or not found.plans:
         return bool(found.plans)
-    from lightning_cp.plan.verify import verify
+    from lightning_cp.plan.verify import verify, verify_steps
 
-    return verify(found.plans[0], plain)
+    good = verify(found.plans[0], plain)
+    return verify_steps(plain) and good if config.verify == "all" else good
 
 
 @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="plan")
@@ -68,6 +69,7 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv = ["verify=true" if one == "--verify" else one for one in sys.argv]
+    flags = {"--verify": "verify=true", "--verify=all": "verify=all"}
+    sys.argv = [flags.get(one, one) for one in sys.argv]
     with one_folder(sys.argv):
         main()

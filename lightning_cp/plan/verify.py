@@ -56,6 +56,28 @@ def verify(plan: Plan, config: Mapping[str, Any]) -> bool:
     return good
 
 
+def verify_steps(config: Mapping[str, Any]) -> bool:
+    """Real steps of small models on this machine's processors: their memory, and, where ``hardware`` is a
+    file that was measured here, their CPU-seconds. Takes tens of minutes.
+
+    Returns:
+        Whether all cells are within their bounds.
+    """
+    from lightning_cp.plan.compared_step import verify as verify_memory
+    from lightning_cp.plan.measured_cost import as_asked, measured_cost, summary_of, table_of
+    from lightning_cp.planner.hardware import Hardware
+    from lightning_cp.planner.machines import MACHINES
+
+    table, good = verify_memory()
+    print(f"\nPeaks of real steps on CPU ranks, in bytes of tensors:\n\n{table}")
+    if config["hardware"] in MACHINES:
+        print("\nCPU-seconds were not compared: hardware= is no file measured here.")
+        return good
+    cells = measured_cost(Hardware.load(config["hardware"]))
+    print(f"\n{table_of(cells)}\n\n{summary_of(cells)}")
+    return good and as_asked(cells)
+
+
 def _of_groups(groups: list[GroupRanks]) -> str:
     wrong = [group for group in groups if not group.agrees]
     if not wrong:

@@ -84,4 +84,4 @@ def test_the_experiment_of_a_million_tokens() -> None:
 def test_what_cannot_be_planned(overrides: list[str], match: str) -> None:
     asked = config(*overrides)
     with pytest.raises(ConfigError, match=match):
-        (job_of(asked, "llama3_8b"), limits_of(asked))
+        assert (job_of(asked, "llama3_8b"), limits_of(asked))
