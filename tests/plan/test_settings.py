@@ -13,7 +13,9 @@ from omegaconf import OmegaConf
 from lightning_cp.config_files import config_dir
 from lightning_cp.errors import ConfigError
 from lightning_cp.plan.settings import job_of, limits_of
+from lightning_cp.planner.job import Job
 from lightning_cp.planner.machines import GIB, MACHINES
+from lightning_cp.planner.search import Limits
 from tests.planner.configs import SMALL
 
 PUBLISHED = {
@@ -31,6 +33,11 @@ def config(*overrides: str) -> dict[str, Any]:
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         plain: Any = OmegaConf.to_container(compose("plan", list(overrides)), resolve=True)
     return plain
+
+
+def planned(asked: dict[str, Any]) -> tuple[Job, Limits]:
+    """What the command line makes of a config."""
+    return job_of(asked, "llama3_8b"), limits_of(asked)
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
@@ -84,4 +91,4 @@ def test_the_experiment_of_a_million_tokens() -> None:
 def test_what_cannot_be_planned(overrides: list[str], match: str) -> None:
     asked = config(*overrides)
     with pytest.raises(ConfigError, match=match):
-        assert (job_of(asked, "llama3_8b"), limits_of(asked))
+        planned(asked)
