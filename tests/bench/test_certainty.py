@@ -46,8 +46,8 @@ def test_little_compute_hides_overlap_alone() -> None:
 def test_one_repeat() -> None:
     found = apart({name: x[:1] for name, x in QUIET.items()})
     assert (found.get("exposed"), found.get("overlap")) == (None, None)
-    assert Figure.of([2.0]) == Figure(2.0, None)
-    assert Figure.of([2.0, 3.0, 2.5]) == Figure(2.0, 0.5)
+    assert Figure.of([2.0]) == Figure(2.0, None, 2.0)
+    assert Figure.of([2.0, 3.0, 2.5]) == Figure(2.0, 0.5, 2.5)
     assert widest([0.1, 0.3]) == 0.3
     assert widest([0.1, None]) is None
     assert "Of one repeat nobody" in _repeats(settings_of(*TINY, "repeats=1"))
