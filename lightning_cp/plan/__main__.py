@@ -31,18 +31,20 @@ def plan(config: DictConfig, folder: Path, name: str) -> bool:
         ConfigError: settings that cannot be.
     """
     from lightning_cp.plan import picture, report
-    from lightning_cp.plan.settings import job_of, limits_of
+    from lightning_cp.plan.settings import check, job_of, limits_of
     from lightning_cp.plan.written import write
     from lightning_cp.planner.search import search
 
     plain: Any = OmegaConf.to_container(config, resolve=True)
+    check(plain)
     job = job_of(plain, name)
     found = search(job, limits_of(plain))
     text = f"{report.headline(job)}\n\n{report.summary(found, config.show)}"
     print(text)
     picture.draw(found, report.headline(job), config.show, folder / "plan.png")
     (folder / "plan.txt").write_text(text + "\n")
-    print(f"\n{write(found, folder, name)}")
+    asked = [one for one in HydraConfig.get().overrides.task if one.startswith("model.")]
+    print(f"\n{write(found, folder, [f'model={name}', *asked])}")
     if not config.verify or not found.plans:
         return bool(found.plans)
     from lightning_cp.plan.verify import verify, verify_steps

@@ -6,8 +6,9 @@ world of one process. So all sizes are PyTorch's own, of as many ranks and param
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -29,6 +30,12 @@ from lightning_cp.strategies.engines.comm_hooks import CommHook
 from lightning_cp.strategies.engines.torch_fsdp2 import groups_of
 from lightning_cp.train.networks import model_on_meta
 
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+    "sgd": partial(torch.optim.SGD, lr=1e-3),
+    "none": partial(torch.optim.SGD, lr=1e-3),
+}
 FILES = "model.safetensors"
 """Where the weights would come from. Without any, engines draw values, for which there would be no memory."""
 
@@ -90,18 +97,20 @@ def measured_state(
     rank: int,
     *,
     dtype: str = "float32",
+    optimizer: str = "adamw",
     tensor_parallel_plan: Any = None,
     wrap_modules: str | Sequence[str] | None = None,
     largest: int = 8,
 ) -> MeasuredState:
-    """What a rank holds of a Hugging Face model's parameters, gradients and AdamW state.
+    """What a rank holds of a Hugging Face model's parameters, gradients and optimizer state.
 
     Args:
         config: the content of a ``config.json``.
         sizes: of the axes; 1 where one is left out.
         engine: ``ddp``, ``fsdp``, ``hsdp`` or ``zero1``.
         rank: of as many as the sizes multiply to.
-        dtype: of parameters, gradients and AdamW's state.
+        dtype: of parameters, gradients and the optimizer's state.
+        optimizer: one of ``OPTIMIZERS``.
         tensor_parallel_plan: as the strategies' argument.
         wrap_modules: likewise.
         largest: how many parameters to name.
@@ -120,10 +129,10 @@ def measured_state(
         _shard(model, mesh, settings)
         parameters = list(model.parameters())
         _give_gradients(model)
-        optimizer = torch.optim.AdamW(parameters)
-        optimizer.step()
+        stepped = OPTIMIZERS[optimizer](parameters)
+        stepped.step()
         gradients = [p.grad for p in parameters if p.grad is not None]
-        states = optimizer.state.values()
+        states = stepped.state.values()
         held = [_held(name, p, mesh) for name, p in model.named_parameters()]
         held.sort(key=lambda each: -each.nbytes)
         return MeasuredState(
@@ -131,7 +140,7 @@ def measured_state(
             parameter_count=count,
             parameters=_memory(parameters),
             gradients=_memory(gradients),
-            optimizer=_memory(x for state in states for key, x in state.items() if key != "step"),
+            optimizer=_memory(_tensors_of(states)),
             largest=tuple(held[:largest]),
             whole=tuple(each for each in held if not each.cut_by),
         )
@@ -176,6 +185,12 @@ def _give_gradients(model: nn.Module) -> None:
     for p in model.parameters():
         if p.requires_grad and p.grad is None:
             p.grad = torch.empty_like(p)
+
+
+def _tensors_of(states: Iterable[Mapping[str, Any]]) -> Iterator[torch.Tensor]:
+    """What an optimizer keeps like its parameters."""
+    for state in states:
+        yield from (x for key, x in state.items() if key != "step" and x is not None)
 
 
 def _held(name: str, parameter: nn.Parameter, mesh: ContextParallelMesh) -> HeldParameter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,20 @@ CONFIG_CLASSES = {
     "MixtralConfig": "mixtral",
 }
 """Of transformers, by what a model's config may name instead of ``model_type``."""
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Refuse what is neither of the job nor of its limits.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    if type(config["show"]) is not int or config["show"] < 1:
+        raise ConfigError(f"show must be an integer of at least 1, got {config['show']!r}.")
+    if config["verify"] not in (False, True, "all"):
+        raise ConfigError(
+            f"verify must be one of false, true (--verify), all, got {config['verify']!r}."
+        )
 
 
 def job_of(config: Mapping[str, Any], name: str) -> Job:
@@ -100,7 +115,7 @@ def machine_of(given: object, reserve_gib: object = None) -> Machine:
         )
     if reserve_gib is None:
         return machine
-    if not isinstance(reserve_gib, int | float) or reserve_gib < 0:
+    if not isinstance(reserve_gib, int | float) or not 0 <= reserve_gib < math.inf:
         raise ConfigError(f"reserve_gib must be a number of at least 0, got {reserve_gib!r}.")
     return replace(machine, reserve=round(reserve_gib * GIB))
 
@@ -112,6 +127,8 @@ def limits_of(config: Mapping[str, Any]) -> Limits:
         ConfigError: naming a setting that cannot be.
     """
     mesh = config.get("mesh") or {}
+    if not isinstance(mesh, Mapping):
+        raise ConfigError(f"mesh maps axes to sizes (mesh.ring=8), got {mesh!r}.")
     strange = sorted(set(mesh) - {axis.value for axis in Axis})
     if strange:
         raise ConfigError(f"mesh has the axes {', '.join(Axis)}, got {', '.join(strange)}.")

@@ -42,10 +42,15 @@ def verify(plan: Plan, config: Mapping[str, Any]) -> bool:
     rows: list[list[str]] = []
     good = all(group.agrees for group in groups)
     for rank in ranks:
-        dtype = DTYPES[plan.case.job.itemsize]
-        found = measured_state(hf_config(config["model"]), mesh.by_axis, engine, rank, dtype=dtype)
+        job = plan.case.job
+        found = measured_state(
+            *(hf_config(config["model"]), mesh.by_axis, engine, rank),
+            dtype=DTYPES[job.itemsize],
+            optimizer=job.optimizer,
+        )
+        good &= found.parameter_count == job.model.num_parameters
         wanted = rank_state(plan.case, rank)
-        rows += _rows(rank, wanted, found, trains=plan.case.job.trains)
+        rows += _rows(rank, wanted, found, trains=job.trains)
         good &= all(abs(float(row[-1]) - 1) <= WITHIN for row in rows)
         if rank == 0:
             print(f"{_of_tensors(found, plan)}\n")

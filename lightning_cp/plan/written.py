@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_cp.planner.machines import MACHINES
-from lightning_cp.planner.override import as_overrides, as_yaml
+from lightning_cp.planner.override import as_overrides, as_yaml, optimizer
 from lightning_cp.planner.search import Found
 
 
-def write(found: Found, folder: Path, model: str) -> str:
-    """Write ``strategy/plan.yaml`` where something fits; what to do with it, and where all files are."""
+def write(found: Found, folder: Path, model: Sequence[str]) -> str:
+    """Write ``strategy/plan.yaml`` where something fits.
+
+    Args:
+        found: all plans.
+        folder: of the run.
+        model: overrides that say which model was planned.
+
+    Returns:
+        What to do with the file, and where all files are.
+    """
     files = [folder / name for name in ("plan.txt", "plan.png")]
     lines: list[str] = []
     if found.plans and found.plans[0].case.job.trains:
@@ -19,13 +29,13 @@ def write(found: Found, folder: Path, model: str) -> str:
         file.parent.mkdir(exist_ok=True)
         file.write_text(as_yaml(case))
         files.append(file)
-        length = f"model={model} data.seq_len={case.job.seq_len}"
+        same = shlex.join([*model, f"data.seq_len={case.job.seq_len}", *optimizer(case)])
         lines = [
             "Run it:",
-            f"  python -m lightning_cp.train --config-dir {folder} strategy=plan {length}",
-            f"or, without the file:\n  python -m lightning_cp.train {as_overrides(case)} {length}",
+            f"  python -m lightning_cp.train --config-dir {folder} strategy=plan {same}",
+            f"or, without the file:\n  python -m lightning_cp.train {as_overrides(case)} {same}",
         ]
-        if case.job.machine.name in MACHINES and case.job.machine.name.startswith("tpu"):
+        if case.job.machine.name == "tpu_v4":
             lines = [
                 "This package does not run on TPUs: strategy/plan.yaml is for the same mesh elsewhere."
             ]

@@ -18,7 +18,6 @@ MANY_COPIES = 1.5
 def advice(case: Case) -> Iterator[str]:
     """Sentences, most important first."""
     job, mesh, heads = case.job, case.choice.mesh, case.heads
-    per_node = job.machine.devices_per_node
     idle = job.devices - mesh.devices
     if idle:
         share = f"{idle} of {job.devices} devices ({idle / job.devices:.1%})"
@@ -30,8 +29,10 @@ def advice(case: Case) -> Iterator[str]:
             "hold already. dp_shard in place of dp_replicate shards it"
         )
     for axis in (Axis.TP, Axis.ULYSSES, Axis.RING):
-        if mesh.crosses_nodes(axis, per_node):
-            beyond = f"{axis.value} of {mesh.size(axis)} goes beyond nodes of {per_node}"
+        if case.crosses_nodes(axis):
+            beyond = (
+                f"{axis.value} of {mesh.size(axis)} goes beyond nodes of {case.devices_per_node}"
+            )
             yield f"{beyond}: its messages take the slower link"
     sent = sum(map(heads.num_local_kv, range(heads.ulysses_size))) / heads.num_kv_heads
     if sent > 1:

@@ -88,10 +88,9 @@ def attention_cost(case: Case, window: int | None) -> AttentionCost:
         case: the job and the choice.
         window: keys that a query sees; ``None``: all before it.
     """
-    job, mesh, machine = case.job, case.choice.mesh, case.job.machine
+    job, machine = case.job, case.job.machine
     ring, ulysses = (
-        machine.link(crosses=mesh.crosses_nodes(axis, machine.devices_per_node))
-        for axis in (Axis.RING, Axis.ULYSSES)
+        machine.link(crosses=case.crosses_nodes(axis)) for axis in (Axis.RING, Axis.ULYSSES)
     )
     rates = (machine.attention_forward, machine.attention_backward)
     links = (ring, ulysses, machine.latency)

@@ -56,6 +56,11 @@ class Job:
         return PRECISIONS[self.precision][1]
 
     @property
+    def reduced_itemsize(self) -> int:
+        """Bytes of an entry of a gradient on its way: float32, where parameters are not kept in less."""
+        return self.itemsize
+
+    @property
     def trains(self) -> bool:
         """Whether there are steps; else the model is loaded only."""
         return self.optimizer != "none"
@@ -64,6 +69,11 @@ class Job:
     def tokens(self) -> int:
         """Of a step."""
         return self.seq_len * self.global_batch
+
+
+def devices_per_node(devices: int, most: int) -> int:
+    """Of the fewest nodes with equally many, since a Trainer starts equally many on each."""
+    return max(n for n in range(1, min(devices, most) + 1) if devices % n == 0)
 
 
 @dataclass(frozen=True)
@@ -164,6 +174,15 @@ class Case:
         """Of a tensor-parallel rank, over Ulysses ranks."""
         model, mesh = self.job.model, self.choice.mesh
         return HeadSplit(model.heads // mesh.tp, model.kv_heads // mesh.tp, mesh.ulysses)
+
+    @property
+    def devices_per_node(self) -> int:
+        """Ranks of each node: as many as there is room for, and the same number on all."""
+        return devices_per_node(self.choice.mesh.devices, self.job.machine.devices_per_node)
+
+    def crosses_nodes(self, axis: Axis | Flat) -> bool:
+        """Whether some group of an axis has ranks of several nodes."""
+        return self.choice.mesh.crosses_nodes(axis, self.devices_per_node)
 
     @property
     def local_tokens(self) -> int:

@@ -15,7 +15,6 @@ from lightning_cp.planner.model import Model, Parameter, Shape
 from lightning_cp.planner.moments import Moment, optimizer_moment, peak
 from lightning_cp.planner.rank_step import rank_step
 from lightning_cp.planner.state import ModelShapes, StateBytes, state_bytes
-from lightning_cp.planner.wire import REDUCED
 
 
 @dataclass(frozen=True)
@@ -103,11 +102,11 @@ def between_steps(case: Case) -> Memory:
 
 
 def memory_of(case: Case, attention: Mapping[int | None, AttentionCost]) -> Memory:
-    """The fullest moment of a step of a case."""
+    """The fullest moment of a step of a case; without ``attention``, what it is at least."""
     held = between_steps(case)
     if not case.job.trains:
         return held
-    calls = [cost.memory for cost in attention.values()]
+    calls = [cost.memory for cost in attention.values()] or [(0, 0)]
     step = rank_step(case, (max(one[0] for one in calls), max(one[1] for one in calls)))
     stepping = optimizer_moment(step)
     if not case.job.machine.is_cpu:  # as many tensors at once
@@ -122,7 +121,7 @@ def _accumulated(case: Case) -> int:
     """Engines that shard leave gradients whole until the last sequence; ``ddp`` has them whole anyway."""
     if case.sequences == 1 or case.choice.engine == "ddp":
         return 0
-    return _entries(case.job.model, case.choice.mesh.tp) * REDUCED
+    return _entries(case.job.model, case.choice.mesh.tp) * case.job.reduced_itemsize
 
 
 def rank_state(case: Case, rank: int) -> StateBytes:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.planner.activations import (
@@ -33,7 +34,7 @@ from lightning_cp.planner.activations import (
     layer_bytes,
     uses_pytorch_loss,
 )
-from lightning_cp.planner.units import Units
+from lightning_cp.planner.units import Units, units_of
 
 ENGINES = ("ddp", "fsdp", "hsdp", "zero1")
 
@@ -81,7 +82,7 @@ def moments(step: RankStep) -> list[Moment]:
     """
     if step.engine not in ENGINES:
         raise ConfigError(f"engine must be one of {', '.join(ENGINES)}, got {step.engine!r}.")
-    units, last = Units(step), len(step.model.layers) - 1
+    units, last = units_of(step), len(step.model.layers) - 1
     found = [*_around_loss(step, units)]
     # In between the second and the last but one, everything grows or shrinks evenly.
     for at in sorted({0, min(1, last), max(last - 1, 0), last}, reverse=True):
@@ -91,6 +92,7 @@ def moments(step: RankStep) -> list[Moment]:
     return [replace(one, batch=batch) for one in found]
 
 
+@lru_cache(maxsize=1 << 14)
 def peak(step: RankStep) -> Moment:
     """The moment that needs most."""
     return max(moments(step), key=lambda one: one.total)
@@ -101,7 +103,7 @@ def optimizer_moment(step: RankStep) -> Moment:
 
     ``foreach``, which PyTorch takes on a GPU, has one tensor like each parameter instead.
     """
-    units = Units(step)
+    units = units_of(step)
     batch = (batch_bytes(step) - checked_bytes(step)) * step.tokens
     made = {"working": units.stepped, "gradients": units.all, "buffers": units.standing}
     return Moment("optimizer's step", batch=batch, **made)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_cp.planner.job import Case
 
-NAME = "plan"
+MOMENTUM = 0.9
 
 
 def settings(case: Case) -> dict[str, object]:
@@ -31,12 +31,11 @@ def settings(case: Case) -> dict[str, object]:
 
 def trainer(case: Case) -> dict[str, object]:
     """What the Trainer is given."""
-    job, per_node = case.job, case.job.machine.devices_per_node
-    nodes = -(-case.choice.mesh.devices // per_node)
+    job, devices = case.job, case.devices_per_node
     given: dict[str, object] = {
         "accelerator": "cpu" if job.machine.is_cpu else "gpu",
-        "devices": min(case.choice.mesh.devices, per_node),
-        "num_nodes": nodes,
+        "devices": devices,
+        "num_nodes": case.choice.mesh.devices // devices,
         "accumulate_grad_batches": case.sequences,
     }
     if job.precision == "bf16-true" or (
@@ -44,6 +43,15 @@ def trainer(case: Case) -> dict[str, object]:
     ):
         given["precision"] = job.precision
     return given
+
+
+def optimizer(case: Case) -> list[str]:
+    """Overrides for the optimizer that was planned, where it is another than the models' AdamW."""
+    name = case.job.optimizer
+    if name == "adamw":
+        return []
+    given = ["model.optimizer._target_=torch.optim.SGD", "~model.optimizer.betas"]
+    return given + [f"+model.optimizer.momentum={MOMENTUM}"] * (name == "momentum")
 
 
 def as_yaml(case: Case) -> str:
@@ -65,7 +73,7 @@ def as_overrides(case: Case) -> str:
     return " ".join(
         ["strategy=auto"]
         + [
-            f"{group}.{name}={_shown(value)}"
+            f"{'++' * (name == 'num_nodes')}{group}.{name}={_shown(value)}"  # no group has it
             for group, given in groups
             for name, value in given.items()
         ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lightning_cp.planner.activations import RankStep
 from lightning_cp.planner.job import Case
-from lightning_cp.planner.wire import REDUCED
 
 
 def rank_step(case: Case, attention: tuple[int, int] = (0, 0)) -> RankStep:
@@ -25,5 +24,5 @@ def rank_step(case: Case, attention: tuple[int, int] = (0, 0)) -> RankStep:
         attention=attention,
         engine=choice.engine,
         shard_ranks=choice.shard_ranks,
-        reduce_itemsize=REDUCED if shards else 0,
+        reduce_itemsize=job.reduced_itemsize if shards else 0,
     )

@@ -11,7 +11,7 @@ from typing import TypeVar
 from lightning_cp.axes import Axis
 from lightning_cp.errors import ConfigError
 from lightning_cp.planner.attention import AttentionCost, attention_cost
-from lightning_cp.planner.job import Case, Choice, Job, MeshSizes
+from lightning_cp.planner.job import Case, Choice, Job, MeshSizes, devices_per_node
 from lightning_cp.planner.memory import Memory, between_steps, memory_of
 from lightning_cp.planner.seconds import Seconds, step_seconds
 
@@ -113,13 +113,12 @@ def search(job: Job, limits: Limits) -> Found:
         if not cases:
             rejected.append(Rejected(mesh, engine, "the settings that are set do not go with it"))
             continue
-        saving, least = cases[-1], between_steps(cases[-1])
-        if least.missing <= 0:
-            saving, least = _saving_most(cases)
-        if least.missing > 0:
-            rejected.append(Rejected(mesh, engine, least.why, least.missing, least, saving))
-            continue
-        plans.append(_best(cases))
+        best, least = _priced(cases)
+        if best is not None:
+            plans.append(best)
+        else:
+            memory, saving = least
+            rejected.append(Rejected(mesh, engine, memory.why, memory.missing, memory, saving))
     if not plans and not rejected:
         raise ConfigError(_nothing(job, limits))
     plans.sort(key=_slowness)
@@ -127,27 +126,30 @@ def search(job: Job, limits: Limits) -> Found:
     return Found(tuple(plans), tuple(rejected), looked_at)
 
 
-def _saving_most(cases: Sequence[Case]) -> tuple[Case, Memory]:
-    """The one that needs least: of each exchange the last, by the order in which settings are yielded."""
-    last = {case.choice.exchange: case for case in cases}
-    priced = [(case, memory_of(case, _attention(case))) for case in last.values()]
-    return min(priced, key=lambda one: one[1].missing)
+def _priced(cases: Sequence[Case]) -> tuple[Plan | None, tuple[Memory, Case]]:
+    """The fastest that fits, if any does; and the one that needs least.
 
-
-def _attention(case: Case) -> dict[int | None, AttentionCost]:
-    return {window: attention_cost(case, window) for window in case.job.model.windows}
-
-
-def _best(cases: Sequence[Case]) -> Plan:
-    """The fastest of those that fit, of which there is one."""
+    What is more than a device has without attention's buffers is not priced with them: they take longest.
+    """
+    held = between_steps(cases[-1])
+    if held.missing > 0:
+        return None, (held, cases[-1])
+    bounds = [(memory_of(case, {}), case) for case in cases]
+    least = min(bounds, key=lambda one: one[0].missing)
     found: list[Plan] = []
-    for case in cases:
+    for _, case in (one for one in bounds if one[0].missing <= 0):
         attention = _attention(case)
         memory = memory_of(case, attention)
         if memory.missing <= 0:
             seconds = step_seconds(case, attention) if case.job.trains else Seconds()
             found.append(Plan(case, memory, attention, seconds))
-    return min(found, key=_slowness)
+    if found:
+        return min(found, key=_slowness), least
+    return None, (memory_of(least[1], _attention(least[1])), least[1])
+
+
+def _attention(case: Case) -> dict[int | None, AttentionCost]:
+    return {window: attention_cost(case, window) for window in case.job.model.windows}
 
 
 def _slowness(plan: Plan) -> tuple[float, int, int]:
@@ -164,8 +166,9 @@ def meshes(job: Job, limits: Limits) -> Iterator[tuple[MeshSizes, str]]:
     if all(limits.mesh.get(axis) for axis in Axis):
         yield from _set_whole(job, limits)
         return
+    per_node = devices_per_node(job.devices, job.machine.devices_per_node)
     for tp in job.model.tp_sizes:
-        if job.devices % tp or tp > job.machine.devices_per_node:
+        if job.devices % tp or tp > per_node:
             continue
         for cp in divisors(job.devices // tp):
             if cp > 1 and (job.seq_len < 2 * cp or not job.trains):
@@ -223,7 +226,7 @@ def _impossible(job: Job, mesh: MeshSizes) -> str:
 
 
 def settings(job: Job, mesh: MeshSizes, engine: str, limits: Limits) -> Iterator[Choice]:
-    """All settings of a mesh that the strategy takes; of each exchange the last one saves most memory."""
+    """All settings of a mesh that the strategy takes."""
     if not job.trains:
         yield Choice(mesh, engine)
         return
@@ -231,7 +234,8 @@ def settings(job: Job, mesh: MeshSizes, engine: str, limits: Limits) -> Iterator
     exchanges = _free(limits.exchange, ("ring", "all_gather") if mesh.ring > 1 else ("ring",))
     kept = [one for one in CHECKPOINTING if not (alone and one == "keep_attention")]
     for checkpointing, exchange in product(_free(limits.checkpointing, kept), exchanges):
-        offloads = (False,) if checkpointing == "none" else (False, True)
+        waits = checkpointing != "none" and job.machine.host_memory > 0
+        offloads = (False, True) if waits else (False,)
         chunked = (False,) if shared else (False, True)
         tiled = (False,) if shared or job.model.experts else (False, True)
         for offload, chunks, tiles in product(
@@ -260,8 +264,9 @@ def divisors(number: int) -> list[int]:
 def _nothing(job: Job, limits: Limits) -> str:
     pinned = ", ".join(f"{axis}={size}" for axis, size in limits.mesh.items() if size is not None)
     asked = f"{pinned or 'no axis set'}, engine {limits.engine or 'any'}"
+    per_node = devices_per_node(job.devices, job.machine.devices_per_node)
     return (
-        f"no mesh of {job.devices} devices has {asked}. tp can be one of {list(job.model.tp_sizes)} within a "
-        f"node of {job.machine.devices_per_node}, ulysses a divisor of {job.model.heads} heads / tp, and all "
-        "sizes multiply to the devices. Leave an axis out, or change devices."
+        f"no mesh of {job.devices} devices has {asked}. tp can be one of {list(job.model.tp_sizes)} within "
+        f"a node of {per_node}, ulysses a divisor of {job.model.heads} heads / tp, and all sizes multiply to "
+        "the devices. Leave an axis out, or change devices."
     )

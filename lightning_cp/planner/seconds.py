@@ -18,7 +18,13 @@ from lightning_cp.planner.machines import of_nearest
 from lightning_cp.planner.model import Layer
 from lightning_cp.planner.moved import layer_moved, loss_moved, optimizer_moved
 from lightning_cp.planner.rank_step import rank_step
-from lightning_cp.planner.wire import parameter_bytes, tensor_parallel_bytes, tensor_sums
+from lightning_cp.planner.wire import (
+    gathers_of_layer,
+    gathers_of_own,
+    parameter_bytes,
+    tensor_parallel_bytes,
+    tensor_sums,
+)
 
 
 @dataclass(frozen=True)
@@ -119,28 +125,27 @@ def _tensor_parallel(case: Case) -> float:
     if not sums:
         return 0.0
     machine = case.job.machine
-    crosses = case.choice.mesh.crosses_nodes(Axis.TP, machine.devices_per_node)
-    each = tensor_parallel_bytes(case) / machine.link(crosses=crosses) + machine.latency
+    link = machine.link(crosses=case.crosses_nodes(Axis.TP))
+    each = tensor_parallel_bytes(case) / link + machine.latency
     return sums * each
 
 
 def _parameters(case: Case, layer: Layer, computing: float) -> float:
-    """What takes longer than computing of gathering a layer twice; reductions once a step come on top."""
+    """What takes longer than computing of gathering a layer, and of reducing its gradients once a step."""
     choice, machine = case.choice, case.job.machine
     if choice.engine == "ddp":
         return 0.0
     moved = parameter_bytes(case, layer.parameters)
     link = machine.link(crosses=_shards_cross(case))
-    gathers = 1 if choice.engine == "zero1" else 2
-    moving = gathers * (moved.gathered / link + machine.latency)
-    moving += (moved.reduced / link + machine.latency) / case.sequences
+    moving = gathers_of_layer(case) * (moved.gathered / link + machine.latency)
+    moving = (moving + moved.reduced / link + machine.latency) / case.sequences
     return max(0.0, moving - computing)
 
 
 def _shards_cross(case: Case) -> bool:
     choice = case.choice
     flat = Flat.LOSS if choice.engine in ("zero1", "ddp") else Flat.FSDP
-    return choice.mesh.crosses_nodes(flat, case.job.machine.devices_per_node)
+    return case.crosses_nodes(flat)
 
 
 def _offload(case: Case, computing: float) -> float:
@@ -171,15 +176,13 @@ def _once(case: Case) -> Seconds:
     model = job.model
     link = machine.link(crosses=_shards_cross(case))
     own = parameter_bytes(case, (*model.before, *model.after))
-    waiting = (own.gathered * case.sequences + own.reduced) / link
+    waiting = (own.gathered * gathers_of_own(case) + own.reduced) / link
     each, layers = parameter_bytes(case, model.layers[0].parameters), len(model.layers)
     if choice.engine == "ddp":  # buckets travel while backward goes on; the last one is waited for
         hidden = layers * each.reduced / link
         computing = 4 * model.layer_products * case.local_tokens * layers
         waiting += max(0.0, hidden - computing / machine.matmul_flops)
-    between = machine.link(
-        crosses=choice.mesh.crosses_nodes(Axis.DP_REPLICATE, machine.devices_per_node)
-    )
+    between = machine.link(crosses=case.crosses_nodes(Axis.DP_REPLICATE))
     waiting += (layers * each.replicated + own.replicated) / between
     held = model.num_parameters / choice.mesh.tp / choice.shard_ranks
     touched = optimizer_moved(held, job.itemsize, job.optimizer)

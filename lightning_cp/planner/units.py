@@ -16,11 +16,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from lightning_cp.planner.activations import WIDE, RankStep
 from lightning_cp.planner.model import Parameter
+
+
+def units_of(step: RankStep) -> Units:
+    """Those of a step; steps that differ in tokens or in what they keep share them."""
+    bare = {"recompute": "none", "offload": False, "chunked_loss": 0, "tiled_mlp": 0}
+    return _units_of(replace(step, tokens=1, cp_size=1, attention=(0, 0), **bare))
+
+
+@lru_cache(maxsize=4096)
+def _units_of(step: RankStep) -> Units:
+    return Units(step)
 
 
 class Units:
@@ -48,7 +60,7 @@ class Units:
         """A block that is in use."""
         return self._gathered(self._block) if self._shards and not self._stays else 0
 
-    @property
+    @cached_property
     def arriving(self) -> int:
         """The buffer in which the next block arrives, or the last one did; alone, nothing does."""
         return self.block if self._step.shard_ranks > 1 else 0
@@ -59,12 +71,12 @@ class Units:
         size = self._step.parameter_itemsize
         return 0 if self._shards else self._count_all * size
 
-    @property
+    @cached_property
     def sums(self) -> int:
         """The buffer of a block that was added last."""
         return self._summed(self._block) if self._shards else 0
 
-    @property
+    @cached_property
     def sums_of_own(self) -> int:
         """The buffer of the model's own parameters."""
         return self._summed(self._own) if self._shards else 0
@@ -79,38 +91,38 @@ class Units:
         norms = [one for one in self._model.after if len(one.shape) == 1]
         return blocks * self._kept(self._block) + self.head + self._whole(norms)
 
-    @property
+    @cached_property
     def all(self) -> int:
         """Gradients after backward."""
         return self._kept(self._own) + len(self._model.layers) * self._kept(self._block)
 
-    @property
+    @cached_property
     def of_block(self) -> int:
         """A block's gradients, before they are added."""
         return self._whole(self._block)
 
-    @property
+    @cached_property
     def behind_attention(self) -> int:
         """Those that are there when attention is differentiated."""
         before = ("self_attn.q", "self_attn.k", "self_attn.v", "input_layernorm")
         return self._whole([one for one in self._block if not one.name.startswith(before)])
 
-    @property
+    @cached_property
     def of_mlp(self) -> int:
         """Those of the MLP."""
         return self._whole(self._mlp)
 
-    @property
+    @cached_property
     def of_down(self) -> int:
         """Those of the MLP's last product."""
         return self._whole([one for one in self._mlp if "down_proj" in one.name])
 
-    @property
+    @cached_property
     def sums_of_tiles(self) -> int:
         """Of the MLP's gradients in float32."""
         return self._count(self._mlp) * WIDE
 
-    @property
+    @cached_property
     def stepped(self) -> int:
         """AdamW's tensors, a parameter at a time: two like it, while one like that before is still there."""
         # Layers are alike: two of them have every neighbour.
@@ -118,16 +130,16 @@ class Units:
         sizes = [self._kept([one]) for one in each]
         return max(before + 2 * size for before, size in pairwise([0, *sizes]))
 
-    @property
+    @cached_property
     def _mlp(self) -> list[Parameter]:
         return [one for one in self._block if one.name.startswith("mlp.")]
 
-    @property
+    @cached_property
     def _gradient_itemsize(self) -> int:
         """Until they are added; ``ddp`` has them as parameters are."""
         return self._step.itemsize if self._shards else self._step.parameter_itemsize
 
-    @property
+    @cached_property
     def _count_all(self) -> int:
         return self._count(self._own) + len(self._model.layers) * self._count(self._block)
 

@@ -9,9 +9,6 @@ from lightning_cp.planner.attention import AttentionCost
 from lightning_cp.planner.job import Case
 from lightning_cp.planner.model import Parameter
 
-REDUCED = 4
-"""Bytes of an entry of a gradient on its way: sums are float32."""
-
 
 @dataclass(frozen=True)
 class Flow:
@@ -48,12 +45,23 @@ def parameter_bytes(case: Case, parameters: tuple[Parameter, ...]) -> LayerBytes
     numel = sum(one.numel // _parts(one, choice.mesh.tp) for one in parameters)
     cut, mesh = choice.shard_ranks, choice.mesh
     gathered = numel * job.compute_itemsize * (cut - 1) / cut
-    reduced = numel * REDUCED * (cut - 1) / cut
+    reduced = numel * job.reduced_itemsize * (cut - 1) / cut
     if choice.engine == "ddp":
         ranks = mesh.size(Flat.LOSS)
         return LayerBytes(0.0, 2 * numel * job.itemsize * (ranks - 1) / ranks, 0.0)
     copies = mesh.dp_replicate if choice.engine == "hsdp" else 1
-    return LayerBytes(gathered, reduced, 2 * numel / cut * REDUCED * (copies - 1) / copies)
+    added = 2 * numel / cut * job.reduced_itemsize * (copies - 1) / copies
+    return LayerBytes(gathered, reduced, added)
+
+
+def gathers_of_own(case: Case) -> int:
+    """How often a step gathers the model's own parameters; ``zero1`` keeps all until the last sequence."""
+    return 1 if case.choice.engine == "zero1" else case.sequences
+
+
+def gathers_of_layer(case: Case) -> int:
+    """How often a step gathers each layer: in forward, and in backward if it was freed in between."""
+    return 1 if case.choice.engine == "zero1" else 2 * case.sequences
 
 
 def _parts(one: Parameter, tp_size: int) -> int:
@@ -74,7 +82,7 @@ def flows(case: Case, attention: dict[int | None, AttentionCost]) -> list[Flow]:
         case: the job and the choice.
         attention: by the layers' windows.
     """
-    mesh, choice, model = case.choice.mesh, case.choice, case.job.model
+    choice, model = case.choice, case.job.model
     recomputed = choice.checkpointing == "blocks"
     ring = ulysses = 0.0
     for window, count in model.windows.items():
@@ -83,10 +91,11 @@ def flows(case: Case, attention: dict[int | None, AttentionCost]) -> list[Flow]:
         ulysses += count * (times * forward.all_to_all_bytes + backward.all_to_all_bytes)
         of_ring = [one.total_bytes - one.all_to_all_bytes for one in (forward, backward)]
         ring += count * (times * of_ring[0] + of_ring[1])
-    gathers, layers = (1 if choice.engine == "zero1" else 2), len(model.layers)
+    layers = len(model.layers)
     each = parameter_bytes(case, model.layers[0].parameters)
     own = parameter_bytes(case, (*model.before, *model.after))
-    gathered = gathers * layers * each.gathered + own.gathered
+    gathered = gathers_of_layer(case) * layers * each.gathered
+    gathered += gathers_of_own(case) * own.gathered
     reduced = layers * each.reduced + own.reduced
     copies = layers * each.replicated + own.replicated
     sums = len(model.layers) * tensor_sums(case) + 2
@@ -99,16 +108,11 @@ def flows(case: Case, attention: dict[int | None, AttentionCost]) -> list[Flow]:
             Axis.TP,
             case.sequences * sums * tensor_parallel_bytes(case),
         ),
-        ("parameters", shards, case.sequences * gathered),
+        ("parameters", shards, gathered),
         ("gradients", shards, reduced),
         ("gradients between copies", Axis.DP_REPLICATE, copies),
     ]
-    per_node = case.job.machine.devices_per_node
-    return [
-        Flow(what, axis, sent, mesh.crosses_nodes(axis, per_node))
-        for what, axis, sent in found
-        if sent
-    ]
+    return [Flow(what, axis, sent, case.crosses_nodes(axis)) for what, axis, sent in found if sent]
 
 
 def tensor_sums(case: Case) -> int:

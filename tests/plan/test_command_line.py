@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
+from hydra.utils import instantiate
+
+from tests.planner.configs import SMALL as SMALL_CONFIG
 
 TRAIN = "lightning_cp.train"
 SMALL = ("model=llama_small", "devices=4", "seq_len=512")
@@ -34,13 +41,46 @@ def test_a_plan_and_the_files_that_it_leaves(tmp_path: Path) -> None:
     sizes = [given["strategy"][f"{axis}_size"] for axis in ("data_parallel", "ring", "ulysses")]
     assert sizes[0] == 1
     assert sizes[1] * sizes[2] == 4
-    # The line that the planner prints to run it composes, with every key known.
-    (line,) = (line for line in done.stdout.splitlines() if "--config-dir" in line)
-    composed = run(TRAIN, *line.split("lightning_cp.train ")[1].split(), "--cfg", "job")
-    assert composed.returncode == 0, composed.stderr
-    train = yaml.safe_load(composed.stdout)
-    assert train["strategy"]["ring_size"] == sizes[1]
-    assert train["data"]["seq_len"] == 512
+    # The lines that the planner prints to run it compose, with every key known, to the same run.
+    with_file, without = (composed(line) for line in printed(done.stdout))
+    assert with_file == without
+    assert with_file["strategy"]["ring_size"] == sizes[1]
+    assert with_file["data"]["seq_len"] == 512
+
+
+def printed(text: str) -> list[str]:
+    """Commands that train."""
+    lines = [
+        line for line in text.splitlines() if line.startswith("  python -m lightning_cp.train ")
+    ]
+    assert len(lines) == 2
+    return lines
+
+
+def composed(line: str) -> dict[str, Any]:
+    """The config that a printed command gives, with its model's optimizer made."""
+    done = run(TRAIN, *shlex.split(line)[3:], "--cfg", "job")
+    assert done.returncode == 0, done.stderr
+    config = yaml.safe_load(done.stdout)
+    instantiate(config["model"]["optimizer"])([torch.nn.Parameter(torch.zeros(1))])
+    return config
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "sgd"])
+def test_the_run_has_the_model_and_the_optimizer_that_were_planned(
+    tmp_path: Path, optimizer: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_CONFIG))
+    asked = ["model=config_json", f"model.network.config={tmp_path}", "devices=4", "seq_len=512"]
+    asked += ["engine=fsdp", f"optimizer={optimizer}", f"hydra.run.dir={tmp_path / 'plan'}"]
+    done = run("lightning_cp.plan", *asked, "--verify")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in printed(done.stdout):
+        config = composed(line)
+        assert config["model"]["network"]["config"] == str(tmp_path)
+        given = config["model"]["optimizer"]
+        assert given["_target_"] == "torch.optim.SGD"
+        assert given.get("momentum", 0) == (0.9 if optimizer == "momentum" else 0)
 
 
 @pytest.mark.parametrize(

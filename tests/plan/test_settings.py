@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from lightning_cp.config_files import config_dir
 from lightning_cp.errors import ConfigError
-from lightning_cp.plan.settings import job_of, limits_of
+from lightning_cp.plan.settings import check, job_of, limits_of
 from lightning_cp.planner.job import Job
 from lightning_cp.planner.machines import GIB, MACHINES
 from lightning_cp.planner.search import Limits
@@ -37,6 +37,7 @@ def config(*overrides: str) -> dict[str, Any]:
 
 def planned(asked: dict[str, Any]) -> tuple[Job, Limits]:
     """What the command line makes of a config."""
+    check(asked)
     return job_of(asked, "llama3_8b"), limits_of(asked)
 
 
@@ -86,6 +87,12 @@ def test_the_experiment_of_a_million_tokens() -> None:
         (["checkpointing=half"], "checkpointing must be one of none"),
         (["mesh.ring=0"], r"mesh\.ring must be an integer of at least 1"),
         (["+mesh.pp=2"], "mesh has the axes .*got pp"),
+        (["mesh=8"], "mesh maps axes .*got 8"),
+        (["reserve_gib=nan"], "reserve_gib must be a number of at least 0"),
+        (["reserve_gib=inf"], "reserve_gib must be a number of at least 0"),
+        (["show=0"], "show must be an integer of at least 1, got 0"),
+        (["show=-1"], "show must be an integer of at least 1"),
+        (["verify=everything"], "verify must be one of"),
     ],
 )
 def test_what_cannot_be_planned(overrides: list[str], match: str) -> None:

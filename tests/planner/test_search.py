@@ -17,7 +17,8 @@ from lightning_cp.planner.job import Case, Choice, Job, MeshSizes
 from lightning_cp.planner.loading import parts, stacked, stops_at
 from lightning_cp.planner.machines import GIB, MACHINES
 from lightning_cp.planner.memory import memory_of
-from lightning_cp.planner.search import Found, Limits, search
+from lightning_cp.planner.override import trainer
+from lightning_cp.planner.search import Found, Limits, search, settings
 from lightning_cp.planner.seconds import step_seconds
 from lightning_cp.planner.wire import flows
 from tests.planner.configs import LLAMA_405B, SMALL
@@ -315,3 +316,78 @@ def test_a_model_without_context_parallelism_is_planned_too() -> None:
         job(model=model_of(SMALL, "small"), devices=1, seq_len=4096, global_batch=1), FREE
     )
     assert found.plans[0].case.choice.mesh == MeshSizes()
+
+
+def every_case(asked: Job, mesh: MeshSizes, engine: str) -> list[Case]:
+    return [Case(asked, choice) for choice in settings(asked, mesh, engine, FREE)]
+
+
+REJECTING = {
+    "405b": {"model": BIG, "devices": 256, "seq_len": 8192, "global_batch": 256},
+    "405b, long": {"model": BIG, "devices": 512, "seq_len": 1 << 18, "global_batch": 8},
+    "8b": {"machine": MACHINES["tpu_v4"], "seq_len": 1 << 17, "global_batch": 4},
+}
+
+
+@pytest.mark.parametrize("changed", REJECTING.values(), ids=REJECTING)
+def test_what_is_rejected_fits_with_no_setting(changed: dict[str, Any]) -> None:
+    """Chunks and tiles keep sums in float32: on few tokens they need more than they save."""
+    asked = job(**changed)
+    for one in search(asked, FREE).rejected:
+        if one.memory is None or one.missing <= 0:
+            continue
+        least = min(memory(case).missing for case in every_case(asked, one.mesh, one.engine))
+        assert least > 0
+        assert one.missing <= least  # what parameters alone exceed is not looked at any further
+
+
+def test_a_machine_of_which_no_host_is_known() -> None:
+    """As one that was measured: whatever fits without the host is found."""
+    asked = job(seq_len=8192, global_batch=16)
+    blind = replace(asked, machine=replace(asked.machine, host_memory=0, host_link=0.0))
+    wanted = [plan.case.choice for plan in search(asked, replace(FREE, offload=False)).plans]
+    assert wanted
+    assert [plan.case.choice for plan in search(blind, FREE).plans] == wanted
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes"), [(1, 1), (6, 1), (8, 1), (12, 2), (16, 2), (18, 3), (1024, 128)]
+)
+def test_a_run_has_as_many_ranks_as_its_mesh(devices: int, nodes: int) -> None:
+    for plan in search(job(devices=devices, global_batch=devices, seq_len=4096), FREE).plans:
+        given = trainer(plan.case)
+        assert (given["num_nodes"], given["devices"]) == (nodes, devices // nodes)
+        assert plan.case.devices_per_node == devices // nodes
+        if devices == 12 and plan.case.choice.mesh.ulysses == 4:
+            assert any("ulysses of 4 goes beyond nodes of 6" in line for line in advice(plan.case))
+
+
+def test_a_mesh_that_leaves_devices_idle_runs_on_its_own() -> None:
+    given = trainer(Case(job(devices=16), Choice(MeshSizes(ring=12))))
+    assert (given["num_nodes"], given["devices"]) == (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("precision", "itemsize"), [("bf16-mixed", 4), ("bf16-true", 2), ("fp32", 4)]
+)
+def test_gradients_travel_as_the_run_adds_them(precision: str, itemsize: int) -> None:
+    """Float32 where ``mixed_precision`` is given, else as parameters are."""
+    case = Case(
+        job(precision=precision, global_batch=4, devices=4), Choice(MeshSizes(dp_shard=2, ring=2))
+    )
+    costs: Costs = {None: attention_cost(case, None)}
+    sent = {flow.what: flow.sent for flow in flows(case, costs)}
+    assert sent["gradients"] == LLAMA_8B.num_parameters * itemsize * 3 / 4
+    assert memory(case).accumulated == LLAMA_8B.num_parameters * itemsize
+
+
+def test_zero1_gathers_once_however_many_sequences_follow() -> None:
+    mesh = MeshSizes(dp_replicate=2, ring=4)
+    for engine, once in (("zero1", True), ("fsdp", False)):
+        sizes = mesh if engine == "zero1" else MeshSizes(dp_shard=2, ring=4)
+        found: list[float] = []
+        for batch in (2, 8):
+            case = Case(job(devices=8, global_batch=batch), Choice(sizes, engine))
+            costs: Costs = {None: attention_cost(case, None)}
+            found += [flow.sent for flow in flows(case, costs) if flow.what == "parameters"]
+        assert found[1] == (found[0] if once else 4 * found[0])
