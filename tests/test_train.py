@@ -146,6 +146,25 @@ def test_four_processes_train_as_one_does(
             assert float(four[name]) == pytest.approx(float(one[name]), rel=1e-5), name
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["strategy=fsdp"],
+        pytest.param(["strategy=zero1"], marks=pytest.mark.slow),
+        pytest.param(["strategy=fsdp", "strategy.tensor_parallel_size=2"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_engines_that_shard_train_as_one_process_does(
+    tmp_path: Path, alone: tuple[Path, str], overrides: list[str]
+) -> None:
+    folder, _ = trained(tmp_path, "trainer.devices=2", *overrides)
+    for name in ("train/loss", "train/grad_norm", "val/bits_per_byte"):
+        found = [[float(row[name]) for row in table(at) if row[name]] for at in (alone[0], folder)]
+        assert found[1] == pytest.approx(found[0], rel=1e-5), name
+        assert found[0]
+
+
 def test_a_run_is_resumed(tmp_path: Path, alone: tuple[Path, str]) -> None:
     checkpoint = alone[0] / "checkpoints" / "last.ckpt"
     folder, printed = trained(

@@ -23,7 +23,7 @@ from lightning_cp.logs.found import Ranks, tell_refused
 from lightning_cp.logs.hooks import BATCH_ENDS, EPOCH_ENDS, Patches, hooks_may_log
 from lightning_cp.logs.settle import STEP_LOSS, Call, Kind, StepLog
 from lightning_cp.logs.token_mean import RATIO_HOOK, Options, means_of, show_ratio
-from lightning_cp.logs.values import ARGUMENTS, as_given, kind_of, show_metric
+from lightning_cp.logs.values import ARGUMENTS, as_given, kind_of, show_metric, whole
 from lightning_cp.mesh import Flat
 
 
@@ -44,6 +44,7 @@ class ModuleLog:
 
     def log(self, name: str, value: Any, options: dict[str, Any]) -> None:
         """One call of ``self.log``."""
+        value = whole(value)
         kind = kind_of(value, options)
         shown = self._step_value(value, options) if kind is Kind.METRIC else value
         if kind is None or shown is None or self._module._current_fx_name is None:

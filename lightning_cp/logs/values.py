@@ -7,6 +7,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_cp.logs.settle import Kind
@@ -54,6 +55,11 @@ def as_given(shown: torch.Tensor, value: Any) -> torch.Tensor:
     if not value.requires_grad:
         return shown
     return shown + torch.nan_to_num(value.reshape(()) - value.detach().reshape(()))  # enable_graph
+
+
+def whole(value: Any) -> Any:
+    """What is spread over ranks as one number, which every rank is given: the norm of sharded gradients."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def kind_of(value: Any, options: dict[str, Any]) -> Kind | None:

@@ -82,7 +82,7 @@ def _row(plan: Plan) -> list[str]:
             f"{plan.tokens_per_second:,.0f}",
             f"{plan.mfu:.1%}",
         ]
-    size = f"{plan.memory.total / GIB:,.1f}"
+    size = _figure(plan.memory.total / GIB)
     return [
         str(choice.mesh) or "1 device",
         choice.engine,
@@ -98,7 +98,7 @@ def details(plan: Plan) -> Iterator[str]:
     if plan.case.job.trains:
         sent = list(flows(plan.case, dict(plan.attention)))
         if sent:
-            rows = [[f.what, f.axis.value, f.link, f"{f.sent / 1e9:,.2f}"] for f in sent]
+            rows = [[f.what, f.axis.value, f.link, _figure(f.sent / 1e9)] for f in sent]
             yield f"Plan 1.\n\n{aligned(('sent in a step', 'axis', 'link', '10^9 bytes'), rows)}"
         yield work_of(plan)
         yield seconds_of(plan)
@@ -110,9 +110,9 @@ def costs(plans: Sequence[Plan]) -> str:
     names = ["of a device", *(f"plan {at}" for at in range(1, len(plans) + 1))]
     rows: list[list[str]] = []
 
-    def add(name: str, values: Sequence[float], shown: str = ",.2f") -> None:
+    def add(name: str, values: Sequence[float], shown: str = "") -> None:
         if any(values):
-            rows.append([name, *(f"{value:{shown}}" for value in values)])
+            rows.append([name, *(f"{x:{shown}}" if shown else _figure(x) for x in values)])
 
     memories = [plan.memory for plan in plans]
     for kind in memories[0].by_kind:
@@ -126,7 +126,7 @@ def costs(plans: Sequence[Plan]) -> str:
         sent = [list(flows(plan.case, dict(plan.attention))) for plan in plans]
         for link in ("within a node", "between nodes"):
             add(f"10^9 bytes sent {link}", [_sent(each, link) / 1e9 for each in sent])
-        add("TFLOP, recomputation aside", [_flops(plan) / 1e12 for plan in plans], ",.0f")
+        add("TFLOP, recomputation aside", [_flops(plan) / 1e12 for plan in plans])
         add("attention, busiest rank / mean", [_imbalance(plan) for plan in plans], ".3f")
         add("seconds computing", [plan.seconds.computing for plan in plans], ",.4g")
         add("seconds waiting for messages", [plan.seconds.exposed for plan in plans], ",.3g")
@@ -160,8 +160,8 @@ def work_of(plan: Plan) -> str:
         plain = schedule(other, Documents.single(case.job.seq_len), Mask()).imbalance
         even += f" ({case.layout.kind}; contiguous would have {plain:.3f} x)"
     return (
-        f"Work: {total / 1e15:,.1f} PFLOP a step, {each / 1e12:,.1f} TFLOP a device; of them attention "
-        f"{busiest / 1e12:,.3g} TFLOP a layer, {even}. {CONVENTION}"
+        f"Work: {_figure(total / 1e15)} PFLOP a step, {_figure(each / 1e12)} TFLOP a device; of them "
+        f"attention {_figure(busiest / 1e12)} TFLOP a layer, {even}. {CONVENTION}"
     )
 
 
@@ -229,5 +229,6 @@ def _rejected(rejected: Sequence[Rejected], show: int) -> str:
     return f"What does not, closest first:\n\n{aligned(('mesh', 'engine', 'why'), rows)}{rest}"
 
 
-def _gib(size: float) -> str:
-    return f"{size / GIB:,.2f}"
+def _figure(value: float) -> str:
+    """Digits that are of use, for small models too."""
+    return f"{value:,.2f}" if value >= 0.1 or not value else f"{value:.2g}"

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from lightning_cp.axes import Axis
 from lightning_cp.planner.job import Case
 from lightning_cp.planner.loading import Part, parts
-from lightning_cp.planner.machines import GIB
 
 FEW_TOKENS = 2048
 """Of a rank: below so many, gathering a layer takes longer than computing it on most links."""
@@ -57,8 +56,3 @@ def barely_sharded(case: Case, most: int = 5) -> list[Part]:
             kind = (".".join(p for p in part.name.split(".") if not p.isdecimal()), part.local)
             found.setdefault(kind, part)
     return sorted(found.values(), key=lambda part: -part.excess)[:most]
-
-
-def gib(size: float) -> str:
-    """GiB, as many digits as are of use."""
-    return f"{size / GIB:,.1f}" if size >= GIB else f"{size / GIB:.2g}"

@@ -10,11 +10,11 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lightning_cp.data import data_parallel
 from lightning_cp.metrics import bits_per_byte
+from lightning_cp.strategies.engines.norms import gradient_norm
 from lightning_cp.train.memory import peak_memory_mib
 from lightning_cp.train.picture import draw_losses
 
@@ -43,9 +43,8 @@ class StepMetrics(Callback):
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Log the norm over all gradients, before any clipping."""
-        gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
-        pl_module.log("train/grad_norm", get_total_norm(gradients))
+        """Log the norm over all gradients, before any clipping, whoever holds them."""
+        pl_module.log("train/grad_norm", gradient_norm(pl_module.parameters()).float())
 
     def on_train_batch_end(
         self,

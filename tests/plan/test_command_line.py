@@ -15,6 +15,7 @@ import yaml
 from hydra.utils import instantiate
 
 from tests.planner.configs import SMALL as SMALL_CONFIG
+from tests.planner.measured import MEASURED
 
 TRAIN = "lightning_cp.train"
 SMALL = ("model=llama_small", "devices=4", "seq_len=512")
@@ -108,3 +109,19 @@ def test_where_nothing_fits(tmp_path: Path) -> None:
     assert "87.5% of the devices" in done.stdout
     assert "208.0 MiB wanted" in done.stdout
     assert not (tmp_path / "strategy").exists()
+
+
+@pytest.mark.slow
+def test_what_was_planned_for_a_measured_machine_trains(tmp_path: Path) -> None:
+    """Both of the printed commands, as they are, on this machine's processors."""
+    hardware = tmp_path / "hardware.json"
+    MEASURED.save(hardware)
+    folder = tmp_path / "plan"
+    asked = [*SMALL, f"hardware={hardware}", "precision=fp32", f"hydra.run.dir={folder}"]
+    done = run("lightning_cp.plan", *asked)
+    assert done.returncode == 0, done.stderr
+    for at, line in enumerate(printed(done.stdout)):
+        own = ["experiment=smoke", f"hydra.run.dir={tmp_path / str(at)}"]
+        trained = run(TRAIN, *shlex.split(line)[3:], *own, timeout=280)
+        assert trained.returncode == 0, trained.stderr
+        assert "trained               4 steps" in trained.stdout

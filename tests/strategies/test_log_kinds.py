@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.utils import get_total_norm
 
 from tests.pool import run_ranks
 from tests.strategies.logs import DDP, RING_TWICE, Logs, Report, same_reports, watched
@@ -182,3 +183,23 @@ def test_several_loaders_and_ranks_that_log_alone() -> None:
     assert first == pytest.approx(want, rel=1e-10)
     alone = {"alone", "alone_too"}
     assert second == pytest.approx({k: x for k, x in want.items() if k not in alone}, rel=1e-10)
+
+
+class Norms(Logs):
+    """Logs what PyTorch makes of sharded gradients: a DTensor."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        self.log("norm", norm, **BOTH)
+
+
+@lru_cache(maxsize=1)
+def norms_alone() -> Report:
+    (want,) = run_ranks(1, watched, None, Norms, test=False)
+    return want
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "zero1"])
+def test_what_is_spread_over_ranks_is_logged_whole(engine: str) -> None:
+    for got in run_ranks(2, watched, {**RING, "data_parallel": engine}, Norms, test=False):
+        same_reports(got, norms_alone())
