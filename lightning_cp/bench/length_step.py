@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_cp.bench.loading import reset_peak, status
 from lightning_cp.bench.peak_bytes import PeakBytes
+from lightning_cp.bench.quiet import quiet_lightning
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.step.core import ContextParallelCore
 
@@ -102,13 +102,12 @@ def step(sizes: Sizes, local_tokens: int, settings: dict[str, Any]) -> Spent:
 
 def attached(sizes: Sizes, settings: dict[str, Any]) -> tuple[Any, ContextParallelCore]:
     """A model, and the core that has swapped its attention: all ranks are a ring."""
-    for package in ("fabric", "pytorch"):
-        logging.getLogger(f"lightning.{package}.utilities.rank_zero").setLevel(logging.WARNING)
     ranks = dist.get_world_size()
     model = model_of(sizes)
     core = ContextParallelCore(Settings(ring_size=ranks, ulysses_size=1, **settings))
-    core.build_mesh(ranks, "cpu", None, model)
-    core.attach(model, {}, needs_labels=True)
+    with quiet_lightning():
+        core.build_mesh(ranks, "cpu", None, model)
+        core.attach(model, {}, needs_labels=True)
     return model, core
 
 

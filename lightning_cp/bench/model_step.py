@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.bench.length_step import Sizes, model_of
+from lightning_cp.bench.quiet import quiet_lightning
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.engines import engine as engine_of
 from lightning_cp.strategies.engines.comm_hooks import CommHook
@@ -44,8 +44,6 @@ class ModelStep:
         engine: str = "ddp",
         device_type: str = "cpu",
     ) -> None:
-        for package in ("fabric", "pytorch"):
-            logging.getLogger(f"lightning.{package}.utilities.rank_zero").setLevel(logging.WARNING)
         ring, ulysses = split
         ranks = dist.get_world_size()
         settings = Settings(
@@ -60,8 +58,9 @@ class ModelStep:
         device = torch.device(device_type)
         model = model_of(sizes).to(device)
         self._core = ContextParallelCore(settings)
-        self._core.build_mesh(ranks, device_type, None, model)
-        self._core.attach(model, {}, needs_labels=True)
+        with quiet_lightning():
+            self._core.build_mesh(ranks, device_type, None, model)
+            self._core.attach(model, {}, needs_labels=True)
         self._engine = engine_of(settings, CommHook())
         self._model = self._engine.wrap(model, self._core.mesh, device, {})
         self._optimizer = torch.optim.AdamW(self._model.parameters())

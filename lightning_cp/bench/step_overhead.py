@@ -16,7 +16,6 @@ the steps of a repeat; shown is the least of the repeats.
 from __future__ import annotations
 
 import argparse
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
@@ -25,6 +24,7 @@ from typing import Any
 from lightning_cp.bench import table
 from lightning_cp.bench.clock import Figure
 from lightning_cp.bench.processes import on_ranks
+from lightning_cp.bench.quiet import quiet_lightning
 from lightning_cp.bench.strategy_time import NAMES
 from lightning_cp.bench.training_job import Job
 from lightning_cp.bench.training_step import Steps, by_hand, by_trainer
@@ -105,8 +105,8 @@ def measure_shares(
 def _every_run(
     runs: Sequence[tuple[Settings, Job]], steps: int, repeats: int
 ) -> list[list[Repeat]]:
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    return [[_repeat(how, job, steps, at) for at in range(repeats)] for how, job in runs]
+    with quiet_lightning():
+        return [[_repeat(how, job, steps, at) for at in range(repeats)] for how, job in runs]
 
 
 def _repeat(settings: Settings, job: Job, steps: int, index: int) -> Repeat:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lightning_cp.bench.quiet import quiet_lightning
 from lightning_cp.bench.table import aligned
 from lightning_cp.plan.group_ranks import GroupRanks
 from lightning_cp.plan.measured import MeasuredState, measured_groups, measured_state
@@ -32,7 +32,11 @@ def verify(plan: Plan, config: Mapping[str, Any]) -> bool:
     Returns:
         Whether all groups and bytes are as predicted.
     """
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    with quiet_lightning():
+        return _verify(plan, config)
+
+
+def _verify(plan: Plan, config: Mapping[str, Any]) -> bool:
     began = time.monotonic()
     mesh, engine = plan.case.choice.mesh, plan.case.choice.engine
     ranks = sorted({0, mesh.devices - 1})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -60,6 +61,7 @@ def _loss(rank: int, world_size: int, sizes: Sizes, settings: Any) -> float:
     return step(sizes, 512 // world_size, settings).loss
 
 
+@pytest.mark.slow  # a process for each row
 def test_tables_are_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,3 +72,15 @@ def test_tables_are_printed(
     assert [line.split("|")[3].strip() for line in lines if line.startswith("| 2 ")] == [
         *("64", "128", ""),
     ]
+
+
+def _level_after(rank: int, world_size: int) -> tuple[int, int]:
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    before = logger.level
+    step(SMALL, 64, {})
+    return before, logger.level
+
+
+def test_what_lightning_tells_is_told_again_afterwards() -> None:
+    before, after = run_ranks(1, _level_after)[0]
+    assert after == before != logging.WARNING
