@@ -27,10 +27,10 @@ def gloo_mesh(
     if world.size() > 1 and 1 in sizes:
         # Not with use_local_synchronization: it names groups by ranks and how many groups there are, which
         # is the name of a group that still exists once another one was destroyed.
-        alone = _group_of(ranks.reshape(-1, 1))
+        alone = group_of(ranks.reshape(-1, 1))
     by_size = {1: alone, world.size(): world}
     groups = [
-        by_size[size] if size in by_size else _group_of(ranks.movedim(dim, -1).reshape(-1, size))
+        by_size[size] if size in by_size else group_of(ranks.movedim(dim, -1).reshape(-1, size))
         for dim, size in enumerate(sizes)
     ]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=mesh_dim_names)
@@ -43,7 +43,7 @@ def gloo_group(partition: torch.Tensor) -> dist.ProcessGroup:
     backend = FAKE if is_fake() else "gloo"  # gloo would wait for the others to connect
     if len(partition) == 1 and dist.get_backend(world) == backend:
         return world
-    return _group_of(partition, backend)
+    return group_of(partition, backend)
 
 
 def is_fake() -> bool:
@@ -60,7 +60,7 @@ def warm_up(ring: dist.ProcessGroup, device: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device=device), group=ring)
 
 
-def _group_of(partition: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:
+def group_of(partition: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:
     """This rank's group of those that all ranks make together: ``[groups, ranks]``.
 
     ``backend``: the world's if it is ``None``.

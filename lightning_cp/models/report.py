@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 from torch import nn
 
+from lightning_cp.tables import Place, place_of, plain_table, shown_together, without_numbers
+
 ATTENTION = re.compile(r"(Attention|Attn)(Layer|Block)?(V?\d+)?$")
 """Names of classes that are expected to call attention at least once when they are called."""
-
-Place = tuple[str, ...]
-"""A module's name, at its dots."""
 
 COLUMNS = ("modules", "count", "class", "attention", "was")
 
@@ -58,23 +57,16 @@ class SwapReport(list[Swapped]):
         names = {module: name for name, module in model.named_modules()}
         groups: dict[tuple[Place, str], list[Place]] = {}
         for part in parts:
-            place = tuple(names.get(part, "").split("."))
+            place = place_of(names.get(part, ""))
             kind = type(part).__name__
-            groups.setdefault((_without_numbers(place), kind), []).append(place)
+            groups.setdefault((without_numbers(place), kind), []).append(place)
         for (_, kind), places in groups.items():
-            self.append(Swapped(_shown(places), len(places), kind, how, before))
+            name = shown_together(places) or "(the model)"
+            self.append(Swapped(name, len(places), kind, how, before))
 
     def __str__(self) -> str:
-        lines = [
-            COLUMNS,
-            *((x.modules, _number(x.count), x.kind, x.how, x.before) for x in self),
-        ]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        padded = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        ]
-        return "\n".join([padded[0], "  ".join("-" * width for width in widths), *padded[1:]])
+        rows = ((x.modules, _number(x.count), x.kind, x.how, x.before) for x in self)
+        return plain_table(COLUMNS, rows)
 
 
 def attention_modules(root: nn.Module) -> Iterator[nn.Module]:
@@ -92,13 +84,3 @@ def _is_attention(module: nn.Module) -> bool:
 
 def _number(count: int | None) -> str:
     return "-" if count is None else str(count)
-
-
-def _without_numbers(place: Place) -> Place:
-    return tuple("*" if part.isdigit() else part for part in place)
-
-
-def _shown(places: Sequence[Place]) -> str:
-    """One name for all: a number stays if it is the same in all of them."""
-    together = (set(parts) for parts in zip(*places, strict=True))
-    return ".".join(parts.pop() if len(parts) == 1 else "*" for parts in together) or "(the model)"

@@ -1,0 +1,171 @@
+"""Which parameters are matrices for Muon, which are left to AdamW, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import torch
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.tables import Place, place_of, plain_table, shown_together, without_numbers
+
+EMBEDDINGS = (
+    *("*embed*", "*wte*", "*wpe*", "*vocab*", "*lm_head*", "*head.weight", "output.weight"),
+    *("*.output.weight", "*classifier*", "*score.weight"),
+)
+"""Names of tables of tokens and of heads over them, whose rows are not a map from features to features."""
+
+COLUMNS = ("parameters", "count", "shape", "by", "why")
+
+Named = tuple[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """A parameter, and what steps it."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_matrix: bool
+    """Muon steps it; else AdamW."""
+    why: str
+    pieces: tuple[int, ...] = ()
+    """Of a fused projection: the rows (or columns) of each; each is a matrix by itself."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How parameters are told apart; patterns as of ``fnmatch``, of whole names.
+
+    Args:
+        matrices: those that Muon steps, and no others; ``None``: all that have two dimensions and are neither
+            embeddings nor heads.
+        adamw: those that AdamW steps whatever they are.
+        embeddings: names of embeddings and heads.
+        fused: of projections that are one parameter: how many rows (of a transposed one, columns) each has.
+    """
+
+    matrices: Sequence[str] | None = None
+    adamw: Sequence[str] = ()
+    embeddings: Sequence[str] = EMBEDDINGS
+    fused: Mapping[str, Sequence[int]] | None = None
+
+    def assign(self, named: Iterable[Named]) -> list[Assigned]:
+        """What steps each parameter, in their order.
+
+        Args:
+            named: names and parameters; a tied one once, or under each of its names.
+
+        Raises:
+            ConfigError: nothing is a matrix, a pattern fits nothing, or one names what is none: a parameter
+                of other than two dimensions, an embedding or a head, or one that is tied.
+        """
+        listed = _checked(named)
+        self._require_used([name for name, _ in listed])
+        names = {id(x): [name for name, other in listed if other is x] for _, x in listed}
+        tables = {tuple(x.shape) for name, x in listed if _fits(name, self.embeddings)}
+        found: dict[int, Assigned] = {}
+        for _, x in listed:
+            found.setdefault(id(x), self._of(names[id(x)], x, tables))
+        every = [self._cut(one) for one in found.values()]
+        if not any(one.is_matrix for one in every):
+            shown = ", ".join(f"{one.name} {list(one.shape)}: {one.why}" for one in every[:8])
+            raise ConfigError(
+                f"no parameter is a matrix that Muon could step, out of {len(every)} ({shown}). Use "
+                "torch.optim.AdamW, or name matrices with matrices=, or fewer embeddings with embeddings=."
+            )
+        return every
+
+    def _of(self, names: list[str], x: torch.Tensor, tables: set[tuple[int, ...]]) -> Assigned:
+        shape = tuple(x.shape)
+        reason = self._reason(names, shape, tables)
+        if self.matrices is not None:
+            asked = next((name for name in names if _fits(name, self.matrices)), None)
+            if asked is not None and reason is not None:
+                raise ConfigError(
+                    f"matrices= names {asked} {list(shape)}, which is no matrix for Muon: {reason}. Leave it "
+                    "to AdamW; or, if only its name says so, pass embeddings= with other patterns."
+                )
+            if asked is None:
+                return Assigned(names[0], shape, False, reason or "not named in matrices=")
+            return Assigned(asked, shape, True, "named in matrices=")
+        named = next((name for name in names if _fits(name, self.adamw)), None)
+        if named is not None:
+            return Assigned(names[0], shape, False, "named in adamw=")
+        return Assigned(names[0], shape, reason is None, reason or "a matrix")
+
+    def _reason(
+        self, names: list[str], shape: tuple[int, ...], tables: set[tuple[int, ...]]
+    ) -> str | None:
+        """Why a parameter is no matrix."""
+        if len(shape) != 2:
+            return f"{len(shape)} dimension{'s' * (len(shape) != 1)}"
+        if any(_fits(name, self.embeddings) for name in names):
+            return "an embedding or a head, by its name"
+        if len(names) > 1:
+            return f"tied: it is {' and '.join(names)}"
+        return "as large as an embedding: a head" if shape in tables else None
+
+    def _cut(self, one: Assigned) -> Assigned:
+        for pattern, sizes in (self.fused or {}).items():
+            if not fnmatchcase(one.name, pattern):
+                continue
+            pieces = tuple(sizes)
+            if not one.is_matrix:
+                raise ConfigError(
+                    f"fused= names {one.name}, which AdamW steps: {one.why}. It has nothing to be split for."
+                )
+            if any(type(n) is not int or n < 1 for n in pieces) or sum(pieces) not in one.shape:
+                raise ConfigError(
+                    f"fused={{{pattern!r}: {list(pieces)}}} does not fit {one.name} {list(one.shape)}: the "
+                    "sizes of its projections are positive, and add up to its rows (or to its columns)."
+                )
+            return replace(one, pieces=pieces)
+        return one
+
+    def _require_used(self, names: list[str]) -> None:
+        every = {"matrices": self.matrices or (), "adamw": self.adamw, "fused": self.fused or ()}
+        for setting, patterns in every.items():
+            if isinstance(patterns, str):
+                raise ConfigError(f"{setting}= is a list of patterns, got {patterns!r}.")
+            for pattern in patterns:
+                if not any(fnmatchcase(name, pattern) for name in names):
+                    raise ConfigError(
+                        f"{setting}= has {pattern!r}, which fits no parameter. There are: "
+                        f"{', '.join(names[:8])}{', ...' * (len(names) > 8)}."
+                    )
+
+
+def table_of(assigned: Iterable[Assigned]) -> str:
+    """One line for all layers of a model."""
+    groups: dict[tuple[object, ...], list[Place]] = {}
+    for one in assigned:
+        place = place_of(one.name)
+        cut = f" ({' + '.join(map(str, one.pieces))})" if one.pieces else ""
+        by = "Muon" if one.is_matrix else "AdamW"
+        key = (without_numbers(place), f"{list(one.shape)}{cut}", by, one.why)
+        groups.setdefault(key, []).append(place)
+    rows = [
+        (shown_together(places), str(len(places)), *map(str, key[1:]))
+        for key, places in groups.items()
+    ]
+    return plain_table(COLUMNS, rows)
+
+
+def _checked(named: Iterable[Named]) -> list[Named]:
+    listed = list(named)
+    for one in listed:
+        if not (isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], torch.Tensor)):
+            raise ConfigError(
+                f"Muon is given model.named_parameters(), not {type(one).__name__}: names tell embeddings "
+                "and heads, which have two dimensions as well."
+            )
+    if not listed:
+        raise ConfigError("Muon was given no parameters. Pass model.named_parameters().")
+    return listed
+
+
+def _fits(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,0 +1,176 @@
+"""Gather each matrix to its owner, orthogonalise it there, and give everybody what they hold of the result.
+
+Of c copies, each cut into n parts, in one round:
+
+========  ==============================================  ===========================================
+stage     tensors                                         collective
+========  ==============================================  ===========================================
+gather    parts [numel of part] -> matrix [m, n]          all-to-all among the n parts of a copy
+compute   matrix [m, n] -> result [m, n]                  none; every owner its own matrices
+scatter   result [m, n] -> parts [numel of part]          all-to-all among the n parts of a copy
+copy      parts of one copy's results -> all copies       broadcast among the c ranks of a part, c times
+========  ==============================================  ===========================================
+
+While round k is computed, the matrices of round k + 1 and the results of round k - 1 are on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+
+import torch
+
+from lightning_cp.comm.posted import Posted, post_all_to_all, post_broadcast
+from lightning_cp.optim.matrices import Matrix, Round
+
+
+class Exchange:
+    """One step of all rounds.
+
+    Args:
+        dtype: in which matrices are computed, and results sent.
+        update_of: of a matrix's parameter, what this rank holds: [local rows, local columns].
+        compute: of a matrix [m, n] in ``dtype``, whose memory it may use.
+        take: given a matrix, and this rank's part of its result: [numel of part].
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        update_of: Callable[[Matrix], torch.Tensor],
+        compute: Callable[[Matrix, torch.Tensor], torch.Tensor],
+        take: Callable[[Matrix, torch.Tensor], None],
+    ) -> None:
+        self._dtype = dtype
+        self._update_of, self._compute, self._take = update_of, compute, take
+
+    def run(self, rounds: Sequence[Round]) -> None:
+        """All ranks call it with the same rounds."""
+        arriving = self._gather(rounds[0]) if rounds else None
+        before: tuple[Round, dict[Matrix, torch.Tensor], Posted | None] | None = None
+        for at, each in enumerate(rounds):
+            matrices = self._assemble(each, arriving)
+            arriving = self._gather(rounds[at + 1]) if at + 1 < len(rounds) else None
+            results = {x: self._compute(x, matrices.pop(x)) for x in each.mine}
+            posted = self._scatter(each, results)
+            if before is not None:
+                self._finish(*before)
+            before = each, self._own_parts(each, results), posted
+            del results
+        if before is not None:
+            self._finish(*before)
+
+    def _gather(self, each: Round) -> Posted | None:
+        """Send this rank's parts to those who own the matrices."""
+        grid = each.grid
+        if grid.parts_group is None or not each.of_copy(grid.copy):
+            return None
+        to = [each.of(grid.copy, part) if part != grid.part else () for part in grid.part_at]
+        sent = [sum(x.parts[grid.part].numel for x in some) for some in to]
+        some = [x for of_owner in to for x in of_owner]
+        message = self._message(sum(sent), each.wire, each)
+        for x, entries in _split(message, some, [grid.part] * len(some)):
+            x.parts[grid.part].pack(self._update_of(x), entries, whole=False)
+        comes = [self._of_part(each.mine, part, grid.part) for part in grid.part_at]
+        return post_all_to_all(message, sent, comes, grid.parts_group)
+
+    def _assemble(self, each: Round, arriving: Posted | None) -> dict[Matrix, torch.Tensor]:
+        """The matrices that this rank owns, whole."""
+        grid = each.grid
+        found: dict[Matrix, torch.Tensor] = {}
+        for x in each.mine:
+            found[x] = torch.empty(x.piece.shape, dtype=self._dtype, device=x.piece.of.device)
+            own, update = x.parts[grid.part], self._update_of(x)
+            for block, into in zip(
+                own.views(update, whole=False), own.views(found[x], whole=True), strict=True
+            ):
+                into.copy_(block)
+        if arriving is not None:
+            message = arriving.wait()
+            parts = [part for part in grid.part_at if part != grid.part]
+            some = [x for _ in parts for x in each.mine]
+            places = [part for part in parts for _ in each.mine]
+            for (x, entries), part in zip(_split(message, some, places), places, strict=True):
+                x.parts[part].unpack(entries, found[x], whole=True)
+        return found
+
+    def _scatter(self, each: Round, results: dict[Matrix, torch.Tensor]) -> Posted | None:
+        """Send every rank of the copy its parts of what this one has computed."""
+        grid = each.grid
+        if grid.parts_group is None or not each.of_copy(grid.copy):
+            return None
+        sent = [self._of_part(each.mine, part, grid.part) for part in grid.part_at]
+        parts = [part for part in grid.part_at if part != grid.part]
+        some = [x for _ in parts for x in each.mine]
+        places = [part for part in parts for _ in each.mine]
+        message = self._message(sum(sent), self._dtype, each)
+        for (x, entries), part in zip(_split(message, some, places), places, strict=True):
+            x.parts[part].pack(results[x], entries, whole=True)
+        comes = [
+            sum(x.parts[grid.part].numel for x in each.of(grid.copy, part)) * (part != grid.part)
+            for part in grid.part_at
+        ]
+        return post_all_to_all(message, sent, comes, grid.parts_group)
+
+    def _own_parts(
+        self, each: Round, results: dict[Matrix, torch.Tensor]
+    ) -> dict[Matrix, torch.Tensor]:
+        """This rank's parts of its own results; the results themselves are not needed any more."""
+        part = each.grid.part
+        found: dict[Matrix, torch.Tensor] = {}
+        for x in each.mine:
+            found[x] = self._message(x.parts[part].numel, self._dtype, each)
+            x.parts[part].pack(results.pop(x), found[x], whole=True)
+        return found
+
+    def _finish(self, each: Round, held: dict[Matrix, torch.Tensor], posted: Posted | None) -> None:
+        """Take in the results of a round, those of other copies too."""
+        grid = each.grid
+        if posted is not None:
+            others = [p for p in grid.part_at if p != grid.part]
+            some = [x for part in others for x in each.of(grid.copy, part)]
+            held.update(_split(posted.wait(), some, [grid.part] * len(some)))
+        if grid.copies_group is None:
+            for x, entries in held.items():
+                self._take(x, entries)
+            return
+        before: tuple[list[Matrix], Posted] | None = None
+        for copy in range(grid.copies):
+            some = each.of_copy(copy)
+            if not some:
+                continue
+            size = sum(x.parts[grid.part].numel for x in some)
+            message = self._message(size, self._dtype, each)
+            if copy == grid.copy:
+                for x, entries in _split(message, some, [grid.part] * len(some)):
+                    entries.copy_(held.pop(x))
+            sent = post_broadcast(message, grid.place_of_copy[copy], grid.copies_group)
+            if before is not None:
+                self._take_in(*before, grid.part)
+            before = some, sent
+        if before is not None:
+            self._take_in(*before, grid.part)
+
+    def _take_in(self, some: list[Matrix], posted: Posted, part: int) -> None:
+        for x, entries in _split(posted.wait(), some, [part] * len(some)):
+            self._take(x, entries)
+
+    @staticmethod
+    def _of_part(matrices: Sequence[Matrix], part: int, own: int) -> int:
+        """Entries that another rank holds of some matrices; none of one's own are sent."""
+        return 0 if part == own else sum(x.parts[part].numel for x in matrices)
+
+    @staticmethod
+    def _message(size: int, dtype: torch.dtype, each: Round) -> torch.Tensor:
+        some = next(iter(each.owned.values()))[0]
+        return torch.empty(size, dtype=dtype, device=some.piece.of.device)
+
+
+def _split(
+    message: torch.Tensor, matrices: Sequence[Matrix], parts: Sequence[int]
+) -> Iterator[tuple[Matrix, torch.Tensor]]:
+    """Matrices with what a message has of a part of each, in order."""
+    sizes = [x.parts[part].numel for x, part in zip(matrices, parts, strict=True)]
+    for x, size, end in zip(matrices, sizes, accumulate(sizes), strict=True):
+        yield x, message[end - size : end]

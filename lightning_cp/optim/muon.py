@@ -1,0 +1,259 @@
+"""Muon as an ordinary optimizer, on parameters that are whole or sharded in any of the known ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from lightning_cp.comm.local import local_part
+from lightning_cp.errors import ConfigError
+from lightning_cp.optim.agreed import require_agreed
+from lightning_cp.optim.assignment import EMBEDDINGS, Named, Rules, table_of
+from lightning_cp.optim.exchange import Exchange
+from lightning_cp.optim.grid import Grids
+from lightning_cp.optim.matrices import Matrix, Piece, Round, plan_rounds
+from lightning_cp.optim.newton_schulz import orthogonalised, scale_of_step
+from lightning_cp.optim.settings import Settings
+
+
+class Muon(Optimizer):
+    """Momentum that is orthogonalised (Muon) for matrices, AdamW for everything else.
+
+    A step of a matrix W [m, n] with gradient G: ``B <- momentum B + (1 - momentum) G``; with Nesterov
+    ``U = (1 - momentum) G + momentum B``, else ``U = B``; ``W <- (1 - lr weight_decay) W - lr scale NS(U)``,
+    as ``torch.optim.Muon`` has it. Each matrix is gathered to one rank, which alone orthogonalises it, and
+    every rank gets what it holds of the result: the numbers are those of one process.
+
+    Args:
+        named_parameters: ``model.named_parameters()``. A parameter that is no DTensor is the same on all
+            ranks (as with ``ddp``).
+        lr: of matrices, before their scale.
+        weight_decay: of matrices, decoupled.
+        momentum: of matrices.
+        nesterov: whether the gradient is looked at once more.
+        ns_steps: of Newton-Schulz.
+        ns_coefficients: of its quintic.
+        eps: the least norm that it divides by.
+        ns_dtype: in which it computes, and in which results travel: ``bfloat16``, ``float32``, ``float64``.
+        adjust_lr_fn: the scale of a matrix: ``match_rms_adamw`` (Moonlight), ``original`` (Keller Jordan).
+        adamw_lr: of all other parameters; ``None``: ``lr``.
+        adamw_weight_decay: likewise.
+        betas: of AdamW.
+        adamw_eps: of AdamW.
+        matrices: patterns of names (``fnmatch``) of the parameters that Muon steps, and no others; ``None``:
+            all with two dimensions that are neither embeddings nor heads.
+        adamw: patterns of those that AdamW steps whatever they are.
+        embeddings: patterns that tell embeddings and heads.
+        fused: pattern -> sizes of the projections in one parameter, each of which is a matrix by itself:
+            ``{"*.qkv_proj.weight": (4096, 1024, 1024)}``, rows, or columns where these add up to them.
+        impl: ``owner``, or ``reference``: PyTorch's own Muon, on every rank at once.
+        chunk_mib: MiB of whole matrices that a rank holds at a time, or one matrix.
+        check_finite: gradients that are NaN or infinite are an error before anything is changed.
+
+    Raises:
+        ConfigError: a setting that is out of range, or parameters that are not what they are said to be.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[Named],
+        lr: float = 2e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_dtype: torch.dtype | str = "bfloat16",
+        adjust_lr_fn: str = "match_rms_adamw",
+        adamw_lr: float | None = None,
+        adamw_weight_decay: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        matrices: Sequence[str] | None = None,
+        adamw: Sequence[str] = (),
+        embeddings: Sequence[str] = EMBEDDINGS,
+        fused: Mapping[str, Sequence[int]] | None = None,
+        impl: str = "owner",
+        chunk_mib: float = 256,
+        check_finite: bool = True,
+    ) -> None:
+        self._settings = settings = Settings(
+            *(lr, weight_decay, momentum, nesterov, ns_steps, ns_coefficients, eps, ns_dtype),
+            *(adjust_lr_fn, adamw_lr, adamw_weight_decay, betas, adamw_eps, impl, chunk_mib),
+            check_finite,
+        ).checked()
+        named = list(named_parameters)
+        self.assigned = Rules(matrices, adamw, embeddings, fused).assign(named)
+        by_name = dict(named)
+        matrices_, others = (
+            [(one.name, by_name[one.name]) for one in self.assigned if one.is_matrix == wanted]
+            for wanted in (True, False)
+        )
+        groups = [{"params": matrices_, **settings.of_matrices}]
+        if others:
+            groups.append({"params": others, **settings.of_others})
+        super().__init__(groups, {})
+        if settings.impl == "reference" and any(one.pieces for one in self.assigned):
+            raise ConfigError("fused= is not known to impl='reference'. Use impl='owner'.")
+        self._grids, self._planned = Grids(), (None, [])
+
+    _planned: tuple[object, list[Round]]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only those that the rules make.
+
+        Raises:
+            ConfigError: it is another one.
+        """
+        if "kind" not in param_group:
+            raise ConfigError(
+                "parameters cannot be added to Muon later: it tells matrices by the names of all. Make a new "
+                "optimizer of model.named_parameters()."
+            )
+        super().add_param_group(param_group)
+
+    def named(self) -> Iterator[Named]:
+        """The names and parameters that are stepped now."""
+        for group in self.param_groups:
+            yield from zip(group["param_names"], group["params"], strict=True)
+
+    def table(self) -> str:
+        """What steps which parameters, and why."""
+        return table_of(self.assigned)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of every parameter that has a gradient; all ranks call it together.
+
+        Raises:
+            NonFiniteError: a gradient is NaN or infinite, on any rank; nothing was changed.
+            ConfigError: ranks have gradients of other parameters, or a gradient is of another kind.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        active = {name: _Active(name, p) for name, p in self.named() if p.grad is not None}
+        require_agreed(
+            {name: one.gradient for name, one in active.items()},
+            shared=any(len(self._grids.of(one.parameter).flat) > 1 for one in active.values()),
+            check_finite=self._settings.check_finite,
+        )
+        for group in self.param_groups:
+            some = [active[name] for name in group["param_names"] if name in active]
+            step = self._step_matrices if group["kind"] == "muon" else self._step_others
+            step(group, some)
+        return loss
+
+    def rounds(self) -> list[Round]:
+        """What is exchanged in the step that was made last, for ``flops_of_ranks`` and the like."""
+        return self._planned[1]
+
+    def _step_matrices(self, group: dict[str, Any], some: list[_Active]) -> None:
+        for one in some:
+            state = self.state[one.parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(one.parameter)
+        if self._settings.impl == "reference":
+            self._step_by_torch(group)
+            return
+        buffers = {
+            one.name: local_part(self.state[one.parameter]["momentum_buffer"]) for one in some
+        }
+        gradients = {one.name: one.gradient for one in some}
+        held = {one.name: local_part(one.parameter) for one in some}
+        momentum, kept = group["momentum"], 1 - group["lr"] * group["weight_decay"]
+        for name, gradient in gradients.items():
+            buffers[name].lerp_(gradient, 1 - momentum)
+
+        def update_of(x: Matrix) -> torch.Tensor:
+            name = x.piece.name
+            return (
+                gradients[name].lerp(buffers[name], momentum)
+                if group["nesterov"]
+                else buffers[name]
+            )
+
+        def compute(x: Matrix, whole: torch.Tensor) -> torch.Tensor:
+            how = group["ns_steps"], group["ns_coefficients"], group["eps"]
+            return orthogonalised(whole, *how)
+
+        def take(x: Matrix, result: torch.Tensor) -> None:
+            rate = group["lr"] * scale_of_step(*x.piece.shape, group["adjust_lr_fn"])
+            part = x.parts[self._grids.of(x.piece.of).part]
+            for block, entries in part.beside(held[x.piece.name], result):
+                block.mul_(kept).add_(entries, alpha=-rate)
+
+        exchange = Exchange(self._settings.dtype, update_of, compute, take)
+        exchange.run(self._plan(some, group["ns_steps"]))
+
+    def _plan(self, some: list[_Active], steps: int) -> list[Round]:
+        key = (steps, *((one.name, id(one.parameter)) for one in some))
+        if self._planned[0] != key:
+            pieces = {one.name: one.pieces for one in self.assigned}
+            cut = [x for one in some for x in _cut(one, pieces[one.name])]
+            how = self._settings.dtype, steps, self._settings.chunk_bytes
+            self._planned = key, plan_rounds(cut, self._grids, *how)
+        return self._planned[1]
+
+    def _step_by_torch(self, group: dict[str, Any]) -> None:
+        """By PyTorch's optimizer, with the same settings and state."""
+        theirs = torch.optim.Muon(group["params"])
+        theirs.param_groups, theirs.state = [group], self.state
+        theirs.step()
+
+    def _step_others(self, group: dict[str, Any], some: list[_Active]) -> None:
+        for one in some:
+            state = self.state[one.parameter]
+            if not state:
+                state["step"] = torch.zeros(())
+                state["exp_avg"] = torch.zeros_like(one.parameter)
+                state["exp_avg_sq"] = torch.zeros_like(one.parameter)
+        states = [self.state[one.parameter] for one in some]
+        means, squares = (
+            [local_part(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq")
+        )
+        beta1, beta2 = group["betas"]
+        adamw(
+            [local_part(one.parameter) for one in some],
+            [one.gradient for one in some],
+            *(means, squares, [], [state["step"] for state in states]),
+            **{"amsgrad": False, "beta1": beta1, "beta2": beta2, "lr": group["lr"]},
+            **{"weight_decay": group["weight_decay"], "eps": group["eps"], "maximize": False},
+        )
+
+
+class _Active:
+    """A parameter with a gradient, and what this rank holds of both."""
+
+    def __init__(self, name: str, parameter: torch.Tensor) -> None:
+        self.name, self.parameter = name, parameter
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse or gradient.is_complex():
+            raise ConfigError(f"{name} has a sparse or complex gradient, which Muon does not know.")
+        if isinstance(parameter, DTensor) != isinstance(gradient, DTensor):
+            raise ConfigError(
+                f"{name} is a {type(parameter).__name__}, its gradient a {type(gradient).__name__}: nobody "
+                "knows which part of it the gradient is of."
+            )
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            gradient = gradient.redistribute(placements=parameter.placements)
+        self.gradient = local_part(gradient)
+
+
+def _cut(one: _Active, pieces: tuple[int, ...]) -> Iterator[Piece]:
+    """The matrices in a parameter."""
+    if not pieces:
+        yield Piece(one.name, one.parameter)
+        return
+    dim, start = int(sum(pieces) != one.parameter.shape[0]), 0
+    for size in pieces:
+        yield Piece(one.name, one.parameter, dim, start, size)
+        start += size

@@ -1,0 +1,135 @@
+"""What Muon was asked, checked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.optim.newton_schulz import COEFFICIENTS, EPS, STEPS
+
+ADJUSTMENTS = ("match_rms_adamw", "original")
+IMPLEMENTATIONS = ("owner", "reference")
+MIB = 1 << 20
+MOST_STEPS = 99
+"""As many as torch.optim.Muon takes."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of :class:`lightning_cp.optim.Muon`, described there."""
+
+    lr: float = 2e-3
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = STEPS
+    ns_coefficients: tuple[float, float, float] = COEFFICIENTS
+    eps: float = EPS
+    ns_dtype: torch.dtype | str = torch.bfloat16
+    adjust_lr_fn: str = "match_rms_adamw"
+    adamw_lr: float | None = None
+    adamw_weight_decay: float | None = None
+    betas: tuple[float, float] = (0.9, 0.95)
+    adamw_eps: float = 1e-8
+    impl: str = "owner"
+    chunk_mib: float = 256
+    check_finite: bool = True
+
+    def checked(self) -> Settings:
+        """The same, with a dtype and with what was left to the rate of matrices.
+
+        Raises:
+            ConfigError: naming the setting, what was got and what would work.
+        """
+        _require_number(
+            {"lr": self.lr, "weight_decay": self.weight_decay}, lambda x: x >= 0, "at least 0"
+        )
+        optional = {"adamw_lr": self.adamw_lr, "adamw_weight_decay": self.adamw_weight_decay}
+        given = {name: x for name, x in optional.items() if x is not None}
+        _require_number(given, lambda x: x >= 0, "at least 0, or None for that of matrices")
+        shares = {"momentum": self.momentum}
+        pair = _numbers("betas", self.betas, 2)
+        shares |= {f"betas[{at}]": x for at, x in enumerate(pair)}
+        _require_number(shares, lambda x: 0 <= x < 1, "at least 0 and below 1")
+        positive = {"eps": self.eps, "adamw_eps": self.adamw_eps, "chunk_mib": self.chunk_mib}
+        _require_number(positive, lambda x: x > 0, "above 0")
+        if type(self.ns_steps) is not int or not 1 <= self.ns_steps <= MOST_STEPS:
+            raise ConfigError(
+                f"ns_steps is a whole number from 1 to {MOST_STEPS}, got {self.ns_steps!r}; 5 is usual."
+            )
+        coefficients = _numbers("ns_coefficients", self.ns_coefficients, 3)
+        _require_known("adjust_lr_fn", self.adjust_lr_fn, ADJUSTMENTS)
+        _require_known("impl", self.impl, IMPLEMENTATIONS)
+        dtype = _dtype(self.ns_dtype)
+        if self.impl == "reference" and dtype != torch.bfloat16:
+            raise ConfigError(
+                f"impl='reference' is torch.optim.Muon, which computes in bfloat16, got ns_dtype={dtype}. "
+                "Leave ns_dtype, or use impl='owner'."
+            )
+        return replace(
+            self,
+            ns_dtype=dtype,
+            ns_coefficients=coefficients,
+            betas=pair,
+            adamw_lr=self.lr if self.adamw_lr is None else self.adamw_lr,
+            adamw_weight_decay=(
+                self.weight_decay if self.adamw_weight_decay is None else self.adamw_weight_decay
+            ),
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which matrices are orthogonalised."""
+        return _dtype(self.ns_dtype)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of whole matrices that an owner holds in a round."""
+        return int(self.chunk_mib * MIB)
+
+    @property
+    def of_matrices(self) -> dict[str, Any]:
+        """Of the group of matrices, named as torch.optim.Muon names them."""
+        names = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps")
+        names += ("ns_steps", "adjust_lr_fn")
+        return {"kind": "muon", **{name: getattr(self, name) for name in names}}
+
+    @property
+    def of_others(self) -> dict[str, Any]:
+        """Of the group of all other parameters, named as torch.optim.AdamW names them."""
+        rate, decay = self.adamw_lr, self.adamw_weight_decay
+        given = {"lr": rate, "weight_decay": decay, "betas": self.betas, "eps": self.adamw_eps}
+        return {"kind": "adamw", **given}
+
+
+def _require_number(values: dict[str, Any], fits: Any, wanted: str) -> None:
+    for name, x in values.items():
+        number = isinstance(x, (int, float)) and not isinstance(x, bool)
+        if not number or not math.isfinite(x) or not fits(x):
+            raise ConfigError(f"{name} is a number {wanted}, got {x!r}.")
+
+
+def _require_known(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name}={value!r} is unknown. Known: {', '.join(known)}.")
+
+
+def _numbers(name: str, values: Any, many: int) -> Any:
+    found = tuple(values) if isinstance(values, (list, tuple)) else ()
+    good = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in found)
+    if len(found) != many or not good or not all(map(math.isfinite, found)):
+        raise ConfigError(f"{name} are {many} numbers, got {values!r}.")
+    return found
+
+
+def _dtype(given: torch.dtype | str) -> torch.dtype:
+    dtype = getattr(torch, given, None) if isinstance(given, str) else given
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ConfigError(
+            f"ns_dtype={given!r} is no dtype to compute in. Use bfloat16 (usual), float32 or float64."
+        )
+    return dtype
