@@ -100,6 +100,11 @@ def sent_by(name: str, args: tuple[Any, ...]) -> int:
             (args[1], args[4], args[2]) if name == "alltoall_base_" else (args[0], args[2], args[3])
         )
         return _to_others(sent, sizes, _group(group))
+    if (
+        name == "broadcast_"
+    ):  # (tensors, group, source): a message for each other rank, however they travel
+        group = _group(args[1])
+        return _bytes(args[0]) * (group.size() - 1) * (group.rank() == args[2])
     if name == "_reduce_scatter_base_":
         return _to_others(args[1], [], _group(args[2]))
     raise NotImplementedError(f"counting does not know what torch.distributed's {name} sends.")

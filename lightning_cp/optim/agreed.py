@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,18 +17,24 @@ SHOWN = 4
 
 
 def require_agreed(
-    gradients: Mapping[str, torch.Tensor], *, shared: bool, check_finite: bool
+    gradients: Mapping[str, torch.Tensor],
+    whole: Sequence[torch.Tensor] = (),
+    *,
+    shared: bool,
+    check_finite: bool,
 ) -> None:
     """Refuse a step that would spoil parameters, or in which ranks would wait for each other for ever.
 
     Args:
         gradients: what this rank holds of each, by parameter.
+        whole: parameters whose values are the same on all ranks, if that is to be seen too.
         shared: other ranks take part; all of the world come here.
         check_finite: whether values are looked at.
 
     Raises:
         NonFiniteError: on every rank, naming the parameters whose gradients are not finite.
-        ConfigError: on every rank, naming the parameters that only some have gradients of.
+        ConfigError: on every rank, naming the parameters that only some have gradients of; or ranks that hold
+            whole parameters hold other values.
     """
     bad = _not_finite(gradients) if check_finite else []
     if not shared:
@@ -37,7 +43,8 @@ def require_agreed(
         return
     world = World()
     # Adds up to 0 over ranks with the same names, and hardly ever over others.
-    ballot = (hashed(tuple(gradients)) >> 24) * (1 if world.rank else 1 - world.size)
+    values = [float(x.sum(dtype=torch.float64)) for x in whole]
+    ballot = (hashed((tuple(gradients), values)) >> 24) * (1 if world.rank else 1 - world.size)
     device = next(iter(gradients.values())).device if gradients else torch.device("cpu")
     failed, ballots = summed_over_world([int(bool(bad)), ballot], _message_device(device))
     if not failed and not ballots:
@@ -47,6 +54,11 @@ def require_agreed(
     if found:
         raise NonFiniteError(_refusal(found))
     everywhere = set(every[0][1]).intersection(*(names for _, names in every))
+    if all(set(names) == everywhere for _, names in every):
+        raise ConfigError(
+            "parameters that are no DTensors have other values on other ranks, so these do not train one "
+            "model. Muon takes them for copies, as with ddp; broadcast them from one rank first."
+        )
     lacking = {rank: sorted(set(names) - everywhere) for rank, (_, names) in enumerate(every)}
     raise ConfigError(
         "ranks have gradients of different parameters, so Muon would wait for ever. Only there: "

@@ -32,7 +32,7 @@ class Exchange:
         dtype: in which matrices are computed, and results sent.
         update_of: of a matrix's parameter, what this rank holds: [local rows, local columns].
         compute: of a matrix [m, n] in ``dtype``, whose memory it may use.
-        take: given a matrix, and this rank's part of its result: [numel of part].
+        take: given a matrix, this rank's part, and what that is of the result: [numel of part].
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Exchange:
         dtype: torch.dtype,
         update_of: Callable[[Matrix], torch.Tensor],
         compute: Callable[[Matrix, torch.Tensor], torch.Tensor],
-        take: Callable[[Matrix, torch.Tensor], None],
+        take: Callable[[Matrix, int, torch.Tensor], None],
     ) -> None:
         self._dtype = dtype
         self._update_of, self._compute, self._take = update_of, compute, take
@@ -133,7 +133,7 @@ class Exchange:
             held.update(_split(posted.wait(), some, [grid.part] * len(some)))
         if grid.copies_group is None:
             for x, entries in held.items():
-                self._take(x, entries)
+                self._take(x, grid.part, entries)
             return
         before: tuple[list[Matrix], Posted] | None = None
         for copy in range(grid.copies):
@@ -154,7 +154,7 @@ class Exchange:
 
     def _take_in(self, some: list[Matrix], posted: Posted, part: int) -> None:
         for x, entries in _split(posted.wait(), some, [part] * len(some)):
-            self._take(x, entries)
+            self._take(x, part, entries)
 
     @staticmethod
     def _of_part(matrices: Sequence[Matrix], part: int, own: int) -> int:

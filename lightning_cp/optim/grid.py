@@ -71,7 +71,7 @@ class Grids:
     def __init__(self) -> None:
         self._made: dict[object, Grid] = {}
 
-    def of(self, x: torch.Tensor) -> Grid:
+    def of(self, x: torch.Tensor, name: str = "a parameter") -> Grid:
         """Of a parameter; one that is no DTensor is whole on every rank of the world.
 
         Raises:
@@ -81,12 +81,19 @@ class Grids:
         axes: list[int] = []
         if isinstance(x, DTensor):
             mesh = x.device_mesh
-            dims = [sharded_dim(placement) for placement in x.placements]
+            dims = _dims(x, name)
             axes = [at for at, dim in enumerate(dims) if dim is not None and mesh.size(at) > 1]
             key = (mesh, tuple(axes))
         if key not in self._made:
             self._made[key] = _of_mesh(x.device_mesh, axes) if isinstance(x, DTensor) else _whole()
         return self._made[key]
+
+
+def _dims(x: DTensor, name: str) -> list[int | None]:
+    try:
+        return [sharded_dim(placement) for placement in x.placements]
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def _whole() -> Grid:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
@@ -14,10 +13,8 @@ from lightning_cp.comm.local import local_part
 from lightning_cp.errors import ConfigError
 from lightning_cp.optim.agreed import require_agreed
 from lightning_cp.optim.assignment import EMBEDDINGS, Named, Rules, table_of
-from lightning_cp.optim.exchange import Exchange
-from lightning_cp.optim.grid import Grids
-from lightning_cp.optim.matrices import Matrix, Piece, Round, plan_rounds
-from lightning_cp.optim.newton_schulz import orthogonalised, scale_of_step
+from lightning_cp.optim.matrices import Round
+from lightning_cp.optim.matrix_step import MOMENTUM, Active, MatrixStep
 from lightning_cp.optim.settings import Settings
 
 
@@ -101,9 +98,8 @@ class Muon(Optimizer):
         super().__init__(groups, {})
         if settings.impl == "reference" and any(one.pieces for one in self.assigned):
             raise ConfigError("fused= is not known to impl='reference'. Use impl='owner'.")
-        self._grids, self._planned = Grids(), (None, [])
-
-    _planned: tuple[object, list[Round]]
+        pieces = {one.name: one.pieces for one in self.assigned if one.pieces}
+        self._matrix_step = MatrixStep(pieces, settings.dtype, settings.chunk_bytes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only those that the rules make.
@@ -133,16 +129,19 @@ class Muon(Optimizer):
 
         Raises:
             NonFiniteError: a gradient is NaN or infinite, on any rank; nothing was changed.
-            ConfigError: ranks have gradients of other parameters, or a gradient is of another kind.
+            ConfigError: ranks have gradients of other parameters, or other values of those that they hold
+                whole; or a gradient is of another kind.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        active = {name: _Active(name, p) for name, p in self.named() if p.grad is not None}
+        every = [self._matrix_step.grids.of(p, name) for name, p in self.named()]
+        active = {name: Active(name, p) for name, p in self.named() if p.grad is not None}
         require_agreed(
             {name: one.gradient for name, one in active.items()},
-            shared=any(len(self._grids.of(one.parameter).flat) > 1 for one in active.values()),
+            [] if self.state else [one.held for one in active.values() if one.is_whole],
+            shared=any(len(grid.flat) > 1 for grid in every),
             check_finite=self._settings.check_finite,
         )
         for group in self.param_groups:
@@ -152,55 +151,17 @@ class Muon(Optimizer):
         return loss
 
     def rounds(self) -> list[Round]:
-        """What is exchanged in the step that was made last, for ``flops_of_ranks`` and the like."""
-        return self._planned[1]
+        """What was exchanged in the last step; see ``flops_of_ranks`` and ``sent_bytes_of_ranks``."""
+        return self._matrix_step.rounds
 
-    def _step_matrices(self, group: dict[str, Any], some: list[_Active]) -> None:
+    def _step_matrices(self, group: dict[str, Any], some: list[Active]) -> None:
         for one in some:
-            state = self.state[one.parameter]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(one.parameter)
+            if not self.state[one.parameter]:
+                self.state[one.parameter][MOMENTUM] = torch.zeros_like(one.parameter)
         if self._settings.impl == "reference":
             self._step_by_torch(group)
-            return
-        buffers = {
-            one.name: local_part(self.state[one.parameter]["momentum_buffer"]) for one in some
-        }
-        gradients = {one.name: one.gradient for one in some}
-        held = {one.name: local_part(one.parameter) for one in some}
-        momentum, kept = group["momentum"], 1 - group["lr"] * group["weight_decay"]
-        for name, gradient in gradients.items():
-            buffers[name].lerp_(gradient, 1 - momentum)
-
-        def update_of(x: Matrix) -> torch.Tensor:
-            name = x.piece.name
-            return (
-                gradients[name].lerp(buffers[name], momentum)
-                if group["nesterov"]
-                else buffers[name]
-            )
-
-        def compute(x: Matrix, whole: torch.Tensor) -> torch.Tensor:
-            how = group["ns_steps"], group["ns_coefficients"], group["eps"]
-            return orthogonalised(whole, *how)
-
-        def take(x: Matrix, result: torch.Tensor) -> None:
-            rate = group["lr"] * scale_of_step(*x.piece.shape, group["adjust_lr_fn"])
-            part = x.parts[self._grids.of(x.piece.of).part]
-            for block, entries in part.beside(held[x.piece.name], result):
-                block.mul_(kept).add_(entries, alpha=-rate)
-
-        exchange = Exchange(self._settings.dtype, update_of, compute, take)
-        exchange.run(self._plan(some, group["ns_steps"]))
-
-    def _plan(self, some: list[_Active], steps: int) -> list[Round]:
-        key = (steps, *((one.name, id(one.parameter)) for one in some))
-        if self._planned[0] != key:
-            pieces = {one.name: one.pieces for one in self.assigned}
-            cut = [x for one in some for x in _cut(one, pieces[one.name])]
-            how = self._settings.dtype, steps, self._settings.chunk_bytes
-            self._planned = key, plan_rounds(cut, self._grids, *how)
-        return self._planned[1]
+        else:
+            self._matrix_step.run(group, some, self.state)
 
     def _step_by_torch(self, group: dict[str, Any]) -> None:
         """By PyTorch's optimizer, with the same settings and state."""
@@ -208,7 +169,7 @@ class Muon(Optimizer):
         theirs.param_groups, theirs.state = [group], self.state
         theirs.step()
 
-    def _step_others(self, group: dict[str, Any], some: list[_Active]) -> None:
+    def _step_others(self, group: dict[str, Any], some: list[Active]) -> None:
         for one in some:
             state = self.state[one.parameter]
             if not state:
@@ -221,39 +182,9 @@ class Muon(Optimizer):
         )
         beta1, beta2 = group["betas"]
         adamw(
-            [local_part(one.parameter) for one in some],
+            [one.held for one in some],
             [one.gradient for one in some],
             *(means, squares, [], [state["step"] for state in states]),
             **{"amsgrad": False, "beta1": beta1, "beta2": beta2, "lr": group["lr"]},
             **{"weight_decay": group["weight_decay"], "eps": group["eps"], "maximize": False},
         )
-
-
-class _Active:
-    """A parameter with a gradient, and what this rank holds of both."""
-
-    def __init__(self, name: str, parameter: torch.Tensor) -> None:
-        self.name, self.parameter = name, parameter
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.is_sparse or gradient.is_complex():
-            raise ConfigError(f"{name} has a sparse or complex gradient, which Muon does not know.")
-        if isinstance(parameter, DTensor) != isinstance(gradient, DTensor):
-            raise ConfigError(
-                f"{name} is a {type(parameter).__name__}, its gradient a {type(gradient).__name__}: nobody "
-                "knows which part of it the gradient is of."
-            )
-        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-            gradient = gradient.redistribute(placements=parameter.placements)
-        self.gradient = local_part(gradient)
-
-
-def _cut(one: _Active, pieces: tuple[int, ...]) -> Iterator[Piece]:
-    """The matrices in a parameter."""
-    if not pieces:
-        yield Piece(one.name, one.parameter)
-        return
-    dim, start = int(sum(pieces) != one.parameter.shape[0]), 0
-    for size in pieces:
-        yield Piece(one.name, one.parameter, dim, start, size)
-        start += size

@@ -32,7 +32,7 @@ def sharded_dim(placement: Placement) -> int | None:
     if type(placement).__name__ in SHARDS:
         return placement.dim  # pyright: ignore[reportAttributeAccessIssue]
     raise ConfigError(
-        f"a parameter is placed as {placement}, whose values no rank holds. Known: Replicate, "
+        f"the placement {placement!r} is unknown, whose values no rank holds. Known: Replicate, "
         f"{', '.join(SHARDS)}, and several of them on one dimension."
     )
 

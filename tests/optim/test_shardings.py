@@ -43,16 +43,13 @@ def by_torch() -> dict[str, torch.Tensor]:
     """PyTorch's own two optimizers, in one process."""
     model = whole(torch.float32)
     named = dict(model.named_parameters())
-    settings = {"lr": 0.02, "weight_decay": 0.1}
-    theirs = [
-        torch.optim.Muon([named[n] for n in MATRICES], adjust_lr_fn="match_rms_adamw", **settings),
-        torch.optim.AdamW(
-            [p for n, p in named.items() if n not in MATRICES], betas=(0.9, 0.95), **settings
-        ),
-    ]
+    matrices = [named[n] for n in MATRICES]
+    others = [p for n, p in named.items() if n not in MATRICES]
+    muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(others, lr=0.02, weight_decay=0.1, betas=(0.9, 0.95))
     for step in range(STEPS):
         give(model, gradients(model, step))
-        for optimizer in theirs:
+        for optimizer in (muon, adamw):
             optimizer.step()
     return weights(model)
 

@@ -1,0 +1,117 @@
+"""One step of all matrices: momentum where they are, Newton-Schulz at their owners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from lightning_cp.comm.local import local_part
+from lightning_cp.errors import ConfigError
+from lightning_cp.optim.exchange import Exchange
+from lightning_cp.optim.grid import Grids
+from lightning_cp.optim.matrices import Matrix, Piece, Round, plan_rounds
+from lightning_cp.optim.newton_schulz import orthogonalised, scale_of_step
+
+MOMENTUM = "momentum_buffer"
+"""Of a parameter's state, as torch.optim.Muon names it."""
+
+
+class Active:
+    """A parameter with a gradient, and what this rank holds of both.
+
+    Raises:
+        ConfigError: the gradient is sparse, complex, or placed as nobody knows.
+    """
+
+    def __init__(self, name: str, parameter: torch.Tensor) -> None:
+        self.name, self.parameter = name, parameter
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse or gradient.is_complex():
+            raise ConfigError(f"{name} has a sparse or complex gradient, which Muon does not know.")
+        if isinstance(parameter, DTensor) != isinstance(gradient, DTensor):
+            raise ConfigError(
+                f"{name} is a {type(parameter).__name__}, its gradient a {type(gradient).__name__}: nobody "
+                "knows which part of it the gradient is of."
+            )
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            gradient = gradient.redistribute(placements=parameter.placements)
+        self.is_whole = not isinstance(parameter, DTensor)
+        self.gradient = local_part(gradient)
+        self.held = local_part(parameter)
+
+
+class MatrixStep:
+    """Of an optimizer's matrices; what is planned is kept as long as they stay what they are.
+
+    Args:
+        pieces: sizes of the projections in each fused parameter, by name.
+        dtype: in which matrices are orthogonalised.
+        chunk_bytes: of whole matrices that a rank holds at a time.
+    """
+
+    def __init__(
+        self, pieces: Mapping[str, Sequence[int]], dtype: torch.dtype, chunk_bytes: int
+    ) -> None:
+        self.grids = Grids()
+        self.rounds: list[Round] = []
+        """What is exchanged in the step that was made last."""
+        self._pieces, self._dtype, self._chunk_bytes = pieces, dtype, chunk_bytes
+        self._planned: object = None
+
+    def run(
+        self,
+        group: Mapping[str, Any],
+        some: Sequence[Active],
+        states: Mapping[torch.Tensor, MutableMapping[str, Any]],
+    ) -> None:
+        """Step matrices that have gradients; all ranks call it together.
+
+        Args:
+            group: settings, named as those of torch.optim.Muon.
+            some: the matrices.
+            states: of their parameters.
+        """
+        held = {one.name: one for one in some}
+        buffers = {one.name: local_part(states[one.parameter][MOMENTUM]) for one in some}
+        momentum, kept = group["momentum"], 1 - group["lr"] * group["weight_decay"]
+        for one in some:
+            buffers[one.name].lerp_(one.gradient, 1 - momentum)
+
+        def update_of(x: Matrix) -> torch.Tensor:
+            name = x.piece.name
+            looks_on = group["nesterov"]
+            return held[name].gradient.lerp(buffers[name], momentum) if looks_on else buffers[name]
+
+        def compute(_: Matrix, whole: torch.Tensor) -> torch.Tensor:
+            return orthogonalised(whole, group["ns_steps"], group["ns_coefficients"], group["eps"])
+
+        def take(x: Matrix, part: int, result: torch.Tensor) -> None:
+            rate = group["lr"] * scale_of_step(*x.piece.shape, group["adjust_lr_fn"])
+            for block, entries in x.parts[part].beside(held[x.piece.name].held, result):
+                block.mul_(kept).add_(entries, alpha=-rate)
+
+        exchange = Exchange(self._dtype, update_of, compute, take)
+        exchange.run(self._plan(some, group["ns_steps"]))
+
+    def _plan(self, some: Sequence[Active], steps: int) -> list[Round]:
+        key = (steps, *((one.name, id(one.parameter)) for one in some))
+        if self._planned != key:
+            pieces = [x for one in some for x in _cut(one, self._pieces.get(one.name, ()))]
+            how = self._dtype, steps, self._chunk_bytes
+            self.rounds, self._planned = plan_rounds(pieces, self.grids, *how), key
+        return self.rounds
+
+
+def _cut(one: Active, sizes: Sequence[int]) -> Iterator[Piece]:
+    """The matrices in a parameter."""
+    if not sizes:
+        yield Piece(one.name, one.parameter)
+        return
+    dim, start = int(sum(sizes) != one.parameter.shape[0]), 0
+    for size in sizes:
+        yield Piece(one.name, one.parameter, dim, start, size)
+        start += size
