@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from lightning.fabric import Fabric
 
 from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
+from lightning_cp.optim import Muon
 from tests.pool import run_ranks
 from tests.pool.environment import PoolEnvironment
 from tests.strategies.plain_llama import PlainLlama
@@ -103,7 +104,7 @@ def execute(rank: int, world_size: int, cell: Cell) -> Outcome:
 
 def make_module(cell: Cell) -> pl.LightningModule:
     """The plain Llama in float64."""
-    return Adam() if cell.optimizer == "adamw" else Logged()
+    return {"sgd": Logged, "adamw": Adam, "muon": OfMuon}[cell.optimizer]()
 
 
 class Logged(Small):
@@ -124,6 +125,13 @@ class Adam(Logged):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.1)
+
+
+class OfMuon(Logged):
+    """Matrices by Muon, all else by AdamW."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Muon(self.named_parameters(), lr=2e-3, ns_dtype="float64", chunk_mib=0.01)
 
 
 def _by_trainer(world_size: int, cell: Cell, module: Any, batches: Any) -> Outcome:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -54,6 +55,22 @@ def _table() -> Iterator[None]:
     print("\n| cell | loss | gradient norm | weights |\n|---|---|---|---|")
     for name, found in TABLE.items():
         print(f"| {name} | {found.loss:.1e} | {found.norm:.1e} | {found.weight:.1e} |")
+
+
+MUON_QUICK = {Cell("zero1", 2, driver="fabric"), Cell("fsdp", 2, tp=2, driver="trainer")}
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(c, marks=() if c in MUON_QUICK else pytest.mark.slow, id=str(c))
+        for c in cells()
+    ],
+)
+def test_twenty_steps_of_muon_equal_one_process(cell: Cell) -> None:
+    """Gradients are the engines' own; Newton-Schulz makes more of their last bits than a sum does."""
+    TABLE[f"muon {cell}"] = found = errors(replace(cell, optimizer="muon"))
+    assert found.worst <= TOLERANCE, found
 
 
 @pytest.mark.parametrize(

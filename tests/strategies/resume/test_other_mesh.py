@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_cp.checkpoint import whole
 from lightning_cp.errors import CheckpointError
+from lightning_cp.optim import Muon
 from tests.pool import run_ranks
 from tests.strategies.resume.runs import SaveAt
 from tests.strategies.small import LENGTH, RING, ULYSSES, VOCAB, Batch, Small, trainer_of
@@ -40,9 +41,9 @@ class Fixed(Dataset[Batch]):
 class Counting(Small):
     """Notes what it begins with, and its losses and samples."""
 
-    def __init__(self, rows: int, shuffle: bool) -> None:
+    def __init__(self, rows: int, shuffle: bool, optimizer: str) -> None:
         super().__init__()
-        self.rows, self.shuffle = rows, shuffle
+        self.rows, self.shuffle, self.optimizer = rows, shuffle, optimizer
         self.losses: list[float] = []
         self.seen: list[list[int]] = []
         self.begins: list[torch.Tensor] = []
@@ -66,6 +67,8 @@ class Counting(Small):
         self.losses.append(float(total))
 
     def configure_optimizers(self) -> Any:
+        if self.optimizer == "muon":
+            return Muon(self.named_parameters(), lr=0.01, ns_dtype="float64")
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
@@ -94,7 +97,7 @@ def everything(trainer: pl.Trainer, module: Any) -> dict[str, torch.Tensor]:
     for name, parameter in module.named_parameters():
         found[name] = _whole(parameter.detach())
         state = optimizer.state[parameter]
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in KEPT & state.keys():
             found[f"{name}.{key}"] = _whole(state[key])
     return found
 
@@ -103,6 +106,10 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
     found = whole(x)
     assert found is not None
     return found.clone()
+
+
+KEPT = {"exp_avg", "exp_avg_sq", "momentum_buffer"}
+"""Of an optimizer's state, what has its parameter's shape."""
 
 
 @dataclass
@@ -123,9 +130,10 @@ def run(
     resumes: bool,
     rows: int = 2,
     shuffle: bool = True,
+    optimizer: str = "adamw",
 ) -> Told:
     """Saved on the way, or begun from what was saved."""
-    module = Counting(rows, shuffle)
+    module = Counting(rows, shuffle, optimizer)
     begins = Begins(None if resumes else STOP)
     callbacks: list[Any] = (
         [begins] if resumes else [begins, SaveAt("on_train_batch_end", STOP, path)]
@@ -207,6 +215,15 @@ QUICK = ("cp 4 to 2", "fsdp 4 to 2")
 def test_another_mesh_goes_on(name: str, tmp_path: Path) -> None:
     before, after, options = CELLS[name]
     move(before, after, tmp_path / "saved.ckpt", **options)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in CELLS]
+)
+def test_muon_goes_on(name: str, tmp_path: Path) -> None:
+    """Its momentum is sharded as parameters are, and is the same to the last bit on the other mesh."""
+    before, after, options = CELLS[name]
+    move(before, after, tmp_path / "saved.ckpt", optimizer="muon", **options)
 
 
 @pytest.mark.slow
