@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from lightning_cp.comm.objects import World
 from lightning_cp.comm.outcome import summed_over_world
@@ -21,6 +20,7 @@ def require_agreed(
     whole: Sequence[torch.Tensor] = (),
     *,
     shared: bool,
+    device_type: str,
     check_finite: bool,
 ) -> None:
     """Refuse a step that would spoil parameters, or in which ranks would wait for each other for ever.
@@ -29,6 +29,7 @@ def require_agreed(
         gradients: what this rank holds of each, by parameter.
         whole: parameters whose values are the same on all ranks, if that is to be seen too.
         shared: other ranks take part; all of the world come here.
+        device_type: where messages travel from.
         check_finite: whether values are looked at.
 
     Raises:
@@ -45,8 +46,7 @@ def require_agreed(
     # Adds up to 0 over ranks with the same names, and hardly ever over others.
     values = [float(x.sum(dtype=torch.float64)) for x in whole]
     ballot = (hashed((tuple(gradients), values)) >> 24) * (1 if world.rank else 1 - world.size)
-    device = next(iter(gradients.values())).device if gradients else torch.device("cpu")
-    failed, ballots = summed_over_world([int(bool(bad)), ballot], _message_device(device))
+    failed, ballots = summed_over_world([int(bool(bad)), ballot], device_type)
     if not failed and not ballots:
         return
     every = world.gather((bad, sorted(gradients)))
@@ -64,11 +64,6 @@ def require_agreed(
         "ranks have gradients of different parameters, so Muon would wait for ever. Only there: "
         f"{_listed(lacking)}. Let all parameters take part on every rank, or freeze them on all."
     )
-
-
-def _message_device(device: torch.device) -> str:
-    """Where the default group's messages travel from."""
-    return "cpu" if dist.get_backend() == "gloo" else device.type
 
 
 def _not_finite(gradients: Mapping[str, torch.Tensor]) -> list[str]:

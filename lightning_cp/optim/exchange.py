@@ -80,7 +80,7 @@ class Exchange:
         grid = each.grid
         found: dict[Matrix, torch.Tensor] = {}
         for x in each.mine:
-            found[x] = torch.empty(x.piece.shape, dtype=self._dtype, device=x.piece.of.device)
+            found[x] = torch.empty(x.piece.shape, dtype=self._dtype, device=each.device)
             own, update = x.parts[grid.part], self._update_of(x)
             for block, into in zip(
                 own.views(update, whole=False), own.views(found[x], whole=True), strict=True
@@ -163,8 +163,7 @@ class Exchange:
 
     @staticmethod
     def _message(size: int, dtype: torch.dtype, each: Round) -> torch.Tensor:
-        some = next(iter(each.owned.values()))[0]
-        return torch.empty(size, dtype=dtype, device=some.piece.of.device)
+        return torch.empty(size, dtype=dtype, device=each.device)
 
 
 def _split(

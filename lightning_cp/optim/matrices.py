@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.agreement import gathered_lists
 from lightning_cp.optim.grid import Grid, Grids
@@ -71,6 +72,8 @@ class Round:
     grid: Grid
     wire: torch.dtype
     """In which they are gathered: no wider than they are, nor than they are computed in."""
+    device: torch.device
+    """Where messages travel from, and where matrices are computed; parameters may be offloaded."""
     owned: Mapping[int, Sequence[Matrix]] = field(default_factory=dict)
     """By owner, a place in ``grid.flat``."""
 
@@ -103,18 +106,28 @@ def plan_rounds(
     classes: dict[tuple[Grid, torch.dtype, torch.device], list[Piece]] = {}
     for piece in pieces:
         wire = min(dtype, piece.of.dtype, key=lambda one: one.itemsize)
-        classes.setdefault((grids.of(piece.of), wire, piece.of.device), []).append(piece)
+        kind = grids.of(piece.of), wire, message_device(piece.of)
+        classes.setdefault(kind, []).append(piece)
     loads: dict[int, int] = {}
     found: list[Round] = []
     # Ranks that are in no small grid must not know of it to tell who owns what is on all of them.
-    for (grid, wire, _), some in sorted(classes.items(), key=lambda item: -len(item[0][0].flat)):
+    for (grid, wire, device), some in sorted(
+        classes.items(), key=lambda item: -len(item[0][0].flat)
+    ):
         matrices = _matrices(some, grid, steps)
         sizes = [Size(x.flops, x.numel * dtype.itemsize) for x in matrices]
         owners = assign(sizes, grid.flat, loads)
         for each in rounds(sizes, owners, chunk_bytes):
             owned = {owner: [matrices[at] for at in places] for owner, places in each.items()}
-            found.append(Round(grid, wire, owned))
+            found.append(Round(grid, wire, device, owned))
     return found
+
+
+def message_device(x: torch.Tensor) -> torch.device:
+    """Where messages of a parameter travel from."""
+    if not isinstance(x, DTensor) or x.device_mesh.device_type == x.device.type:
+        return x.device
+    return torch.device(x.device_mesh.device_type)
 
 
 def _matrices(pieces: Sequence[Piece], grid: Grid, steps: int) -> list[Matrix]:

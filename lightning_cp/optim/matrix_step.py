@@ -92,7 +92,7 @@ class MatrixStep:
         def take(x: Matrix, part: int, result: torch.Tensor) -> None:
             rate = group["lr"] * scale_of_step(*x.piece.shape, group["adjust_lr_fn"])
             for block, entries in x.parts[part].beside(held[x.piece.name].held, result):
-                block.mul_(kept).add_(entries, alpha=-rate)
+                block.mul_(kept).add_(entries.to(block.device), alpha=-rate)
 
         exchange = Exchange(self._dtype, update_of, compute, take)
         exchange.run(self._plan(some, group["ns_steps"]))

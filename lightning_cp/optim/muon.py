@@ -13,7 +13,7 @@ from lightning_cp.comm.local import local_part
 from lightning_cp.errors import ConfigError
 from lightning_cp.optim.agreed import require_agreed
 from lightning_cp.optim.assignment import EMBEDDINGS, Named, Rules, table_of
-from lightning_cp.optim.matrices import Round
+from lightning_cp.optim.matrices import Round, message_device
 from lightning_cp.optim.matrix_step import MOMENTUM, Active, MatrixStep
 from lightning_cp.optim.settings import Settings
 
@@ -136,12 +136,13 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        every = [self._matrix_step.grids.of(p, name) for name, p in self.named()]
+        grids = [self._matrix_step.grids.of(p, name) for name, p in self.named()]
         active = {name: Active(name, p) for name, p in self.named() if p.grad is not None}
         require_agreed(
             {name: one.gradient for name, one in active.items()},
             [] if self.state else [one.held for one in active.values() if one.is_whole],
-            shared=any(len(grid.flat) > 1 for grid in every),
+            shared=any(len(grid.flat) > 1 for grid in grids),
+            device_type=message_device(self.param_groups[0]["params"][0]).type,
             check_finite=self._settings.check_finite,
         )
         for group in self.param_groups:

@@ -1,0 +1,97 @@
+"""Messages of neighbouring rounds are on their way while matrices are computed; one owner computes each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lightning_cp.bench.counts import Counts
+from lightning_cp.comm.dtensor_caches import forget_meshes
+from lightning_cp.comm.posted import Posted
+from lightning_cp.optim import Muon, exchange, matrix_step
+from tests.pool import run_ranks
+
+SIDE = 64
+ONE = SIDE * SIDE * 4
+"""Bytes of a matrix."""
+
+
+def optimizer(world_size: int, matrices: int, matrices_at_once: int) -> Muon:
+    """Of equal matrices, whose rows are sharded; with gradients."""
+    forget_meshes()
+    mesh = init_device_mesh("cpu", (world_size,))
+    torch.manual_seed(0)
+    named: list[tuple[str, torch.Tensor]] = []
+    for at in range(matrices):
+        x = distribute_tensor(torch.randn(SIDE, SIDE), mesh, [Shard(0)], src_data_rank=None)
+        named.append((f"w{at}", nn.Parameter(x)))
+        named[-1][1].grad = x.clone()
+    at_once = matrices_at_once * ONE / 2**20
+    return Muon(named, ns_dtype="float32", chunk_mib=at_once)
+
+
+def events(rank: int, world_size: int) -> list[str]:
+    """In the order in which this rank does them, for three rounds of two matrices."""
+    steps: list[str] = []
+    muon = optimizer(world_size, 12, 2)
+    muon.step()
+    posted = {name: getattr(exchange, name) for name in ("post_all_to_all",)}
+    computed, waited = matrix_step.orthogonalised, Posted.wait
+
+    def post(send: Any, *rest: Any) -> Any:
+        message = posted["post_all_to_all"](send, *rest)
+        number = sum(step.startswith("post") for step in steps)
+        steps.append(f"post {number}")
+        message.number = number
+        return message
+
+    def wait(self: Any) -> Any:
+        steps.append(f"wait {self.number}")
+        return waited(self)
+
+    def compute(x: Any, *rest: Any) -> Any:
+        steps.append("compute")
+        return computed(x, *rest)
+
+    exchange.post_all_to_all, Posted.wait, matrix_step.orthogonalised = post, wait, compute  # type: ignore[assignment,method-assign]
+    try:
+        muon.step()
+    finally:
+        exchange.post_all_to_all = posted["post_all_to_all"]
+        Posted.wait, matrix_step.orthogonalised = waited, computed  # type: ignore[method-assign]
+    return steps
+
+
+def test_gather_compute_and_scatter_overlap() -> None:
+    """Even numbers but 0 are what is given back: 0, 1, 3 are gathered, 2, 4, 5 given back."""
+    for steps in run_ranks(2, events):
+        assert steps == [
+            *("post 0", "wait 0"),
+            *("post 1", "compute", "compute", "post 2", "wait 1"),
+            *("post 3", "compute", "compute", "post 4", "wait 2", "wait 3"),
+            *("compute", "compute", "post 5", "wait 4", "wait 5"),
+        ]
+
+
+def peak(rank: int, world_size: int, matrices_at_once: int) -> float:
+    """Beside what is there between steps, in matrices."""
+    muon = optimizer(world_size, 12 * world_size, matrices_at_once)
+    muon.step()
+    counts = Counts()
+    with counts:
+        muon.step()
+    return counts.peak / ONE
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_chunk_bounds_memory(ranks: int) -> None:
+    """Of four chunks (matrices, messages of three rounds); and what Newton-Schulz needs for one matrix."""
+    found = {many: max(run_ranks(ranks, peak, many)) for many in (1, 2, 3)}
+    assert found[1] < found[2] < found[3]
+    for many, matrices in found.items():
+        assert matrices <= 4 * many + 6, (many, matrices)
