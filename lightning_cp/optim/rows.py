@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
@@ -52,23 +52,18 @@ def held_indices(x: torch.Tensor, dim: int) -> torch.Tensor:
         return indices
     dims = [sharded_dim(placement) for placement in x.placements]
     placements = [
-        placement if sharded == dim % x.ndim else Replicate()
+        _along_first(placement) if sharded == dim % x.ndim else Replicate()
         for placement, sharded in zip(x.placements, dims, strict=True)
     ]
-    placements = [_of_first(placement) for placement in placements]
-    return (
-        distribute_tensor(indices, x.device_mesh, placements, src_data_rank=None).to_local().cpu()
-    )
+    held = distribute_tensor(indices, x.device_mesh, placements, src_data_rank=None)
+    return held.to_local().cpu()
 
 
-def _of_first(placement: Placement) -> Placement:
-    """The same for a tensor of one dimension."""
-    dim = sharded_dim(placement)
-    if not dim:
-        return placement
-    kind = type(placement)
+def _along_first(placement: Placement) -> Placement:
+    """What shards a tensor of one dimension in the same way."""
+    kind: Any = type(placement)
     factor = getattr(placement, "split_factor", None)
-    return kind(0) if factor is None else kind(0, split_factor=factor)  # type: ignore[call-arg]
+    return kind(0) if factor is None else kind(0, split_factor=factor)
 
 
 class Run(NamedTuple):

@@ -23,6 +23,7 @@ from tests.mutants.in_kernels import KERNEL_MUTANTS
 from tests.mutants.in_layouts import LAYOUT_MUTANTS
 from tests.mutants.in_loading import LOADING_MUTANTS
 from tests.mutants.in_models import MODEL_MUTANTS
+from tests.mutants.in_muon import MUON_MUTANTS
 from tests.mutants.in_resume import RESUME_MUTANTS
 from tests.mutants.in_tensor_parallel import TENSOR_PARALLEL_MUTANTS
 from tests.mutants.in_triton import TRITON_MUTANTS
@@ -42,6 +43,7 @@ EVERY = (
     *LOADING_MUTANTS,
     *ENGINE_MUTANTS,
     *MODEL_MUTANTS,
+    *MUON_MUTANTS,
     *(TRITON_MUTANTS if is_installed() else ()),  # without Triton their tests are skipped
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}

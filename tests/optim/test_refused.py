@@ -182,6 +182,7 @@ def partial(rank: int, world_size: int) -> None:
         (others, "have other values on other ranks"),
         (partial, "^w: .*Partial.*no rank holds"),
     ],
+    ids=["apart", "others", "partial"],
 )
 def test_ranks_that_differ(fault: Any, said: str) -> None:
     error: type[LightningCPError] = ConfigError

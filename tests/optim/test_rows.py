@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_cp.comm.dtensor_caches import forget_meshes
 from lightning_cp.errors import ConfigError
@@ -29,8 +30,12 @@ def composed(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
     """All placements of two or three axes, uneven and empty parts included."""
     forget_meshes()
     mesh = init_device_mesh("cpu", shape)
+    kinds: list[Any] = [Replicate(), Shard(0), Shard(1)]
+    kinds += [_StridedShard(dim, split_factor=shape[-1]) for dim in (0, 1)]
     for rows, columns in SIZES:
-        for placements in product((Replicate(), Shard(0), Shard(1)), repeat=len(shape)):
+        for placements in product(kinds, repeat=len(shape)):
+            if any(type(one) is _StridedShard for one in placements[1:]):
+                continue  # the outer of two axes is the interleaved one
             whole = entries(rows, columns)
             x = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             held = [held_indices(x, dim) for dim in (0, 1)]

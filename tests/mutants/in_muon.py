@@ -1,0 +1,95 @@
+"""Mistakes in the distributed optimizer, most of which leave all shapes as they are."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+OPTIM = "lightning_cp/optim"
+SHARDINGS = "tests/optim/test_shardings.py::test_numbers_are_those_of_one_process"
+
+MUON_MUTANTS = (
+    Mutant(
+        "placements composed in reverse order",
+        f"{OPTIM}/rows.py",
+        "    held = distribute_tensor(indices,",
+        "    placements = placements[::-1]\n    held = distribute_tensor(indices,",
+        ("tests/optim/test_rows.py",),
+        "The right number of rows, and the wrong ones.",
+    ),
+    Mutant(
+        "columns are not asked where they are",
+        f"{OPTIM}/rows.py",
+        "                start = column.whole if whole else column.local",
+        "                start = column.local",
+        (f"{SHARDINGS}[tp 2]",),
+        "Parts of all ranks lie on top of each other.",
+    ),
+    Mutant(
+        "results of other copies are not taken",
+        f"{OPTIM}/exchange.py",
+        "            before = some, sent\n",
+        "            before = (some, sent) if copy == grid.copy else before\n",
+        (f"{SHARDINGS}[hsdp 2x2]",),
+        "Copies drift apart.",
+    ),
+    Mutant(
+        "results are not given back to other parts",
+        f"{OPTIM}/exchange.py",
+        "            held.update(_split(posted.wait(), some, [grid.part] * len(some)))",
+        "            posted.wait()",
+        (f"{SHARDINGS}[fsdp 2]",),
+        "Only owners move their matrices.",
+    ),
+    Mutant(
+        "momentum is not looked at again",
+        f"{OPTIM}/matrix_step.py",
+        'looks_on = group["nesterov"]',
+        'looks_on = not group["nesterov"]',
+        (f"{SHARDINGS}[plain]",),
+        "Another optimizer.",
+    ),
+    Mutant(
+        "a fused projection is one matrix",
+        f"{OPTIM}/matrix_step.py",
+        "    if not sizes:\n        yield Piece(one.name, one.parameter)",
+        "    if sizes or not sizes:\n        yield Piece(one.name, one.parameter)",
+        (
+            "tests/optim/test_assignment.py::test_fused_projections_are_matrices_by_themselves[plain]",
+        ),
+        "Queries, keys and values are made orthogonal to each other.",
+    ),
+    Mutant(
+        "owners in turn",
+        f"{OPTIM}/owners.py",
+        "key=lambda place: (loads.get(ranks[place], 0), place)",
+        "key=lambda place: ((place - at) % len(ranks), place)",
+        ("tests/optim/test_owners.py::test_llama_8b",),
+        "Ranks wait for the one with the costly matrices.",
+    ),
+    Mutant(
+        "a gradient that is not finite is found too late",
+        f"{OPTIM}/agreed.py",
+        "    bad = _not_finite(gradients) if check_finite else []",
+        "    bad: list[str] = []",
+        ("tests/optim/test_refused.py::test_gradients_that_are_not_finite",),
+        "One NaN makes all entries of its matrix NaN.",
+    ),
+    Mutant(
+        "ranks do not compare whose gradients they have",
+        f"{OPTIM}/agreed.py",
+        "    if not failed and not ballots:",
+        "    if not failed:",
+        ("tests/optim/test_refused.py::test_ranks_that_differ[others]",),
+        "Ranks wait for each other for ever, or train several models.",
+    ),
+    Mutant(
+        "the next matrices are gathered after the computation",
+        f"{OPTIM}/exchange.py",
+        "            arriving = self._gather(rounds[at + 1]) if at + 1 < len(rounds) else None\n"
+        "            results = {x: self._compute(x, matrices.pop(x)) for x in each.mine}\n",
+        "            results = {x: self._compute(x, matrices.pop(x)) for x in each.mine}\n"
+        "            arriving = self._gather(rounds[at + 1]) if at + 1 < len(rounds) else None\n",
+        ("tests/optim/test_pipeline.py::test_gather_compute_and_scatter_overlap",),
+        "Nothing overlaps.",
+    ),
+)
