@@ -8,13 +8,12 @@ from typing import Literal, Required, TypedDict, overload
 import torch
 from typing_extensions import Unpack
 
+from lightning_cp.attention.attend import attend
 from lightning_cp.attention.delegate import THEIR_KERNELS, delegate
 from lightning_cp.attention.exchange import Exchange
-from lightning_cp.attention.function import ContextParallelAttention
-from lightning_cp.attention.keep import Stash, current_stash
+from lightning_cp.attention.keep import current_stash
 from lightning_cp.attention.plan import AttentionPlan, check_call, check_mesh, make_plan, request_of
 from lightning_cp.attention.spec import AttentionSpec
-from lightning_cp.attention.ulysses import q_to_tokens
 from lightning_cp.comm.agreement import agree
 from lightning_cp.comm.checksum import fingerprint
 from lightning_cp.kernels.api import explain_kernels
@@ -144,43 +143,6 @@ def context_parallel_attention(
         raise error
     assert plan is not None
     return attend(q_BLHD, k_BLKD, v_BLKD, plan, return_lse=return_lse)
-
-
-def attend(
-    q_BLHD: torch.Tensor,
-    k_BLKD: torch.Tensor,
-    v_BLKD: torch.Tensor,
-    plan: AttentionPlan,
-    *,
-    return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Execute a plan that the ranks have agreed on already (once per batch, by the strategy).
-
-    Returns:
-        ``out``; with more to return, a tuple of it, the lse, and the plan's largest scores.
-    """
-    q_BLHD = -q_BLHD if plan.negative else q_BLHD
-    stash = current_stash()
-    with torch.autocast(q_BLHD.device.type, enabled=False):  # kernels choose their own precision
-        out, lse, peak = ContextParallelAttention.apply(  # type: ignore[misc]
-            q_BLHD, k_BLKD, v_BLKD, plan.sinks, plan, stash
-        )
-    wanted = ((lse, return_lse), (peak, plan.scores.max_logits))
-    more = [_to_tokens(x, plan, stash) for x, asked in wanted if asked]
-    return (out, *more) if more else out
-
-
-def _to_tokens(
-    x_BHT: torch.Tensor | None, plan: AttentionPlan, stash: Stash | None
-) -> torch.Tensor:
-    """A number per query and head [B, H, L] of this rank's own tokens, from those [B, h, T] of its heads."""
-    if stash is not None and stash.replaying:
-        return stash.replay()[0]
-    assert x_BHT is not None
-    x_BHL = q_to_tokens(x_BHT.permute(2, 0, 1).unsqueeze(-1), plan).squeeze(-1).transpose(1, 2)
-    if stash is not None:
-        stash.record(x_BHL)
-    return x_BHL
 
 
 def explain(

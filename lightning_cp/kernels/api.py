@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.aten import AtenCpuFlash, AtenCudaCudnn, AtenCudaFlash
@@ -68,6 +69,17 @@ def select_kernel(name: str, request: Request) -> Kernel:
             else "No other can either."
         )
     )
+
+
+@lru_cache(maxsize=64)
+def declares(name: str, feature: str) -> bool:
+    """Whether some kernel that ``name`` stands for has a feature, whatever else it can do and where.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    every = kernels()
+    return any(feature in every[each].capabilities.features for each in _candidates(name, every))
 
 
 def explain_kernels(name: str, request: Request) -> str:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_cp.attention.api import attend
+from lightning_cp.attention.attend import attend, attend_and_note
 from lightning_cp.attention.exchange import Exchange
 from lightning_cp.attention.plan import AttentionPlan, make_plan, request_of
 from lightning_cp.attention.spec import AttentionSpec
@@ -26,6 +27,7 @@ from lightning_cp.layout import SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.models.checks import Checks
 from lightning_cp.models.facts import PositionFacts
+from lightning_cp.models.max_logits import Collector, Inputs, Tell, plan_by_kernel, plan_of_pass
 from lightning_cp.models.report import SwapReport
 
 Listener = Callable[[AttentionPlan, torch.Tensor, torch.Tensor], None]
@@ -119,6 +121,8 @@ class SwapHandle:
         self.warned: set[str] = set()
         """Models of which something was said once."""
         self.checks = Checks(mesh)
+        self.collector = Collector({})
+        """Who is told of largest scores."""
         self._enter: list[Callable[[], Callable[[], None]]] = []
         self._leave: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
@@ -148,6 +152,7 @@ class SwapHandle:
         """End the step: the model is the plain model again."""
         self.state = None
         self.scopes.clear()
+        self.collector.forget_calls()
         self.checks.drop()
         while self._leave:
             self._leave.pop()()
@@ -161,9 +166,12 @@ class SwapHandle:
         q, k, v = _autocast(q_BLHD, k_BLKD, v_BLKD)
         self.checks.before_data()
         self.progress()
-        plan = self._plan(q, k, v, spec, state)
-        out = attend(q, k, v, plan)
-        assert isinstance(out, torch.Tensor)
+        inputs = Inputs(q, k, v, spec)
+        by_kernel = self.collector.by_kernel(self.kernel, self.exchange)
+        plan = self._plan(*inputs, state, max_logits=by_kernel)
+        out, largest = (attend_and_note if by_kernel else _attend)(q, k, v, plan)
+        of_pass = None if by_kernel else partial(self._plan_of_pass, inputs, state)
+        self.collector.note(inputs, largest, self.mesh, of_pass)
         for listener in self.listeners:
             listener(plan, q, out)
         state.need_gradients.append(out.requires_grad)
@@ -172,29 +180,44 @@ class SwapHandle:
         state.calls += 1
         return out
 
+    def collect(self, modules: Mapping[nn.Module, Tell], *, extra_pass: bool = False) -> None:
+        """Tell of the largest scores of these modules' attention, in place of any others'; until ``undo``.
+
+        Args:
+            modules: those that make the calls, and who is told of each call in training.
+            extra_pass: whether scores that a kernel does not give are computed in a pass of their own.
+        """
+        self.collector.end()
+        self.collector = Collector(modules, extra_pass=extra_pass)
+        self.collector.follow(lambda: self.active)
+
     def _plan(
         self,
-        q_BLHD: torch.Tensor,
-        k_BLKD: torch.Tensor,
-        v_BLKD: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
         spec: AttentionSpec,
         state: StepState,
+        *,
+        max_logits: bool = False,
     ) -> AttentionPlan:
         """How a call is executed; ranks agree on each kind of it once, that all of them can.
 
         What is missing may differ between nodes: packages, the compute capability of a GPU.
         """
-        call = _call(spec, q_BLHD, k_BLKD, v_BLKD)
+        call = (max_logits, *_call(spec, q, k, v))
         if call in state.plans:
             return state.plans[call][1]
 
-        def plan() -> AttentionPlan:
+        def make(max_logits: bool) -> AttentionPlan:
             return make_plan(
-                *(q_BLHD, k_BLKD, v_BLKD, self.mesh, state.layout, spec, self.kernel),
+                *(q, k, v, self.mesh, state.layout, spec, self.kernel),
                 exchange=self.exchange,
+                max_logits=max_logits,
             )
 
-        request = request_of(q_BLHD, spec)
+        plan = partial(plan_by_kernel, make) if max_logits else partial(make, False)
+        request = request_of(q, spec, max_logits=max_logits)
         made = plan() if request in self.requests else self.checks.agreed("an attention call", plan)
         self.requests[request] = None
         state.plans[call] = (
@@ -202,6 +225,15 @@ class SwapHandle:
             made,
         )  # the spec keeps tensors alive, so that none takes their place
         return made
+
+    def _plan_of_pass(self, inputs: Inputs, state: StepState) -> AttentionPlan:
+        """How the largest scores of a call are computed that did not give them."""
+        q, k, v, spec = inputs
+        call = ("of a pass", *_call(spec, q, k, v))
+        if call not in state.plans:
+            make = partial(plan_of_pass, inputs, self.mesh, state.layout, self.exchange)
+            state.plans[call] = spec, self.checks.agreed("a pass for the largest scores", make)
+        return state.plans[call][1]
 
     def require_intercepted(self, model: nn.Module) -> None:
         """Refuse a step in which no attention call came through here.
@@ -250,8 +282,16 @@ class SwapHandle:
     def undo(self) -> None:
         """Give the model its own attention back, in reverse order."""
         self.deactivate()
+        self.collector.end()
         while self._undo:
             self._undo.pop()()
+
+
+def _attend(*call: Any) -> tuple[torch.Tensor, None]:
+    """As ``attend_and_note``, where nobody collects."""
+    out = attend(*call)
+    assert isinstance(out, torch.Tensor)
+    return out, None
 
 
 def _nothing() -> None:

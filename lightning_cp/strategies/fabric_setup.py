@@ -24,6 +24,7 @@ from lightning_cp.strategies.loaders.draws import going_on
 from lightning_cp.strategies.loaders.proxy import LoaderProxy
 from lightning_cp.strategies.resume.fabric import RunState
 from lightning_cp.strategies.saves.fabric import FabricSaves
+from lightning_cp.strategies.step.max_logits import adopted
 from lightning_cp.strategies.trainer_hooks import STEPS
 from lightning_cp.strategies.watch.alike import require_same_model, require_same_optimizers
 from lightning_cp.strategies.watch.steps import WatchedFabricSteps
@@ -113,9 +114,10 @@ class FabricSetup(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStra
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        self._engine.adopt(optimizer)
+        adopted(optimizer, self._engine.adopt)
         require_same_optimizers([optimizer], self._models)
         self._optimizers.append(optimizer)
+        self._core.clip_for(self._optimizers)
         self._run_state.follow_optimizer(optimizer)
         return super().setup_optimizer(optimizer)
 

@@ -25,6 +25,7 @@ from lightning_cp.strategies.loaders.shared import unshared
 from lightning_cp.strategies.parity.trainer import TrainerParity
 from lightning_cp.strategies.resume.strategy import ResumesExactly
 from lightning_cp.strategies.saves.trainer import TrainerSaves
+from lightning_cp.strategies.step.max_logits import adopted
 from lightning_cp.strategies.trainer_hooks import (
     STEPS,
     after_toggling,
@@ -94,6 +95,9 @@ class TrainerSetup(
         else:
             self._load_whole(module)
             super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._core.clip_for(self.optimizers)
+            self._callback.watch(trainer, module)  # where nothing had to be watched without them
 
     def _setup_sharded(self, trainer: Trainer) -> None:
         """As DDPStrategy does it, but the engine places the model, which is sharded at every stage."""
@@ -108,7 +112,7 @@ class TrainerSetup(
         if fitting:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
-                self._engine.adopt(optimizer)
+                adopted(optimizer, self._engine.adopt)
         self.setup_precision_plugin()
 
     @override

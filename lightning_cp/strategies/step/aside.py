@@ -25,7 +25,6 @@ class StepsAside(AttachedModel):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self._is_aside = False
         self._trains = True
         self._positions = PositionFacts()
         self.layout_choice: LayoutChoice | None = None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_cp.attention.delegate import THEIR_KERNELS
 from lightning_cp.batch import BatchRules, WholeBatch, read_batch
@@ -25,6 +27,7 @@ from lightning_cp.profile.recorder import StepRecorder
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.step.layouts import LayoutRule
 from lightning_cp.strategies.step.losses import StepLosses
+from lightning_cp.strategies.step.max_logits import clips_of, collected_modules
 from lightning_cp.strategies.step.patches import patches_of
 from lightning_cp.strategies.step.sharding import label_kind
 from lightning_cp.strategies.watch.progress import Progress
@@ -43,6 +46,7 @@ class AttachedModel(StepLosses):
         self._model: nn.Module | None = None
         self._listed: Sequence[nn.Module] | None = None
         self._patches = StepPatches()
+        self._attached: tuple[nn.Module, Mapping[str, Any], bool] | None = None
         self._loss_outside = False
         self._needs_loss = True
         self._gives_positions = False  # where no rank shares a batch
@@ -68,6 +72,7 @@ class AttachedModel(StepLosses):
             ConfigError: attention that cannot be swapped, or labels of unknown kind.
         """
         self._say_if_nothing_is_profiled()
+        self._attached = model, options, needs_labels
         settings = self.settings.with_sequence_dims(options.get("sequence_dims") or {})
         self._patches.end()
         self._patches = patches_of(model, settings)
@@ -81,7 +86,7 @@ class AttachedModel(StepLosses):
                     self.rules, labels="ignore"
                 )  # it may be given all of its batch
             return []
-        self.detach()
+        self._take_back()
         self.rules = self._rules_of(model, options, settings, needs_labels=needs_labels)
         self._rule = LayoutRule(settings.layout, expected_mask(model), self._cost_for(model))
         self._loss_outside = _declared(options, settings) != "auto"
@@ -114,7 +119,33 @@ class AttachedModel(StepLosses):
         handle.progress = self.watch.position.progress
         handle.listeners = self._listeners
         self._handle, self._requests = handle, handle.requests
+        self._collect(model, handle)
         return handle
+
+    def clip_for(self, optimizers: Iterable[Optimizer]) -> None:
+        """The optimizers of the run are known: those with a QK-clip are told of largest scores.
+
+        Raises:
+            ConfigError: attention whose scores its projections do not scale.
+        """
+        self._clips = clips_of(optimizers)
+        if self._handle is not None and self._model is not None:
+            self._collect(self._model, self._handle)
+        elif self._clips and self._attached is not None:
+            model, options, needs_labels = (
+                self._attached
+            )  # no sample is shared: only now is it worth it
+            self.attach(model, options, needs_labels=needs_labels)
+
+    def _collect(self, model: nn.Module, handle: SwapHandle) -> None:
+        core = weakref.ref(self)  # which refers to the handle
+
+        def is_aside() -> bool:
+            found = core()
+            return found is None or found._is_aside
+
+        modules = collected_modules(model, self._clips, is_aside)
+        handle.collect(modules, extra_pass=any(clip.extra_pass for clip in self._clips))
 
     def listen(self, listener: Listener) -> Callable[[], None]:
         """Tell of every attention call, of models that come later too; returns what ends that."""
@@ -175,7 +206,11 @@ class AttachedModel(StepLosses):
         return self._model
 
     def detach(self) -> None:
-        """Give the model its own attention back."""
+        """Give the model its own attention back; what optimizers there were is forgotten."""
+        self._clips, self._attached = [], None
+        self._take_back()
+
+    def _take_back(self) -> None:
         self.recorder.abandon()
         self._patches.end()
         if self._handle is not None:

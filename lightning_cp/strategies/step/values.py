@@ -16,6 +16,7 @@ from lightning_cp.logs.token_mean import as_logged, where_counted
 from lightning_cp.mesh import Flat
 from lightning_cp.models.handle import refuse_gradients
 from lightning_cp.models.swap import SwapHandle
+from lightning_cp.optim.qk_clip import QKClip
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.step.accumulation import AccumulatedTokens
 from lightning_cp.strategies.step.run_mesh import RunMesh
@@ -33,6 +34,8 @@ class StepValues(RunMesh):
         self._accumulated = AccumulatedTokens() if settings.weights_globally else None
         self._positions_taken = False
         self._is_alone = False
+        self._is_aside = False
+        self._clips: list[QKClip] = []
 
     @contextmanager
     def as_one_process(self) -> Iterator[None]:
@@ -47,10 +50,10 @@ class StepValues(RunMesh):
 
     @property
     def enabled(self) -> bool:
-        """Whether there is anything to do: ranks that share a sample, or targets to be counted."""
+        """Whether there is anything to do: ranks that share a sample, or targets to be counted, or scores."""
         if self._is_alone:
             return False
-        return self.mesh.sample_size > 1 or self._accumulated is not None
+        return self.mesh.sample_size > 1 or self._accumulated is not None or bool(self._clips)
 
     @property
     def in_step(self) -> bool:

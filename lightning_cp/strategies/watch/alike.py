@@ -123,6 +123,8 @@ def optimizer_facts(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -
         facts[f"optimizer{number}"] = _class(optimizer)
         title = f"{type(optimizer).__name__}{number}"
         facts[f"{title}, groups of parameters"] = str(len(optimizer.param_groups))
+        if (clip := getattr(optimizer, "qk_clip", None)) is not None:
+            facts[f"{title}, qk_clip"] = repr(clip)
         for index, group in enumerate(optimizer.param_groups):
             facts.update((f"{title}, {key}", x) for key, x in _group(group, index, names))
     return facts

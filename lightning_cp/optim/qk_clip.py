@@ -1,0 +1,248 @@
+"""QK-clip: query and key projections are scaled down where attention's scores have grown too large."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_cp.comm.local import local_part
+from lightning_cp.comm.objects import World
+from lightning_cp.errors import ConfigError
+from lightning_cp.optim.qk_layers import Layer, Rows, find_layers, row_factors
+from lightning_cp.optim.qk_maxima import Maxima
+from lightning_cp.optim.rows import held_indices
+
+_log = logging.getLogger("lightning_cp")
+SHOWN = 8
+"""Layers in a line of the log, and heads of a layer."""
+
+
+@dataclass(eq=False)
+class QKClip:
+    """After a step, heads whose largest score has passed ``tau`` are scaled back to it (Kimi K2's MuonClip).
+
+    With gamma = min(1, tau / largest score) of a head, its rows of the query projection are multiplied by
+    ``gamma ** alpha``, those of the key projection by ``gamma ** (1 - alpha)``, and both biases too.
+
+    An optimizer calls ``bind`` once, and in each step ``check_ready`` before it changes anything (after its
+    closure), and ``apply`` at its end; all ranks together. ``Muon(qk_clip=QKClip())`` does so, and strategies
+    collect the scores of every optimizer that has such an attribute ``qk_clip``.
+
+    Args:
+        tau: the largest score that is left alone.
+        alpha: the queries' share; the keys have the rest.
+        keys: with grouped heads: ``group``: the largest score of all query heads of a key head decides for
+            all of them and for the keys; ``query``: queries alone are scaled, each head by its own gamma.
+        rope: ``uniform``: all rows of a head alike, which commutes with rotary embeddings; ``query``: of
+            ``rope_rows`` the queries are scaled by gamma, and the keys, which heads share (MLA), are not.
+        rope_rows: (start, stop) within each head.
+        query: the name of the query projection within its attention layer.
+        key: likewise.
+        fused: pattern of a parameter that has all three projections -> its rows of q, of k and of v.
+        layers: patterns of names of attention layers that are scaled.
+        extra_pass: have kernels that give no largest scores followed by a forward pass that does.
+
+    Raises:
+        ConfigError: a setting that is out of range.
+    """
+
+    tau: float = 100.0
+    alpha: float = 0.5
+    keys: str = "group"
+    rope: str = "uniform"
+    rope_rows: Sequence[int] | None = None
+    query: str = "q_proj"
+    key: str = "k_proj"
+    fused: Mapping[str, Sequence[int]] | None = None
+    layers: Sequence[str] = ("*",)
+    extra_pass: bool = False
+    clipped: dict[str, list[int]] = field(default_factory=dict, init=False, repr=False)
+    """Of the last step: the query heads that were scaled, by layer."""
+    largest: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    """Of the last step: each layer's largest score, before it was scaled."""
+
+    def __post_init__(self) -> None:
+        """Check what was asked."""
+        _require_number("tau", self.tau, lambda x: x > 0, "above 0")
+        _require_number("alpha", self.alpha, lambda x: 0 <= x <= 1, "from 0 to 1")
+        _require_known("keys", self.keys, ("group", "query"))
+        _require_known("rope", self.rope, ("uniform", "query"))
+        self._plain = self._checked_rows()
+        for name in ("query", "key"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise ConfigError(
+                    f"{name} is the name of a projection, got {getattr(self, name)!r}."
+                )
+        if not isinstance(self.extra_pass, bool):
+            raise ConfigError(f"extra_pass is True or False, got {self.extra_pass!r}.")
+        if isinstance(self.layers, str):
+            raise ConfigError(f"layers= is a list of patterns, got {self.layers!r}.")
+        self._parameters: dict[str, torch.Tensor] = {}
+        self._held: dict[tuple[str, int], torch.Tensor] = {}
+        self._found: dict[str, Layer] = {}
+        self._maxima = Maxima({})
+        self._ready: dict[str, list[float]] | None = None
+
+    def bind(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Find the projections among a model's parameters.
+
+        Raises:
+            ConfigError: there are none, or scaling them would not scale the scores.
+        """
+        self._parameters = dict(named_parameters)
+        shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
+        self._found = find_layers(shapes, self.query, self.key, self.fused or {}, self.layers)
+        self._maxima = Maxima(self._found)
+        self._held.clear()
+
+    def follow(self, successors: Mapping[int, torch.Tensor]) -> None:
+        """Parameters were sharded: by id of each, what was made of it."""
+        self._parameters = {n: successors.get(id(p), p) for n, p in self._parameters.items()}
+        self._held.clear()
+
+    def weights(self) -> dict[str, tuple[str, torch.Tensor]]:
+        """Of each layer the weight of its query projection, and its name."""
+        names = {name: layer.query[0].parameter for name, layer in self._found.items()}
+        return {layer: (name, self._parameters[name]) for layer, name in names.items()}
+
+    def note(
+        self,
+        layer: str,
+        maxima: torch.Tensor,
+        *,
+        head_dim: int | None = None,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> None:
+        """The largest scores of a call of attention over this rank's queries; may be called often.
+
+        Args:
+            layer: the name of the module that has the projections.
+            maxima: [heads]: of all query heads, or of those of one tensor-parallel rank; -inf for unknown.
+            head_dim: of queries and keys; may be left away if ``maxima`` has all heads.
+            tp_rank: whose heads they are.
+            tp_size: ranks that share the layer.
+
+        Raises:
+            ConfigError: a layer that is unknown, or another number of heads than its projections have.
+        """
+        self._maxima.note(layer, maxima, head_dim, tp_rank, tp_size)
+
+    def forget(self) -> None:
+        """What was noted since the last step is not used: that step was left out."""
+        self._maxima.forget()
+        self._ready = None
+
+    def check_ready(self) -> None:
+        """Before a step: the largest scores of all ranks, of which every layer has some.
+
+        Raises:
+            ConfigError: on every rank, naming the layers whose scores no rank has noted since the last step.
+            NonFiniteError: on every rank, naming the heads whose largest score is NaN or infinite.
+        """
+        if not self._found:
+            raise ConfigError(
+                "QK-clip knows no parameters. Call bind(model.named_parameters()) first; "
+                "Muon(..., qk_clip=...) does so."
+            )
+        self._ready = None
+        found = self._maxima.of_all_ranks()
+        self._require_rows_of_heads()
+        self._ready = found
+
+    @torch.no_grad()
+    def apply(self) -> dict[str, list[int]]:
+        """After a step: scale what has grown too large; the heads that were scaled, by layer."""
+        if self._ready is None:
+            self.check_ready()
+        ready, self._ready = self._ready or {}, None
+        self.largest = {name: max(values) for name, values in ready.items()}
+        self.clipped = {}
+        for name, values in ready.items():
+            if self.largest[name] > self.tau:
+                self.clipped[name] = self._scale(self._found[name], values)
+        self._tell()
+        return self.clipped
+
+    def _scale(self, layer: Layer, values: Sequence[float]) -> list[int]:
+        """The heads that were scaled."""
+        over = [self.tau / x if x > self.tau else 1.0 for x in values]
+        gammas = torch.tensor(over, dtype=torch.float64)
+        factors = row_factors(layer, gammas, alpha=self.alpha, keys=self.keys, plain=self._plain)
+        for some, factor in zip((layer.query, layer.key), factors, strict=True):
+            for rows in some:
+                self._multiply(rows, factor)
+        of_head = factors[0].view(len(values), -1).amin(1)
+        of_keys = factors[1].view(layer.kv_heads(len(values)), -1).amin(1)
+        touched = torch.minimum(of_head, of_keys.repeat_interleave(len(values) // len(of_keys)))
+        return [head for head, factor in enumerate(touched.tolist()) if factor < 1]
+
+    def _multiply(self, rows: Rows, factor: torch.Tensor) -> None:
+        """Each row that this rank holds by its own factor, rounded once."""
+        p = self._parameters[rows.parameter]
+        whole = torch.ones(p.shape[rows.dim], dtype=torch.float64)
+        whole[rows.first : rows.first + rows.size] = factor
+        key = rows.parameter, rows.dim
+        if key not in self._held:
+            self._held[key] = held_indices(p, rows.dim)
+        own = whole[self._held[key]]
+        local = local_part(p)
+        if local.numel() and bool((own != 1).any()):
+            wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+            shape = [-1 if dim == rows.dim else 1 for dim in range(p.dim())]
+            local.copy_(local.to(wide) * own.to(local.device, wide).view(shape))
+
+    def _tell(self) -> None:
+        if not self.clipped or World().rank:
+            return
+        told = [
+            f"{name}: heads {_shown(heads)}, largest score {self.largest[name]:.4g}"
+            for name, heads in list(self.clipped.items())[:SHOWN]
+        ]
+        more = len(self.clipped) - SHOWN
+        rest = f"; and {more} more layers" if more > 0 else ""
+        _log.info("QK-clip at tau=%g: %s%s", self.tau, "; ".join(told), rest)
+
+    def _checked_rows(self) -> tuple[int, int]:
+        rows = self.rope_rows
+        if self.rope == "uniform":
+            if rows is not None:
+                raise ConfigError(
+                    f"rope_rows={rows!r} says which rows rope='query' is of, got rope='uniform'."
+                )
+            return 0, 0
+        ends = tuple(rows) if isinstance(rows, Sequence) and not isinstance(rows, str) else ()
+        if len(ends) != 2 or any(type(x) is not int for x in ends) or not 0 <= ends[0] < ends[1]:
+            raise ConfigError(
+                "rope='query' needs rope_rows=(start, stop): the rotary rows within each head, got "
+                f"{rows!r}."
+            )
+        return ends[0], ends[1]
+
+    def _require_rows_of_heads(self) -> None:
+        for name, heads in self._maxima.heads.items():
+            dim = self._found[name].query[0].size // heads
+            if self._plain[1] > dim:
+                raise ConfigError(
+                    f"rope_rows={self.rope_rows!r} are not within a head of {name}, which has {dim} rows."
+                )
+
+
+def _shown(heads: Sequence[int]) -> str:
+    return ", ".join(map(str, heads[:SHOWN])) + ", ..." * (len(heads) > SHOWN)
+
+
+def _require_number(name: str, x: Any, fits: Any, wanted: str) -> None:
+    number = isinstance(x, (int, float)) and not isinstance(x, bool)
+    if not number or not math.isfinite(x) or not fits(x):
+        raise ConfigError(f"{name} is a number {wanted}, got {x!r}.")
+
+
+def _require_known(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name}={value!r} is unknown. Known: {', '.join(known)}.")
