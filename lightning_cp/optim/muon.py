@@ -15,6 +15,7 @@ from lightning_cp.optim.agreed import require_agreed
 from lightning_cp.optim.assignment import EMBEDDINGS, Named, Rules, table_of
 from lightning_cp.optim.matrices import Round, message_device
 from lightning_cp.optim.matrix_step import MOMENTUM, Active, MatrixStep
+from lightning_cp.optim.qk_clip import QKClip
 from lightning_cp.optim.settings import Settings
 
 
@@ -51,6 +52,8 @@ class Muon(Optimizer):
         impl: ``owner``, or ``reference``: PyTorch's own Muon, on every rank at once.
         chunk_mib: MiB of whole matrices that a rank holds at a time, or one matrix.
         check_finite: gradients that are NaN or infinite are an error before anything is changed.
+        qk_clip: scales query and key projections down after each step where attention's scores have grown
+            too large; the strategies of this package tell it the scores.
 
     Raises:
         ConfigError: a setting that is out of range, or parameters that are not what they are said to be.
@@ -79,6 +82,7 @@ class Muon(Optimizer):
         impl: str = "owner",
         chunk_mib: float = 256,
         check_finite: bool = True,
+        qk_clip: QKClip | None = None,
     ) -> None:
         self._settings = settings = Settings(
             *(lr, weight_decay, momentum, nesterov, ns_steps, ns_coefficients, eps, ns_dtype),
@@ -100,6 +104,9 @@ class Muon(Optimizer):
             raise ConfigError("fused= is not known to impl='reference'. Use impl='owner'.")
         pieces = {one.name: one.pieces for one in self.assigned if one.pieces}
         self._matrix_step = MatrixStep(pieces, settings.dtype, settings.chunk_bytes)
+        self.qk_clip = qk_clip
+        if qk_clip is not None:
+            qk_clip.bind(named)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only those that the rules make.
@@ -129,7 +136,7 @@ class Muon(Optimizer):
 
         Raises:
             NonFiniteError: a gradient is NaN or infinite, on any rank; nothing was changed.
-            ConfigError: ranks have gradients of other parameters, or other values of those that they hold
+            ConfigError: an attention layer has told QK-clip no scores; ranks have gradients of other parameters, or other values of those that they hold
                 whole; or a gradient is of another kind.
         """
         loss = None
@@ -145,10 +152,14 @@ class Muon(Optimizer):
             device_type=message_device(self.param_groups[0]["params"][0]).type,
             check_finite=self._settings.check_finite,
         )
+        if self.qk_clip is not None:
+            self.qk_clip.check_ready()
         for group in self.param_groups:
             some = [active[name] for name in group["param_names"] if name in active]
             step = self._step_matrices if group["kind"] == "muon" else self._step_others
             step(group, some)
+        if self.qk_clip is not None:
+            self.qk_clip.apply()
         return loss
 
     def rounds(self) -> list[Round]:
