@@ -106,6 +106,7 @@ class Muon(Optimizer):
         self._matrix_step = MatrixStep(pieces, settings.dtype, settings.chunk_bytes)
         self.qk_clip = qk_clip
         if qk_clip is not None:
+            _require_clip(qk_clip)
             qk_clip.bind(named)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -136,8 +137,8 @@ class Muon(Optimizer):
 
         Raises:
             NonFiniteError: a gradient is NaN or infinite, on any rank; nothing was changed.
-            ConfigError: an attention layer has told QK-clip no scores; ranks have gradients of other parameters, or other values of those that they hold
-                whole; or a gradient is of another kind.
+            ConfigError: ranks have gradients of other parameters, or other values of those that they hold
+                whole; a gradient is of another kind; or a layer has told QK-clip no scores.
         """
         loss = None
         if closure is not None:
@@ -200,3 +201,8 @@ class Muon(Optimizer):
             **{"amsgrad": False, "beta1": beta1, "beta2": beta2, "lr": group["lr"]},
             **{"weight_decay": group["weight_decay"], "eps": group["eps"], "maximize": False},
         )
+
+
+def _require_clip(given: object) -> None:
+    if not isinstance(given, QKClip):
+        raise ConfigError(f"qk_clip= is a QKClip(tau=100.0, ...), got {type(given).__name__}.")
