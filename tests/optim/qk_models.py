@@ -1,4 +1,4 @@
-"""A Llama that is trained with QK-clip; its largest scores and weights as one process has them, by hand."""
+"""A Llama that is trained with QK-clip; by hand its largest scores and weights as one process has them."""
 
 from __future__ import annotations
 
