@@ -39,12 +39,12 @@ class Maxima:
                 "the maximum over the batch and over tokens."
             )
         heads, first = _place(known, len(maxima), head_dim, tp_rank, tp_size)
+        known.kv_heads(heads)  # they divide
         before = self.heads.setdefault(layer, heads)
         if before != heads:
             raise ConfigError(
                 f"{layer} had {before} query heads in one call, and {heads} in another."
             )
-        known.kv_heads(heads)
         found = self._noted.get(layer)
         if found is None:
             found = maxima.new_full((heads,), -torch.inf, dtype=torch.float32)
