@@ -49,7 +49,10 @@ DOCUMENTS = torch.tensor([[0] * 7 + [1] * 13 + [2] * 9, [0] * 20 + [1] * 8 + [2]
 
 
 def batch_of(at: int, packed: bool = False) -> Batch:
-    """Two rows of a length that divides by nothing; documents are told by segments and positions."""
+    """Two rows of a length that divides by nothing; documents are told by segments and positions.
+
+    Made after the model, which sets the dtype that is drawn in.
+    """
     some = samples(8)[2 * at : 2 * at + 2]
     batch: Batch = {name: torch.stack([x[name] for x in some]) for name in some[0]}
     if packed:

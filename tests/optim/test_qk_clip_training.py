@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_cp.optim import Muon
 from tests.optim.qk_models import Clipped, Watched, clipped_by_hand, llama, maxima_by_hand
 from tests.optim.test_qk_clip_maxima import Loop, batch_of
 from tests.pool import run_ranks
@@ -51,6 +52,25 @@ def by_hand(
     weights = clipped_by_hand(stepped, before, TAU, ALPHA)
     model.load_state_dict(weights)
     return weights, before, maxima_by_hand(model, batch)
+
+
+@lru_cache
+def muon_by_hand() -> Weights:
+    """Of one process that knows nothing of a clip, then clipped by hand."""
+    model, batch = llama(), batch_of(0)
+    before = maxima_by_hand(model, batch)
+    ids = batch["input_ids"]
+    logits = model(ids, torch.arange(ids.shape[1])[None])
+    F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+    Muon(model.named_parameters(), lr=LR, ns_dtype="float64").step()
+    return clipped_by_hand(weights_of(model), before, TAU, ALPHA)
+
+
+class WithMuon(Clipped):
+    """Names begin with ``model.``: they are the whole module's."""
+
+    def configure_optimizers(self) -> Any:
+        return Muon(self.named_parameters(), lr=LR, ns_dtype="float64", qk_clip=self.clip)
 
 
 Found = tuple[Weights, list[dict[str, list[float]]], dict[str, list[int]]]
@@ -125,3 +145,23 @@ def test_scores_come_down_to_tau(mesh: str, by: Any) -> None:
     for _, (before, after), _ in run_ranks(ranks, by, settings, 0.0, 1):
         assert max(before["blocks.0"]) > 1.5 * TAU
         assert max(after["blocks.0"]) == pytest.approx(TAU, rel=1e-6)
+
+
+def by_muon(rank: int, world_size: int, settings: Settings) -> tuple[Weights, Any]:
+    """A step by the Trainer."""
+    keep = Keep()
+    module, batch = WithMuon(Watched(tau=TAU, alpha=ALPHA), LR), batch_of(0)
+    data: Any = [{name: x[at] for name, x in batch.items()} for at in (0, 1)]
+    trainer = trainer_of(world_size, settings, callbacks=[keep])
+    trainer.fit(module, DataLoader(data, batch_size=2))
+    return keep.weights[0], keep.clipped[0]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_muon(mesh: str) -> None:
+    ranks, settings = MESHES[mesh]
+    want = muon_by_hand()
+    for weights, clipped in run_ranks(ranks, by_muon, settings):
+        assert clipped == {"model.blocks.0": [2, 3], "model.blocks.1": [2, 3]}
+        for name, x in want.items():
+            assert float((weights[name] - x).abs().max()) <= 1e-12 * float(x.abs().max()), name
