@@ -93,6 +93,7 @@ def both_ways() -> list[tuple[Steps, Steps, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_both_ways_train_alike_and_every_part_is_seen() -> None:
     ranks = on_ranks(2, both_ways)
     for runs in zip(*ranks, strict=True):

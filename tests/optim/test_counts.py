@@ -54,7 +54,9 @@ def matrices() -> list[tuple[str, torch.Size]]:
     return [(n, p.shape) for n, p in named if p.ndim == 2 and n.startswith("layers")]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_bytes_and_flops(name: str, dtype: torch.dtype) -> None:
     ranks = prod(SHARDINGS[name])

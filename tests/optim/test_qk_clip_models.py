@@ -151,7 +151,9 @@ def _default_dtype() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", pytest.param("litgpt", marks=needs_litgpt)])
 @pytest.mark.parametrize(
-    ("ranks", "settings"), [(1, {}), (2, RING), (2, ULYSSES), (4, HYBRID)], ids=str
+    ("ranks", "settings"),
+    [(1, {}), pytest.param(2, RING, marks=pytest.mark.slow), (2, ULYSSES), (4, HYBRID)],
+    ids=str,
 )
 def test_other_libraries(kind: str, ranks: int, settings: Settings) -> None:
     for want, (before, after), tau in run_ranks(ranks, fitted, kind, settings):
@@ -200,7 +202,14 @@ def stages(rank: int, world_size: int, settings: Settings, same: bool) -> Any:
 
 @pytest.mark.parametrize(
     ("mesh", "same"),
-    [("one rank", False), ("one rank", True), ("ring", False), ("ring", True), ("fsdp", True)],
+    [
+        ("ring", False),
+        ("fsdp", True),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in (("one rank", False), ("one rank", True), ("ring", True))
+        ),
+    ],
 )
 def test_stages(mesh: str, same: bool) -> None:
     ranks, settings = MESHES[mesh]

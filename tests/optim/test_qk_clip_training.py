@@ -35,6 +35,8 @@ MESHES: dict[str, tuple[int, Settings]] = {
         | {"data_parallel_replicate_size": 2},
     ),
 }
+QUICK = ("one rank", "hybrid", "fsdp and tp")
+EVERY = [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in MESHES]
 Weights = dict[str, torch.Tensor]
 
 
@@ -122,7 +124,7 @@ def _default_dtype() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("by", [by_trainer, by_fabric], ids=["trainer", "fabric"])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", EVERY)
 def test_weights_of_one_process(mesh: str, by: Any) -> None:
     ranks, settings = MESHES[mesh]
     want, before, after = by_hand(LR, 2)
@@ -157,7 +159,7 @@ def by_muon(rank: int, world_size: int, settings: Settings) -> tuple[Weights, An
     return keep.weights[0], keep.clipped[0]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", EVERY)
 def test_muon(mesh: str) -> None:
     ranks, settings = MESHES[mesh]
     want = muon_by_hand()

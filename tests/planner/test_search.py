@@ -351,7 +351,16 @@ def test_a_machine_of_which_no_host_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "nodes"), [(1, 1), (6, 1), (8, 1), (12, 2), (16, 2), (18, 3), (1024, 128)]
+    ("devices", "nodes"),
+    [
+        (1, 1),
+        (6, 1),
+        (8, 1),
+        (12, 2),
+        (16, 2),
+        (18, 3),
+        pytest.param(1024, 128, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_has_as_many_ranks_as_its_mesh(devices: int, nodes: int) -> None:
     for plan in search(job(devices=devices, global_batch=devices, seq_len=4096), FREE).plans:

@@ -49,7 +49,9 @@ def check(how: str, fabric: bool, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["all", pytest.param("model", marks=pytest.mark.slow), "blocks"])
-@pytest.mark.parametrize("fabric", [False, True], ids=["trainer", "fabric"])
+@pytest.mark.parametrize(
+    "fabric", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["trainer", "fabric"]
+)
 def test_numbers_are_those_of_one_process(how: str, fabric: bool) -> None:
     check(how, fabric)
 
@@ -84,6 +86,7 @@ def test_with_what_makes_sequences_longer(what: str, how: str) -> None:
     check(how, False, **LENGTH[what])
 
 
+@pytest.mark.slow
 def test_with_the_check_of_the_first_batch() -> None:
     """Which runs the model as it is: it need not be compiled for the lengths of a prefix."""
     check("all", False, parity_check="first_batch")
