@@ -1,1 +1,1 @@
-"""``python -m lightning_cp.compare``: whether runs that should agree do, and what each of them costs."""
+"""``python -m lightning_cp.compare``: whether runs that should agree do, or which of several is better."""

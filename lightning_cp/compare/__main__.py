@@ -10,12 +10,11 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.compare.baseline import pair
-from lightning_cp.compare.deviation import deviations
+from lightning_cp.compare.agreement import agreement
+from lightning_cp.compare.answer import Answer, write_losses
+from lightning_cp.compare.contest_report import contest
 from lightning_cp.compare.matrix import make_runs
-from lightning_cp.compare.picture import draw
-from lightning_cp.compare.report import rows, table, verdict, write_losses, write_table
-from lightning_cp.compare.runs import find_runs, read_runs
+from lightning_cp.compare.runs import Run, find_runs, read_runs
 from lightning_cp.config_files import config_dir
 from lightning_cp.errors import ConfigError, LightningCPError
 
@@ -30,25 +29,35 @@ def compare(config: DictConfig, folder: Path) -> bool:
         folder: gets ``comparison.csv``, ``losses.csv`` and ``comparison.png``.
 
     Returns:
-        Whether every run was made and is within the tolerance.
+        Whether every run was made, and is within the tolerance if that was asked.
 
     Raises:
         ConfigError: runs that are missing or cannot be compared.
     """
     folders, failed = _folders(config, folder)
     runs = read_runs(folders)
-    found = deviations(pair(runs, _baselines(config.baseline)), config.tolerance)
+    answer = _answer(config, runs)
 
-    lines = rows(runs, found)
-    write_table(lines, folder / "comparison.csv")
+    answer.write_table(folder / "comparison.csv")
     write_losses(runs, folder / "losses.csv")
-    draw(runs, found, folder / "comparison.png")
-    print(f"\n{table(lines)}\n\n{verdict(found)}")
+    answer.draw(folder / "comparison.png")
+    print(f"\n{answer.table()}\n\n{answer.verdict}")
     if failed:
         print(f"FAIL: {len(failed)} runs did not come to their end: {', '.join(failed)}.")
     for name in ("comparison.csv", "losses.csv", "comparison.png"):
         print(f"  {folder / name}")
-    return not failed and all(deviation.passed for deviation in found)
+    return not failed and answer.passed
+
+
+def _answer(config: DictConfig, runs: list[Run]) -> Answer:
+    if config.by is None:
+        return agreement(runs, _baselines(config.baseline), config.tolerance)
+    if config.baseline is not None or config.tolerance != "auto":
+        raise ConfigError(
+            f"by={config.by} asks which of its values is better; baseline= and tolerance= are for runs that "
+            "should agree. Leave one or the other."
+        )
+    return contest(runs, str(config.by))
 
 
 def _folders(config: DictConfig, folder: Path) -> tuple[list[Path], list[str]]:
@@ -56,7 +65,7 @@ def _folders(config: DictConfig, folder: Path) -> tuple[list[Path], list[str]]:
     given = [name for name in ("runs", "sweep", "train") if config[name]]
     if len(given) != 1:
         raise ConfigError(
-            f"one of runs=[folder,folder], sweep=folder and experiment=mode_matrix (train=...) says what to "
+            f"one of runs=[folder,folder], sweep=folder and experiment=... (train=...) says what to "
             f"compare; got {' and '.join(given) or 'none'}."
         )
     if config.sweep:

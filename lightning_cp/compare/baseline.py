@@ -44,7 +44,12 @@ def differences(run: Run, other: Run) -> dict[str, tuple[Any, Any]]:
     """Settings that should be equal and are not: name -> the value in each, None where it is absent."""
     names = [*run.settings, *(name for name in other.settings if name not in run.settings)]
     both = {name: (run.settings.get(name), other.settings.get(name)) for name in names}
-    return {name: two for name, two in both.items() if two[0] != two[1] and not _is_free(name)}
+    return {name: two for name, two in both.items() if two[0] != two[1] and not is_free(name)}
+
+
+def is_free(name: str) -> bool:
+    """Whether it only says how the work is shared or watched."""
+    return any(name == free or name.startswith(f"{free}.") for free in FREE)
 
 
 def _baseline_of(run: Run, baselines: Sequence[Run]) -> Run:
@@ -72,10 +77,6 @@ def _find(name: str, runs: Sequence[Run]) -> Run:
     if len(found) != 1:
         raise ConfigError(f"baseline={name} is none of the runs: {_list(runs)}.")
     return found[0]
-
-
-def _is_free(name: str) -> bool:
-    return any(name == free or name.startswith(f"{free}.") for free in FREE)
 
 
 def _list(runs: Sequence[Run]) -> str:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_cp.compare.runs import LOSSES, Curve, Run
+from lightning_cp.compare.runs import LOSSES, Run
+from lightning_cp.compare.same_steps import require_same_steps
 from lightning_cp.errors import ConfigError
 
 FLOAT32_TOLERANCE = 1e-4
 """Rounding in another order, over a run. No bound follows from theory; a wrong seam is far above."""
 FLOOR = 0.05
 """The usual 5%: what is commonly accepted as agreeing, and the loosest that can be asked for here."""
+OTHER_BATCHES = (
+    "their batches are different, so their losses need not agree. Data parallel runs need a baseline with as "
+    "many data ranks."
+)
 EXACT = {"32-true", "32", "64-true", "64"}
 
 
@@ -71,7 +76,9 @@ def deviations(
 
 def _relative(run: Run, baseline: Run, loss: str) -> list[float]:
     ours, theirs = run.curves[loss], baseline.curves[loss]
-    _check_aligned(run, baseline, loss)
+    require_same_steps(
+        run, baseline, loss, called=f"its baseline {baseline.name}", why=OTHER_BATCHES
+    )
     pairs = zip(ours.values, theirs.values, strict=True)
     return [_deviation(value, expected) for value, expected in pairs]
 
@@ -80,26 +87,6 @@ def _deviation(value: float, expected: float) -> float:
     if value == expected:
         return 0.0
     return abs(value - expected) / abs(expected) if expected else float("inf")
-
-
-def _check_aligned(run: Run, baseline: Run, loss: str) -> None:
-    ours, theirs = run.curves[loss], baseline.curves[loss]
-    if ours.steps != theirs.steps:
-        raise ConfigError(
-            f"{run.name} and its baseline {baseline.name} have {loss} at different steps: {_span(ours)}, and "
-            f"{_span(theirs)}. Compare runs of the same length that have come to their end."
-        )
-    for step, mine, other in zip(ours.steps, ours.tokens, theirs.tokens, strict=True):
-        if mine != other:
-            raise ConfigError(
-                f"{run.name} had trained on {mine:.0f} tokens at step {step}, its baseline {baseline.name} "
-                f"on {other:.0f}: their batches are different, so their losses need not agree. Data parallel "
-                "runs need a baseline with as many data ranks."
-            )
-
-
-def _span(curve: Curve) -> str:
-    return f"{len(curve.steps)} from {curve.steps[0]} to {curve.steps[-1]}"
 
 
 def _tolerance(asked: float | str, run: Run) -> float:

@@ -21,11 +21,15 @@ def run_folder(
     heads: int = 8,
     precision: str = "32-true",
     tokens: int = 512,
-    validation: float = 4.5,
+    validation: float | Sequence[float] = 4.5,
+    before: float | None = None,
     columns: Sequence[str] = COLUMNS,
     **settings: Any,
 ) -> Path:
-    """Write a run with these training losses and one validation at the end."""
+    """Write a run with these training losses and a validation at the end; several are after the last steps.
+
+    One that was made before training has seen no tokens.
+    """
     (folder / ".hydra").mkdir(parents=True)
     (folder / "metrics").mkdir()
     config = {
@@ -39,9 +43,14 @@ def run_folder(
         {"step": step, "tokens": tokens * (step + 1), "train/loss": loss, COLUMNS[3]: 1000 + step}
         for step, loss in enumerate(losses)
     ]
-    end = {**rows[-1], "train/loss": "", COLUMNS[3]: "", "val/loss": validation}
+    values = [validation] if isinstance(validation, int | float) else validation
+    ends = [
+        {**row, "train/loss": "", COLUMNS[3]: "", "val/loss": value, "peak_memory_mib": 321.4}
+        for row, value in zip(rows[-len(values) :], values, strict=True)
+    ]
+    start = [{"step": 0, "tokens": 0, "val/loss": before}] if before is not None else []
     with (folder / "metrics" / "metrics.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore", restval="")
         writer.writeheader()
-        writer.writerows([*rows, {**end, "peak_memory_mib": 321.4}])
+        writer.writerows([*start, *rows, *ends])
     return folder

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_cp.compare.agreement import COLUMNS, verdict
 from lightning_cp.compare.baseline import pair
 from lightning_cp.compare.deviation import Deviation, deviations
-from lightning_cp.compare.report import COLUMNS, verdict
 from lightning_cp.compare.runs import find_runs, read_run, read_runs
 from tests.compare.folders import LOSSES, run_folder
 from tests.sweeps.programs import run

@@ -1,0 +1,116 @@
+"""What is said of groups of runs of which one is better."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from lightning_cp.compare.answer import Answer, costs
+from lightning_cp.compare.contest import (
+    MISSING,
+    VALIDATION,
+    Group,
+    bits_at,
+    final_bits,
+    groups_of,
+    unequal,
+)
+from lightning_cp.compare.contest_picture import draw
+from lightning_cp.compare.runs import Run
+
+COLUMNS: tuple[str, ...] = (
+    "group",
+    "run",
+    "settings",
+    "final bits/byte",
+    "best bits/byte",
+    "tokens/s",
+    "MiB/process",
+    "result",
+)
+
+
+def contest(runs: Sequence[Run], by: str) -> Answer:
+    """Which of a setting's values is better: each is as good as its best run.
+
+    Args:
+        runs: all of them.
+        by: the setting's dotted name.
+
+    Raises:
+        ConfigError: runs that cannot be compared.
+    """
+    groups = groups_of(runs, by)
+    return Answer(
+        columns=COLUMNS,
+        lines=[_row(group, run) for group in groups for run in group.runs],
+        of_words={"group", "run", "settings", "result"},
+        verdict=" ".join([verdict(groups), *doubts(groups, by)]),
+        passed=True,
+        draw=partial(draw, groups),
+    )
+
+
+def _row(group: Group, run: Run) -> dict[str, str]:
+    told = {"group": group.name, "run": run.name, "settings": described(group, run)}
+    told["final bits/byte"] = f"{final_bits(run):.4f}"
+    told["best bits/byte"] = f"{min(bits for _, bits in bits_at(run)):.4f}"
+    told["result"] = "best" if run is group.best else ""
+    return dict.fromkeys(COLUMNS, "") | costs(run) | told
+
+
+def described(group: Group, run: Run) -> str:
+    """The settings that differ within its group."""
+    return " ".join(f"{_last(name)}={run.settings.get(name, MISSING)}" for name in group.swept)
+
+
+def verdict(groups: Sequence[Group]) -> str:
+    """The outcome in sentences.
+
+    Args:
+        groups: best first.
+    """
+    first, *others = groups
+    end = first.best.curves[VALIDATION]
+    outcome = f"{first.name} is better" if first.bits < others[0].bits else "None is better"
+    after = f"after {end.steps[-1] + 1} steps and {end.tokens[-1]:,.0f} tokens"
+    places = [f"{_place(group)}{_behind(first, group)}." for group in others]
+    return " ".join([f"{outcome} {after}: {_place(first)}.", *places])
+
+
+def doubts(groups: Sequence[Group], by: str) -> list[str]:
+    """Sentences on what the outcome may owe to something else."""
+    said = [
+        f"{group.name} may reach less: its best run is at an edge of what was swept."
+        for group in groups
+        if group.is_at_edge
+    ]
+    said += [f"{group.name} is one run, not tuned." for group in groups if len(group.runs) == 1]
+    if len({_values(group) for group in groups}) > 1:
+        said.append("The groups were not swept over the same values.")
+    if other := unequal(groups, by):
+        said.append(f"They also differ in {', '.join(other)}.")
+    return said
+
+
+def _place(group: Group) -> str:
+    own = described(group, group.best)
+    best = f" ({own}, best of {len(group.runs)})" if own else ""
+    return f"{group.name} {group.bits:.4f} bits per byte{best}"
+
+
+def _behind(first: Group, group: Group) -> str:
+    """By how much, and when the first one was there."""
+    if first.bits == group.bits:
+        return ""
+    more = group.bits - first.bits
+    step = next(step for step, bits in bits_at(first.best) if bits <= group.bits)
+    return f", {more:.4f} ({more / first.bits:.1%}) more; {first.name} was there by step {step + 1}"
+
+
+def _values(group: Group) -> frozenset[str]:
+    return frozenset(described(group, run) for run in group.runs)
+
+
+def _last(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
