@@ -6,7 +6,8 @@ import json
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import lightning as L
 import pytest
@@ -21,11 +22,12 @@ from lightning_cp.bench.settings import Settings
 from lightning_cp.config_files import config_dir
 from lightning_cp.data import ByteDataModule
 from lightning_cp.errors import ConfigError
+from lightning_cp.optim import Muon
 from lightning_cp.strategies.arguments.settings import Settings as StrategySettings
 from lightning_cp.train.module import LanguageModel
 
 CONFIGS = config_dir()
-GROUPS = ("model", "data", "trainer", "strategy", "throughput", "experiment")
+GROUPS = ("model", "optim", "data", "trainer", "strategy", "throughput", "experiment")
 CHOICES = [
     (group, path.stem)
     for group in GROUPS
@@ -46,6 +48,7 @@ OTHERS = {
     "hydra/launcher/slurm.yaml",
     "compare/compare.yaml",
     "compare/experiment/mode_matrix.yaml",
+    "compare/experiment/optimizers.yaml",
     "bench/bench.yaml",
     "plan.yaml",
     "experiment/plan_405b_1m.yaml",
@@ -141,6 +144,115 @@ def test_the_mode_matrix_is_made_of_runs_that_compose_and_instantiate() -> None:
     assert sizes.pop("baseline_9_heads") == (1, 9)
     gathers = {"gather_1x4", "gather_2x2"}
     assert set(sizes) == {"3x1", "1x4", "3x2", "4x2", "2x4", "8x1", "1x8"} | gathers
+
+
+def made_optimizer(model: LanguageModel, steps: int = 100) -> tuple[Any, Any]:
+    """The optimizer and its schedule, as the Trainer would have them made."""
+    model.trainer = cast(Any, SimpleNamespace(estimated_stepping_batches=steps))
+    made: Any = model.configure_optimizers()
+    return made["optimizer"], made["lr_scheduler"]["scheduler"]
+
+
+RATES = {"llama_small": 3e-3}
+"""Of models that have one of their own; all others have that of ``optim``."""
+
+
+@pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "model"])
+@pytest.mark.parametrize("optim", ["adamw", "muon", "muonclip"])
+def test_every_model_takes_every_optimizer_and_keeps_its_rate(choice: str, optim: str) -> None:
+    given = composed(f"model={choice}", f"optim={optim}").model.optimizer
+    assert given.lr == RATES.get(choice, 3e-4)
+    assert given._target_.endswith("AdamW" if optim == "adamw" else "Muon")
+    assert (given.betas, given.weight_decay) == ([0.9, 0.95], 0.1)
+    assert (
+        composed(f"model={choice}", f"optim={optim}", "model.optimizer.lr=1").model.optimizer.lr
+        == 1
+    )
+
+
+def test_adamw_is_the_default_and_knows_names() -> None:
+    optimizer, _ = made_optimizer(instantiate(composed().model))
+    assert type(optimizer) is torch.optim.AdamW
+    (group,) = optimizer.param_groups
+    assert "model.embed_tokens.weight" in group["param_names"]
+    assert (tuple(group["betas"]), group["weight_decay"]) == ((0.9, 0.95), 0.1)
+
+
+PROJECTIONS = {
+    f"model.layers.{layer}.{part}.{kind}_proj.weight"
+    for layer in (0, 1)
+    for part, kinds in {"self_attn": "qkvo", "mlp": ("gate", "up", "down")}.items()
+    for kind in kinds
+}
+"""Matrices of the byte model."""
+
+
+def names_by_kind(optimizer: Muon) -> dict[str, set[str]]:
+    return {group["kind"]: set(group["param_names"]) for group in optimizer.param_groups}
+
+
+@pytest.mark.parametrize("choice", ["muon", "muonclip"])
+def test_muon_steps_the_matrices_of_the_model_and_adamw_the_rest(choice: str) -> None:
+    config = composed(f"optim={choice}", "model.network.config.hidden_size=128")
+    optimizer, _ = made_optimizer(instantiate(config.model))
+    assert isinstance(optimizer, Muon)
+    names = names_by_kind(optimizer)
+    assert names["muon"] == PROJECTIONS
+    assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} < names["adamw"]
+    tau = None if optimizer.qk_clip is None else optimizer.qk_clip.tau
+    assert tau == (100.0 if choice == "muonclip" else None)
+
+
+def test_the_schedule_holds_for_both_groups_of_muon() -> None:
+    config = composed("optim=muon", "model.optimizer.adamw_lr=1e-3", "model.warmup_steps=4")
+    optimizer, schedule = made_optimizer(instantiate(config.model), steps=10)
+    for step in range(11):
+        rate = schedule.lr_lambdas[0](step)
+        rates = {group["kind"]: group["lr"] for group in optimizer.param_groups}
+        assert rates == pytest.approx({"muon": 3e-3 * rate, "adamw": 1e-3 * rate})
+        optimizer.step()
+        schedule.step()
+
+
+def test_muons_settings_are_its_defaults_but_for_the_rate() -> None:
+    given: Any = OmegaConf.to_container(composed("optim=muon", "model=qwen3").model.optimizer)
+    assert (given.pop("_partial_"), given.pop("_convert_"), given.pop("lr")) == (True, "all", 3e-4)
+    given.pop("_target_")
+    defaults = {name: p.default for name, p in signature(Muon).parameters.items()}
+    told = {name: list(x) if isinstance(x, tuple) else x for name, x in defaults.items()}
+    assert given == {name: told[name] for name in given}
+
+
+def test_qk_clip_is_muon_with_one_setting_more() -> None:
+    muon, clipped = (
+        OmegaConf.to_container(composed(f"optim={choice}").model.optimizer)
+        for choice in ("muon", "muonclip")
+    )
+    assert isinstance(muon, dict)
+    clip = {"_target_": "lightning_cp.optim.QKClip", "tau": 100.0}
+    assert clipped == {**muon, "qk_clip": clip}
+
+
+def test_the_optimizers_are_compared_over_one_sweep_and_nothing_else_differs() -> None:
+    with initialize_config_dir(str(CONFIGS / "compare"), version_base="1.3"):
+        asked = compose("compare", overrides=["experiment=optimizers"])
+    assert asked.by == "model.optimizer._target_"
+    rates: dict[str, list[float]] = {}
+    others = []
+    for name, own in asked.train.runs.items():
+        plain = composed(*asked.train.overrides, *own)
+        made, _ = made_optimizer(instantiate(plain.model))
+        assert not isinstance(made, Muon) or names_by_kind(made)["muon"] == PROJECTIONS
+        config: Any = OmegaConf.to_container(plain)
+        optimizer = config["model"].pop("optimizer")
+        rates.setdefault(optimizer["_target_"], []).append(optimizer["lr"])
+        kind = optimizer["_target_"].rsplit(".", 1)[-1].lower()
+        assert name == f"{kind}_{optimizer['lr']}"
+        assert (optimizer["weight_decay"], optimizer["betas"]) == (0.1, [0.9, 0.95])
+        others.append(config)
+    assert set(rates) == {"torch.optim.AdamW", "lightning_cp.optim.Muon"}
+    assert len({tuple(some) for some in rates.values()}) == 1
+    assert all(other == others[0] for other in others)
 
 
 def test_the_measurements_compose_and_leave_everything_open() -> None:

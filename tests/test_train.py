@@ -165,6 +165,52 @@ def test_engines_that_shard_train_as_one_process_does(
         assert found[0]
 
 
+MUON = ("optim=muon", "model.optimizer.ns_dtype=float32")
+
+
+@pytest.fixture(scope="module")
+def muon_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The job with Muon in one process."""
+    return trained(tmp_path_factory.mktemp("muon"), "strategy=single", *MUON)
+
+
+def muon_table(printed: str) -> list[str]:
+    """The lines that say what steps the layers' parameters."""
+    return [line for line in printed.splitlines() if line.startswith("model.layers.*.")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "fsdp", "zero1"])
+def test_muon_on_two_processes_trains_as_on_one(
+    tmp_path: Path, alone: tuple[Path, str], muon_alone: tuple[Path, str], strategy: str
+) -> None:
+    folder, printed = trained(tmp_path, f"strategy={strategy}", "trainer.devices=2", *MUON)
+    losses: dict[Path, list[float]] = {}
+    for name in ("train/loss", "train/grad_norm", "val/bits_per_byte"):
+        for at in (alone[0], muon_alone[0], folder):
+            losses[at] = [float(row[name]) for row in table(at) if row[name]]
+        assert losses[folder] == pytest.approx(losses[muon_alone[0]], rel=1e-5), name
+        assert losses[folder] != pytest.approx(losses[alone[0]], rel=1e-3), name  # it is not AdamW
+    assert muon_table(printed) == muon_table(muon_alone[1])
+    by = {line.split()[0].split(".")[-2]: line.split("  ")[-2] for line in muon_table(printed)}
+    assert by["down_proj"].strip() == "Muon"
+    assert by["input_layernorm"].strip() == "AdamW"
+
+
+@pytest.mark.slow
+def test_muonclip_logs_the_largest_logit_and_the_heads_it_has_clipped(tmp_path: Path) -> None:
+    tau = "model.optimizer.qk_clip.tau=1e-3"
+    folder, _ = trained(tmp_path, "strategy=ring", "trainer.devices=2", "optim=muonclip", tau)
+    steps = [row for row in table(folder) if row["train/loss"]]
+    largest = [float(row["train/max_logit"]) for row in steps]
+    clipped = [float(row["train/clipped_heads"]) for row in steps]
+    assert len(steps) == 4
+    assert clipped[0] == 2 * 8  # every head of both layers
+    assert largest[0] > 0.1
+    assert all(1e-3 < one < 2e-3 for one in largest[1:])  # back at tau, and one update away
+    assert all(1 <= one <= 2 * 8 for one in clipped)
+
+
 def test_a_run_is_resumed(tmp_path: Path, alone: tuple[Path, str]) -> None:
     checkpoint = alone[0] / "checkpoints" / "last.ckpt"
     folder, printed = trained(

@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 
 from lightning_cp.data import data_parallel
 from lightning_cp.metrics import bits_per_byte
+from lightning_cp.optim import Muon
 from lightning_cp.strategies.engines.norms import gradient_norm
 from lightning_cp.train.memory import peak_memory_mib
 from lightning_cp.train.picture import draw_losses
+from lightning_cp.train.resume import say
 
 
 class StepMetrics(Callback):
@@ -83,6 +85,35 @@ class StepMetrics(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the counts of a checkpoint."""
         self.tokens, self.seconds = state_dict["tokens"], state_dict["seconds"]
+
+
+class MuonReport(Callback):
+    """Says what Muon steps and what AdamW; logs the largest attention logit and the heads clipped for it."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Print the table once."""
+        for optimizer in _muons(trainer):
+            say(optimizer.table())
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Log what the step has found; every rank has the same."""
+        for optimizer in _muons(trainer):
+            clip = getattr(optimizer, "qk_clip", None)
+            if clip is not None and clip.largest:
+                clipped = sum(map(len, clip.clipped.values()))
+                pl_module.log("train/max_logit", max(clip.largest.values()))
+                pl_module.log("train/clipped_heads", float(clipped))
+
+
+def _muons(trainer: L.Trainer) -> list[Muon]:
+    return [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, Muon)]
 
 
 class LossPicture(Callback):

@@ -21,7 +21,7 @@ class LanguageModel(L.LightningModule):
 
     Args:
         network: given ``input_ids``, ``position_ids``, ``labels``, returns ``loss`` and ``logits``.
-        optimizer: makes the optimizer from parameters.
+        optimizer: makes the optimizer from parameters with their names.
         warmup_steps: steps of linear warm-up; a cosine down to ``final_rate`` follows.
         final_rate: the learning rate at the end, as a share of the highest.
     """
@@ -29,7 +29,7 @@ class LanguageModel(L.LightningModule):
     def __init__(
         self,
         network: nn.Module,
-        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+        optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
         warmup_steps: int = 20,
         final_rate: float = 0.1,
     ) -> None:
@@ -64,7 +64,7 @@ class LanguageModel(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The configured optimizer, its rate set anew at every step."""
-        optimizer = self.make_optimizer(self.network.parameters())
+        optimizer = self.make_optimizer(self.network.named_parameters())
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = LambdaLR(optimizer, lambda step: self.rate(step, steps))
         return {

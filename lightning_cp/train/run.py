@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 from lightning_cp.data import ByteDataModule, data_parallel
 from lightning_cp.errors import ConfigError
-from lightning_cp.train.callbacks import LossPicture, StepMetrics
+from lightning_cp.train.callbacks import LossPicture, MuonReport, StepMetrics
 from lightning_cp.train.module import LanguageModel
 from lightning_cp.train.report import BITS, Files, Outcome
 from lightning_cp.train.resume import (
@@ -102,6 +102,7 @@ def make_trainer(
     """The configured Trainer, with the callbacks and the logger that every run has."""
     callbacks: list[Callback] = [
         steps,
+        MuonReport(),
         LossPicture(files.metrics, files.picture, data.validation_entropy),
         ModelCheckpoint(
             dirpath=files.checkpoints,
