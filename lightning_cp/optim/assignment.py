@@ -65,10 +65,10 @@ class Rules:
         listed = _checked(named)
         self._require_used([name for name, _ in listed])
         names = {id(x): [name for name, other in listed if other is x] for _, x in listed}
-        tables = {tuple(x.shape) for name, x in listed if _fits(name, self.embeddings)}
+        heads = self._unnamed_heads(listed)
         found: dict[int, Assigned] = {}
         for _, x in listed:
-            found.setdefault(id(x), self._of(names[id(x)], x, tables))
+            found.setdefault(id(x), self._of(names[id(x)], x, heads))
         every = [self._cut(one) for one in found.values()]
         if not any(one.is_matrix for one in every):
             shown = ", ".join(f"{one.name} {list(one.shape)}: {one.why}" for one in every[:8])
@@ -78,9 +78,9 @@ class Rules:
             )
         return every
 
-    def _of(self, names: list[str], x: torch.Tensor, tables: set[tuple[int, ...]]) -> Assigned:
+    def _of(self, names: list[str], x: torch.Tensor, heads: set[str]) -> Assigned:
         shape = tuple(x.shape)
-        reason = self._reason(names, shape, tables)
+        reason = self._reason(names, shape, heads)
         if self.matrices is not None:
             asked = next((name for name in names if _fits(name, self.matrices)), None)
             if asked is not None and reason is not None:
@@ -96,9 +96,17 @@ class Rules:
             return Assigned(names[0], shape, False, "named in adamw=")
         return Assigned(names[0], shape, reason is None, reason or "a matrix")
 
-    def _reason(
-        self, names: list[str], shape: tuple[int, ...], tables: set[tuple[int, ...]]
-    ) -> str | None:
+    def _unnamed_heads(self, listed: list[Named]) -> set[str]:
+        """What is as large as an embedding, in no layer, and the only one: its name does not say it."""
+        tables = {tuple(x.shape) for name, x in listed if _fits(name, self.embeddings)}
+        found: dict[tuple[int, ...], list[str]] = {}
+        for name, x in listed:
+            if not _fits(name, self.embeddings):
+                found.setdefault(tuple(x.shape), []).append(name)
+        alone = [found[shape][0] for shape in tables if len(found.get(shape, ())) == 1]
+        return {name for name in alone if not any(part.isdigit() for part in place_of(name))}
+
+    def _reason(self, names: list[str], shape: tuple[int, ...], heads: set[str]) -> str | None:
         """Why a parameter is no matrix."""
         if len(shape) != 2:
             return f"{len(shape)} dimension{'s' * (len(shape) != 1)}"
@@ -106,7 +114,7 @@ class Rules:
             return "an embedding or a head, by its name"
         if len(names) > 1:
             return f"tied: it is {' and '.join(names)}"
-        return "as large as an embedding: a head" if shape in tables else None
+        return "as large as an embedding: a head" if names[0] in heads else None
 
     def _cut(self, one: Assigned) -> Assigned:
         for pattern, sizes in (self.fused or {}).items():

@@ -56,6 +56,21 @@ def test_a_head_by_its_size() -> None:
     assert found["out.weight"].why == "as large as an embedding: a head"
 
 
+@pytest.mark.parametrize("vocabulary", [16, 24])
+def test_layers_as_large_as_the_embedding_are_no_heads(vocabulary: int) -> None:
+    """Bytes, of which there are as many as features, or as the MLP has inner ones."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    found = Muon(LlamaForCausalLM(config).named_parameters()).assigned
+    assert sum(one.is_matrix for one in found) == 7
+
+
 def test_names_that_only_look_like_it() -> None:
     model = nn.ModuleDict({"embedding_mixer": nn.Linear(4, 6, bias=False)})
     assert Muon(model.named_parameters(), embeddings=()).assigned[0].is_matrix
