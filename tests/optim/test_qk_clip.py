@@ -41,9 +41,9 @@ class Transposed(nn.Module):
         self.c_attn.bias = nn.Parameter(torch.randn(QUERIES + 2 * KEYS))
 
 
-def model_of(*layers: nn.Module) -> nn.Module:
+def model_of(*layers: nn.Module) -> Any:
     torch.manual_seed(2)
-    model = nn.Module()
+    model: Any = nn.Module()
     model.layers = nn.ModuleList(layers)
     return model.double()
 
@@ -87,7 +87,7 @@ def test_scores_are_scaled_by_gamma(keys: str, kind: str, alpha: float, rotary: 
     """Of each group alike, or of each head; values and the other layer stay as they were."""
     make, more = KINDS[kind]
     model = model_of(make(), make())
-    layer, other = model.layers  # type: ignore[misc]
+    layer, other = model.layers
     x = torch.randn(9, WIDTH, dtype=torch.float64)
     before, values = scores(layer, x, rotary=rotary), projected(layer, x)[2]
     untouched = [p.detach().clone() for p in other.parameters()]
@@ -115,7 +115,7 @@ def test_scores_are_scaled_by_gamma(keys: str, kind: str, alpha: float, rotary: 
 def test_rotary_keys_that_heads_share() -> None:
     """As of MLA: k's rotary rows are one for all heads, and stay; scores are gamma times what they were."""
     model = model_of(Attention())
-    layer, x = model.layers[0], torch.randn(7, WIDTH, dtype=torch.float64)  # type: ignore[index]
+    layer, x = model.layers[0], torch.randn(7, WIDTH, dtype=torch.float64)
     before, keys = scores(layer, x), projected(layer, x)[1]
     clip = QKClip(tau=1.0, alpha=0.4, rope="query", rope_rows=(4, 6))
     clip.bind(model.named_parameters())
@@ -164,7 +164,7 @@ def test_the_log(caplog: pytest.LogCaptureFixture) -> None:
 def test_halves_are_rounded_once() -> None:
     """In bfloat16 a factor would be off by 2**-9 before it is used."""
     model = model_of(Attention(bias=False)).bfloat16()
-    layer: Any = model.layers[0]  # type: ignore[index]
+    layer: Any = model.layers[0]
     before = layer.q_proj.weight.detach().double()
     clip = QKClip(tau=1.0)
     clip.bind(model.named_parameters())

@@ -33,7 +33,7 @@ def llama() -> nn.Module:
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    none: Any = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_head=4, n_layer=2, use_cache=False, **none)
     return GPT2LMHeadModel(config)
 

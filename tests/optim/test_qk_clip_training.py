@@ -85,7 +85,7 @@ class Keep(pl.Callback):
         self.weights: list[Weights] = []
         self.clipped: list[dict[str, list[int]]] = []
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         self.weights.append(weights_of(pl_module.model))
         self.clipped.append(dict(pl_module.clip.clipped))
 
