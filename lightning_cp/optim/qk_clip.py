@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from lightning_cp.comm.local import local_part
 from lightning_cp.comm.objects import World
 from lightning_cp.errors import ConfigError
+from lightning_cp.optim.checks import require_known, require_number
 from lightning_cp.optim.qk_layers import Layer, Rows, find_layers, row_factors
 from lightning_cp.optim.qk_maxima import Maxima
 from lightning_cp.optim.rows import held_indices
@@ -68,10 +67,10 @@ class QKClip:
 
     def __post_init__(self) -> None:
         """Check what was asked."""
-        _require_number("tau", self.tau, lambda x: x > 0, "above 0")
-        _require_number("alpha", self.alpha, lambda x: 0 <= x <= 1, "from 0 to 1")
-        _require_known("keys", self.keys, ("group", "query"))
-        _require_known("rope", self.rope, ("uniform", "query"))
+        require_number({"tau": self.tau}, lambda x: x > 0, "above 0")
+        require_number({"alpha": self.alpha}, lambda x: 0 <= x <= 1, "from 0 to 1")
+        require_known("keys", self.keys, ("group", "query"))
+        require_known("rope", self.rope, ("uniform", "query"))
         self._plain = self._checked_rows()
         for name in ("query", "key"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
@@ -235,14 +234,3 @@ class QKClip:
 
 def _shown(heads: Sequence[int]) -> str:
     return ", ".join(map(str, heads[:SHOWN])) + ", ..." * (len(heads) > SHOWN)
-
-
-def _require_number(name: str, x: Any, fits: Any, wanted: str) -> None:
-    number = isinstance(x, (int, float)) and not isinstance(x, bool)
-    if not number or not math.isfinite(x) or not fits(x):
-        raise ConfigError(f"{name} is a number {wanted}, got {x!r}.")
-
-
-def _require_known(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name}={value!r} is unknown. Known: {', '.join(known)}.")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.optim.checks import is_number, require_known, require_number
 from lightning_cp.optim.newton_schulz import COEFFICIENTS, EPS, STEPS
 
 ADJUSTMENTS = ("match_rms_adamw", "original")
@@ -45,25 +45,25 @@ class Settings:
         Raises:
             ConfigError: naming the setting, what was got and what would work.
         """
-        _require_number(
+        require_number(
             {"lr": self.lr, "weight_decay": self.weight_decay}, lambda x: x >= 0, "at least 0"
         )
         optional = {"adamw_lr": self.adamw_lr, "adamw_weight_decay": self.adamw_weight_decay}
         given = {name: x for name, x in optional.items() if x is not None}
-        _require_number(given, lambda x: x >= 0, "at least 0, or None for that of matrices")
+        require_number(given, lambda x: x >= 0, "at least 0, or None for that of matrices")
         shares = {"momentum": self.momentum}
         pair = _numbers("betas", self.betas, 2)
         shares |= {f"betas[{at}]": x for at, x in enumerate(pair)}
-        _require_number(shares, lambda x: 0 <= x < 1, "at least 0 and below 1")
+        require_number(shares, lambda x: 0 <= x < 1, "at least 0 and below 1")
         positive = {"eps": self.eps, "adamw_eps": self.adamw_eps, "chunk_mib": self.chunk_mib}
-        _require_number(positive, lambda x: x > 0, "above 0")
+        require_number(positive, lambda x: x > 0, "above 0")
         if type(self.ns_steps) is not int or not 1 <= self.ns_steps <= MOST_STEPS:
             raise ConfigError(
                 f"ns_steps is a whole number from 1 to {MOST_STEPS}, got {self.ns_steps!r}; 5 is usual."
             )
         coefficients = _numbers("ns_coefficients", self.ns_coefficients, 3)
-        _require_known("adjust_lr_fn", self.adjust_lr_fn, ADJUSTMENTS)
-        _require_known("impl", self.impl, IMPLEMENTATIONS)
+        require_known("adjust_lr_fn", self.adjust_lr_fn, ADJUSTMENTS)
+        require_known("impl", self.impl, IMPLEMENTATIONS)
         dtype = _dtype(self.ns_dtype)
         if self.impl == "reference" and dtype != torch.bfloat16:
             raise ConfigError(
@@ -106,22 +106,9 @@ class Settings:
         return {"kind": "adamw", **given}
 
 
-def _require_number(values: dict[str, Any], fits: Any, wanted: str) -> None:
-    for name, x in values.items():
-        number = isinstance(x, (int, float)) and not isinstance(x, bool)
-        if not number or not math.isfinite(x) or not fits(x):
-            raise ConfigError(f"{name} is a number {wanted}, got {x!r}.")
-
-
-def _require_known(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name}={value!r} is unknown. Known: {', '.join(known)}.")
-
-
 def _numbers(name: str, values: Any, many: int) -> Any:
     found = tuple(values) if isinstance(values, (list, tuple)) else ()
-    good = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in found)
-    if len(found) != many or not good or not all(map(math.isfinite, found)):
+    if len(found) != many or not all(map(is_number, found)):
         raise ConfigError(f"{name} are {many} numbers, got {values!r}.")
     return found
 
