@@ -8,7 +8,7 @@ thread-local: recomputation runs inside backward, on CUDA in autograd's own thre
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from functools import partial
 from typing import Any, NoReturn
 
@@ -23,73 +23,13 @@ from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.comm.agreement import lists_of_ranks
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.api import Request
-from lightning_cp.layout import SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.models.checks import Checks
-from lightning_cp.models.facts import PositionFacts
 from lightning_cp.models.max_logits import Collector, Inputs, Tell, plan_by_kernel, plan_of_pass
 from lightning_cp.models.report import SwapReport
+from lightning_cp.models.step_state import StepState
 
 Listener = Callable[[AttentionPlan, torch.Tensor, torch.Tensor], None]
-
-
-@dataclass
-class StepState:
-    """What the attention calls and the model's forward need to know of the current batch."""
-
-    layout: SequenceLayout
-    position_ids: torch.Tensor
-    """int64 [B or 1, L]: global positions of the local tokens, 0 where padded."""
-    positions: PositionFacts = field(default_factory=PositionFacts)
-    """Of the whole batch."""
-    aligned_labels: torch.Tensor | None = None
-    """[B, L]: the target of each local token, -100 where there is none."""
-    labels: torch.Tensor | None = None
-    """[B, L]: a copy of the labels as the step gets them (not shifted), to see whether it changes them."""
-    valid_local: int = 0
-    """Targets on this rank that are not -100."""
-    loss_outside: bool = False
-    """It was declared how the step reads labels, so it may compute the loss itself."""
-    labels_read: str = ""
-    """How labels are read: ``shift`` or ``aligned``; anything else: that does not matter here."""
-    needs_loss: bool = True
-    """The step trains or evaluates: what it makes of labels counts. Not so when it predicts."""
-    labels_taken: bool = False
-    """A model was given them, and computes the loss."""
-    calls: int = 0
-    need_gradients: list[bool] = field(default_factory=list)
-    """Of each attention call: whether backward will come through it."""
-    compared: int = -1
-    """So many attention calls there were when ranks compared that; -1: they did not."""
-    plans: dict[tuple[object, ...], tuple[AttentionSpec, AttentionPlan]] = field(
-        default_factory=dict
-    )
-    """How attention calls of this batch are executed: layers make the same call."""
-    first_gradient: torch.Tensor | None = None
-    """Largest entry of the gradient that backward brought first to an attention call, if there are no
-    targets here: it comes from this rank's own loss alone, and should be 0."""
-    tokens: torch.Tensor | None = None
-    """bool [2, rows, L], once asked for: local tokens within the sequence, and within a document."""
-    cached_by: str = ""
-    """The model that would make a key/value cache in one process, which hides packing from its masks."""
-
-    weighted: bool = False
-    """A loss of this step was given its weight, as the strategy's ``backward`` does."""
-
-    def note_gradient(self, gradient: torch.Tensor) -> None:
-        """A hook for the outputs of attention calls.
-
-        Raises:
-            ConfigError: somebody called ``backward`` on a loss without its weight.
-        """
-        if not self.weighted:
-            raise ConfigError(
-                "backward was called on a loss that was not weighted by this rank's share of the targets, so "
-                "gradients would not be those of one process. Use self.manual_backward(loss) in a "
-                "LightningModule, fabric.backward(loss) with Fabric, and not loss.backward()."
-            )
-        if not self.valid_local and self.first_gradient is None:
-            self.first_gradient = gradient.detach().abs().amax()
 
 
 class SwapHandle:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.models.handle import StepState, SwapHandle
+from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf_labels import complete_labels, label_alignment, refuse_outside
 from lightning_cp.models.hf_loss import LossWatch
 from lightning_cp.models.hf_methods import replace_method
@@ -20,6 +20,7 @@ from lightning_cp.models.hf_positions import (
     refuse_counting,
 )
 from lightning_cp.models.hf_signature import parameters_of
+from lightning_cp.models.step_state import StepState
 from lightning_cp.untraced import untraced
 
 

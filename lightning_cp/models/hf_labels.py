@@ -8,8 +8,8 @@ import torch
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.labels import IGNORED_LABEL
-from lightning_cp.models.handle import StepState
 from lightning_cp.models.hf_signature import parameters_of, takes_extra
+from lightning_cp.models.step_state import StepState
 
 
 def label_alignment(model: Any) -> str | None:

@@ -16,8 +16,8 @@ import torch
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import Documents, SequenceLayout
-from lightning_cp.models.handle import StepState
 from lightning_cp.models.hf_positions import refuse_other_positions, rows_of
+from lightning_cp.models.step_state import StepState
 
 
 def check_call(state: StepState, model: Any, given: dict[str, Any], before: str) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
-from lightning_cp.models.handle import StepState
+from lightning_cp.models.step_state import StepState
 
 
 def check_padding(

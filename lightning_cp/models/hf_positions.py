@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lightning_cp.errors import ConfigError, ShapeError
-from lightning_cp.models.handle import StepState
 from lightning_cp.models.hf_own import is_relative
 from lightning_cp.models.hf_signature import parameters_of
+from lightning_cp.models.step_state import StepState
 
 
 def own_positions(model: Any) -> str:

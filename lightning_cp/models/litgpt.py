@@ -22,10 +22,11 @@ from torch import nn
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout.cost import Heads
-from lightning_cp.models.handle import StepState, SwapHandle
+from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.litgpt_calls import check_of, require_rows
 from lightning_cp.models.mixing import LOCAL
 from lightning_cp.models.report import Swap
+from lightning_cp.models.step_state import StepState
 from lightning_cp.untraced import untraced
 
 ATTEND = "scaled_dot_product_attention"

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from lightning_cp.errors import ConfigError, ShapeError
-from lightning_cp.models.handle import StepState, SwapHandle
+from lightning_cp.models.handle import SwapHandle
+from lightning_cp.models.step_state import StepState
 from lightning_cp.untraced import untraced
 
 

@@ -14,7 +14,6 @@ from lightning_cp.attention.exchange import Exchange
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.models.handle import Listener as Listener
-from lightning_cp.models.handle import StepState as StepState
 from lightning_cp.models.handle import SwapHandle as SwapHandle
 from lightning_cp.models.held import refuse_held
 from lightning_cp.models.hf import swap_hf
@@ -25,6 +24,7 @@ from lightning_cp.models.pooling import watch_pooling
 from lightning_cp.models.report import Swap, Swapped, SwapReport, attention_modules
 from lightning_cp.models.scope import follow_calls, left_alone, require_roots
 from lightning_cp.models.sdpa import SDPA, swap_sdpa
+from lightning_cp.models.step_state import StepState as StepState
 from lightning_cp.models.watch import watch_attention
 
 

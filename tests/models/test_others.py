@@ -15,8 +15,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
-from lightning_cp.models.handle import StepState, SwapHandle
+from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.others import refuse_others
+from lightning_cp.models.step_state import StepState
 from lightning_cp.models.swap import swap_attention
 from tests.models.test_mixing import MESH
 

@@ -10,7 +10,8 @@ import torch
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.models import handle
-from lightning_cp.models.handle import StepState, SwapHandle
+from lightning_cp.models.handle import SwapHandle
+from lightning_cp.models.step_state import StepState
 
 SINKS, OTHER_SINKS = torch.zeros(4), torch.zeros(4)
 
