@@ -13,7 +13,7 @@ from lightning_cp.tables import Place, place_of, plain_table, shown_together, wi
 
 EMBEDDINGS = (
     *("*embed*", "*wte*", "*wpe*", "*vocab*", "*lm_head*", "*head.weight", "output.weight"),
-    *("*.output.weight", "*classifier*", "*score.weight"),
+    *("model.output.weight", "*classifier*", "*score.weight"),
 )
 """Names of tables of tokens and of heads over them, whose rows are not a map from features to features."""
 

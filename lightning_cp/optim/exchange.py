@@ -11,12 +11,13 @@ scatter   result [m, n] -> parts [numel of part]          all-to-all among the n
 copy      parts of one copy's results -> all copies       broadcast among the c ranks of a part, c times
 ========  ==============================================  ===========================================
 
-While round k is computed, the matrices of round k + 1 and the results of round k - 1 are on their way.
+While round k is computed, the matrices of round k + 1 are on their way, the results of round k - 1 to the
+parts of their copy, and those of round k - 2 (without parts k - 1) to the other copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -48,18 +49,25 @@ class Exchange:
     def run(self, rounds: Sequence[Round]) -> None:
         """All ranks call it with the same rounds."""
         arriving = self._gather(rounds[0]) if rounds else None
-        before: tuple[Round, dict[Matrix, torch.Tensor], Posted | None] | None = None
+        given: list[_Results] = []  # on their way to the parts of a copy
+        copied: list[_Results] = []  # to be sent to the other copies
         for at, each in enumerate(rounds):
             matrices = self._assemble(each, arriving)
             arriving = self._gather(rounds[at + 1]) if at + 1 < len(rounds) else None
+            for one in copied:
+                one.post()
             results = {x: self._compute(x, matrices.pop(x)) for x in each.mine}
             posted = self._scatter(each, results)
-            if before is not None:
-                self._finish(*before)
-            before = each, self._own_parts(each, results), posted
-            del results
-        if before is not None:
-            self._finish(*before)
+            for one in copied:
+                one.finish()
+            copied = [one for one in given if one.arrived()]
+            one = _Results(each, self._own_parts(each, results), posted, self._dtype, self._take)
+            alone = each.grid.parts_group is None  # the same on all ranks: they keep one order
+            given, copied = ([], [*copied, one]) if alone else ([one], copied)
+        copied += [one for one in given if one.arrived()]
+        for one in copied:
+            one.post()
+            one.finish()
 
     def _gather(self, each: Round) -> Posted | None:
         """Send this rank's parts to those who own the matrices."""
@@ -69,7 +77,7 @@ class Exchange:
         to = [each.of(grid.copy, part) if part != grid.part else () for part in grid.part_at]
         sent = [sum(x.parts[grid.part].numel for x in some) for some in to]
         some = [x for of_owner in to for x in of_owner]
-        message = self._message(sum(sent), each.wire, each)
+        message = _message(sum(sent), each.wire, each)
         for x, entries in _split(message, some, [grid.part] * len(some)):
             x.parts[grid.part].pack(self._update_of(x), entries, whole=False)
         comes = [self._of_part(each.mine, part, grid.part) for part in grid.part_at]
@@ -104,7 +112,7 @@ class Exchange:
         parts = [part for part in grid.part_at if part != grid.part]
         some = [x for _ in parts for x in each.mine]
         places = [part for part in parts for _ in each.mine]
-        message = self._message(sum(sent), self._dtype, each)
+        message = _message(sum(sent), self._dtype, each)
         for (x, entries), part in zip(_split(message, some, places), places, strict=True):
             x.parts[part].pack(results[x], entries, whole=True)
         comes = [
@@ -120,50 +128,89 @@ class Exchange:
         part = each.grid.part
         found: dict[Matrix, torch.Tensor] = {}
         for x in each.mine:
-            found[x] = self._message(x.parts[part].numel, self._dtype, each)
+            found[x] = _message(x.parts[part].numel, self._dtype, each)
             x.parts[part].pack(results.pop(x), found[x], whole=True)
         return found
-
-    def _finish(self, each: Round, held: dict[Matrix, torch.Tensor], posted: Posted | None) -> None:
-        """Take in the results of a round, those of other copies too."""
-        grid = each.grid
-        if posted is not None:
-            others = [p for p in grid.part_at if p != grid.part]
-            some = [x for part in others for x in each.of(grid.copy, part)]
-            held.update(_split(posted.wait(), some, [grid.part] * len(some)))
-        if grid.copies_group is None:
-            for x, entries in held.items():
-                self._take(x, grid.part, entries)
-            return
-        before: tuple[list[Matrix], Posted] | None = None
-        for copy in range(grid.copies):
-            some = each.of_copy(copy)
-            if not some:
-                continue
-            size = sum(x.parts[grid.part].numel for x in some)
-            message = self._message(size, self._dtype, each)
-            if copy == grid.copy:
-                for x, entries in _split(message, some, [grid.part] * len(some)):
-                    entries.copy_(held.pop(x))
-            sent = post_broadcast(message, grid.place_of_copy[copy], grid.copies_group)
-            if before is not None:
-                self._take_in(*before, grid.part)
-            before = some, sent
-        if before is not None:
-            self._take_in(*before, grid.part)
-
-    def _take_in(self, some: list[Matrix], posted: Posted, part: int) -> None:
-        for x, entries in _split(posted.wait(), some, [part] * len(some)):
-            self._take(x, part, entries)
 
     @staticmethod
     def _of_part(matrices: Sequence[Matrix], part: int, own: int) -> int:
         """Entries that another rank holds of some matrices; none of one's own are sent."""
         return 0 if part == own else sum(x.parts[part].numel for x in matrices)
 
-    @staticmethod
-    def _message(size: int, dtype: torch.dtype, each: Round) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=each.device)
+
+class _Results:
+    """What this rank holds of a round's results, and how the other copies come to theirs.
+
+    Args:
+        each: the round.
+        held: this rank's parts of its own results.
+        posted: its parts of the others' of this copy, on their way; ``None``: there are no others.
+        dtype: as of ``Exchange``.
+        take: likewise.
+    """
+
+    def __init__(
+        self,
+        each: Round,
+        held: dict[Matrix, torch.Tensor],
+        posted: Posted | None,
+        dtype: torch.dtype,
+        take: Callable[[Matrix, int, torch.Tensor], None],
+    ) -> None:
+        self._round, self._held, self._posted = each, held, posted
+        self._dtype, self._take = dtype, take
+        self._copies = [copy for copy in range(each.grid.copies) if each.of_copy(copy)]
+        self._sent: list[tuple[int, Posted]] = []
+
+    def arrived(self) -> bool:
+        """Take in the parts of this copy; whether there are other copies."""
+        each, grid = self._round, self._round.grid
+        if self._posted is not None:
+            others = [p for p in grid.part_at if p != grid.part]
+            some = [x for part in others for x in each.of(grid.copy, part)]
+            self._held.update(_split(self._posted.wait(), some, [grid.part] * len(some)))
+            self._posted = None
+        if grid.copies_group is None:
+            self._take_all(self._held.items())
+        return grid.copies_group is not None
+
+    def post(self) -> None:
+        """Send what two copies have; more would take the memory of as many rounds."""
+        for _ in range(2):
+            self._post_next()
+
+    def finish(self) -> None:
+        """Take in the results of all copies."""
+        grid = self._round.grid
+        if grid.copies_group is None and self._held:
+            self._take_all(self._held.items())
+        while self._sent:
+            copy, posted = self._sent.pop(0)
+            some = self._round.of_copy(copy)
+            self._take_all(_split(posted.wait(), some, [grid.part] * len(some)))
+            self._post_next()
+
+    def _post_next(self) -> None:
+        each, grid = self._round, self._round.grid
+        if grid.copies_group is None or not self._copies:
+            return
+        copy = self._copies.pop(0)
+        some = each.of_copy(copy)
+        size = sum(x.parts[grid.part].numel for x in some)
+        message = _message(size, self._dtype, each)
+        if copy == grid.copy:
+            for x, entries in _split(message, some, [grid.part] * len(some)):
+                entries.copy_(self._held.pop(x))
+        place = grid.place_of_copy[copy]
+        self._sent.append((copy, post_broadcast(message, place, grid.copies_group)))
+
+    def _take_all(self, found: Iterable[tuple[Matrix, torch.Tensor]]) -> None:
+        for x, entries in found:
+            self._take(x, self._round.grid.part, entries)
+
+
+def _message(size: int, dtype: torch.dtype, each: Round) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device=each.device)
 
 
 def _split(

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.agreement import gathered_lists
+from lightning_cp.comm.objects import World
 from lightning_cp.optim.grid import Grid, Grids
 from lightning_cp.optim.newton_schulz import orthogonalising_flops
 from lightning_cp.optim.owners import Size, assign, rounds
@@ -109,14 +110,16 @@ def plan_rounds(
         kind = grids.of(piece.of), wire, message_device(piece.of)
         classes.setdefault(kind, []).append(piece)
     loads: dict[int, int] = {}
+    world = World().size
     found: list[Round] = []
-    # Ranks that are in no small grid must not know of it to tell who owns what is on all of them.
+    # Ranks must come to the same owners, and know only of grids that they are in. So first what is on all of
+    # them; and no small grid counts for another one.
     for (grid, wire, device), some in sorted(
         classes.items(), key=lambda item: -len(item[0][0].flat)
     ):
         matrices = _matrices(some, grid, steps)
         sizes = [Size(x.flops, x.numel * dtype.itemsize) for x in matrices]
-        owners = assign(sizes, grid.flat, loads)
+        owners = assign(sizes, grid.flat, loads if len(grid.flat) == world else dict(loads))
         for each in rounds(sizes, owners, chunk_bytes):
             owned = {owner: [matrices[at] for at in places] for owner, places in each.items()}
             found.append(Round(grid, wire, device, owned))

@@ -9,7 +9,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.local import local_part
-from lightning_cp.errors import ConfigError
 from lightning_cp.optim.exchange import Exchange
 from lightning_cp.optim.grid import Grids
 from lightning_cp.optim.matrices import Matrix, Piece, Round, plan_rounds
@@ -20,28 +19,33 @@ MOMENTUM = "momentum_buffer"
 
 
 class Active:
-    """A parameter with a gradient, and what this rank holds of both.
-
-    Raises:
-        ConfigError: the gradient is sparse, complex, or placed as nobody knows.
-    """
+    """A parameter with a gradient, and what this rank holds of both."""
 
     def __init__(self, name: str, parameter: torch.Tensor) -> None:
         self.name, self.parameter = name, parameter
-        gradient = parameter.grad
+        self.is_whole = not isinstance(parameter, DTensor)
+        self.held = local_part(parameter)
+        assert parameter.grad is not None
+        self.gradient = local_part(parameter.grad)
+
+    @property
+    def problem(self) -> str | None:
+        """Why its gradient is none that can be used."""
+        gradient = self.parameter.grad
         assert gradient is not None
         if gradient.is_sparse or gradient.is_complex():
-            raise ConfigError(f"{name} has a sparse or complex gradient, which Muon does not know.")
-        if isinstance(parameter, DTensor) != isinstance(gradient, DTensor):
-            raise ConfigError(
-                f"{name} is a {type(parameter).__name__}, its gradient a {type(gradient).__name__}: nobody "
-                "knows which part of it the gradient is of."
-            )
-        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-            gradient = gradient.redistribute(placements=parameter.placements)
-        self.is_whole = not isinstance(parameter, DTensor)
-        self.gradient = local_part(gradient)
-        self.held = local_part(parameter)
+            return f"{self.name} has a sparse or complex gradient, which Muon does not know"
+        if isinstance(gradient, DTensor) == self.is_whole:
+            kinds = f"a {type(self.parameter).__name__}, its gradient a {type(gradient).__name__}"
+            return f"{self.name} is {kinds}: nobody knows which part of it the gradient is of"
+        return None
+
+    def place(self) -> None:
+        """Have the gradient lie as its parameter does; all ranks come here, where it does not."""
+        gradient = self.parameter.grad
+        if isinstance(gradient, DTensor) and isinstance(self.parameter, DTensor):
+            placed = gradient.redistribute(placements=self.parameter.placements)
+            self.gradient = local_part(placed)
 
 
 class MatrixStep:
@@ -87,7 +91,9 @@ class MatrixStep:
             return held[name].gradient.lerp(buffers[name], momentum) if looks_on else buffers[name]
 
         def compute(_: Matrix, whole: torch.Tensor) -> torch.Tensor:
-            return orthogonalised(whole, group["ns_steps"], group["ns_coefficients"], group["eps"])
+            how = group["ns_steps"], group["ns_coefficients"], group["eps"]
+            with torch.autocast(whole.device.type, enabled=False):  # it has a dtype of its own
+                return orthogonalised(whole, *how)
 
         def take(x: Matrix, part: int, result: torch.Tensor) -> None:
             rate = group["lr"] * scale_of_step(*x.piece.shape, group["adjust_lr_fn"])

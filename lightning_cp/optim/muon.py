@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
+from typing_extensions import override
 
 from lightning_cp.comm.local import local_part
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import CheckpointError, ConfigError, LightningCPError
 from lightning_cp.optim.agreed import require_agreed
 from lightning_cp.optim.assignment import EMBEDDINGS, Named, Rules, table_of
 from lightning_cp.optim.matrices import Round, message_device
@@ -102,8 +103,7 @@ class Muon(Optimizer):
         super().__init__(groups, {})
         if settings.impl == "reference" and any(one.pieces for one in self.assigned):
             raise ConfigError("fused= is not known to impl='reference'. Use impl='owner'.")
-        pieces = {one.name: one.pieces for one in self.assigned if one.pieces}
-        self._matrix_step = MatrixStep(pieces, settings.dtype, settings.chunk_bytes)
+        self._matrix_step = self._planned_anew()
         self.qk_clip = qk_clip
         if qk_clip is not None:
             _require_clip(qk_clip)
@@ -146,13 +146,9 @@ class Muon(Optimizer):
                 loss = closure()
         grids = [self._matrix_step.grids.of(p, name) for name, p in self.named()]
         active = {name: Active(name, p) for name, p in self.named() if p.grad is not None}
-        require_agreed(
-            {name: one.gradient for name, one in active.items()},
-            [] if self.state else [one.held for one in active.values() if one.is_whole],
-            shared=any(len(grid.flat) > 1 for grid in grids),
-            device_type=message_device(self.param_groups[0]["params"][0]).type,
-            check_finite=self._settings.check_finite,
-        )
+        self._require_agreed(active, shared=any(len(grid.flat) > 1 for grid in grids))
+        for one in active.values():
+            one.place()
         if self.qk_clip is not None:
             self.qk_clip.check_ready()
         for group in self.param_groups:
@@ -162,6 +158,56 @@ class Muon(Optimizer):
         if self.qk_clip is not None:
             self.qk_clip.apply()
         return loss
+
+    def _require_agreed(self, active: dict[str, Active], *, shared: bool) -> None:
+        try:
+            require_agreed(
+                {name: one.gradient for name, one in active.items()},
+                [] if self.state else [one.held for one in active.values() if one.is_whole],
+                [one.problem for one in active.values() if one.problem is not None],
+                shared=shared,
+                device_type=message_device(self.param_groups[0]["params"][0]).type,
+                check_finite=self._settings.check_finite,
+            )
+        except LightningCPError:
+            if self.qk_clip is not None:
+                self.qk_clip.forget()  # the step is not made
+            raise
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state; parameters keep the names that they were given here.
+
+        Raises:
+            CheckpointError: it is of another kind of optimizer.
+        """
+        kinds, own = (
+            [g.get("kind") for g in x] for x in (state_dict["param_groups"], self.param_groups)
+        )
+        if kinds != own:
+            raise CheckpointError(
+                f"the state is of another optimizer: Muon's groups are {_kinds(own)}, this one's are "
+                f"{_kinds(kinds)}. The optimizer was left as it was."
+            )
+        names = [group["param_names"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, of_group in zip(self.param_groups, names, strict=True):
+            group["param_names"] = of_group
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: what is planned is planned again."""
+        kept = {name: vars(self)[name] for name in ("_settings", "assigned", "qk_clip")}
+        return {**super().__getstate__(), **kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, or of a state that is loaded."""
+        super().__setstate__(state)
+        if "_matrix_step" not in vars(self):
+            self._matrix_step = self._planned_anew()
+
+    def _planned_anew(self) -> MatrixStep:
+        pieces = {one.name: one.pieces for one in self.assigned if one.pieces}
+        return MatrixStep(pieces, self._settings.dtype, self._settings.chunk_bytes)
 
     def rounds(self) -> list[Round]:
         """What was exchanged in the last step; see ``flops_of_ranks`` and ``sent_bytes_of_ranks``."""
@@ -206,3 +252,7 @@ class Muon(Optimizer):
 def _require_clip(given: object) -> None:
     if not isinstance(given, QKClip):
         raise ConfigError(f"qk_clip= is a QKClip(tau=100.0, ...), got {type(given).__name__}.")
+
+
+def _kinds(groups: list[str | None]) -> str:
+    return " and ".join(kind or "of no kind" for kind in groups) or "none"

@@ -91,16 +91,34 @@ class QKClip:
         """Find the projections among a model's parameters.
 
         Raises:
-            ConfigError: there are none, or scaling them would not scale the scores.
+            ConfigError: there are none, scaling them would not scale the scores, or others are bound.
         """
-        self._parameters = dict(named_parameters)
+        given = dict(named_parameters)
+        if self._parameters and self._parameters.keys() != given.keys():
+            raise ConfigError(
+                "this QKClip has the parameters of another optimizer. Make one for each."
+            )
+        self._parameters = given
         shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
         self._found = find_layers(shapes, self.query, self.key, self.fused or {}, self.layers)
         self._maxima = Maxima(self._found)
         self._held.clear()
 
     def follow(self, successors: Mapping[int, torch.Tensor]) -> None:
-        """Parameters were sharded: by id of each, what was made of it."""
+        """Parameters were sharded: by id of each, what was made of it.
+
+        Raises:
+            ConfigError: some projections were not among them.
+        """
+        moved = any(successors.get(id(p), p) is not p for p in self._parameters.values())
+        for layer in self._found.values() if moved else ():
+            for rows in (*layer.query, *layer.key):
+                if id(self._parameters[rows.parameter]) not in successors:
+                    raise ConfigError(
+                        f"QK-clip scales {rows.parameter}, which its optimizer does not step, so that nobody "
+                        "knows what was made of it when the model was sharded. Bind what the optimizer is "
+                        "given, and leave such layers out with layers=."
+                    )
         self._parameters = {n: successors.get(id(p), p) for n, p in self._parameters.items()}
         self._held.clear()
 
@@ -163,10 +181,15 @@ class QKClip:
         self.largest = {name: max(values) for name, values in ready.items()}
         self.clipped = {}
         for name, values in ready.items():
-            if self.largest[name] > self.tau:
+            if self.largest[name] > self.tau and self._is_trained(self._found[name]):
                 self.clipped[name] = self._scale(self._found[name], values)
         self._tell()
         return self.clipped
+
+    def _is_trained(self, layer: Layer) -> bool:
+        """What is frozen stays as it is, and what goes with it."""
+        every = {rows.parameter for rows in (*layer.query, *layer.key)}
+        return all(self._parameters[name].requires_grad for name in every)
 
     def _scale(self, layer: Layer, values: Sequence[float]) -> list[int]:
         """The heads that were scaled."""

@@ -14,6 +14,8 @@ from lightning_cp.optim.newton_schulz import COEFFICIENTS, EPS, STEPS
 ADJUSTMENTS = ("match_rms_adamw", "original")
 IMPLEMENTATIONS = ("owner", "reference")
 MIB = 1 << 20
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+"""Those in which a gradient of any size is finite: float16 is not among them."""
 MOST_STEPS = 99
 """As many as torch.optim.Muon takes."""
 
@@ -115,7 +117,7 @@ def _numbers(name: str, values: Any, many: int) -> Any:
 
 def _dtype(given: torch.dtype | str) -> torch.dtype:
     dtype = getattr(torch, given, None) if isinstance(given, str) else given
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+    if dtype not in DTYPES:
         raise ConfigError(
             f"ns_dtype={given!r} is no dtype to compute in. Use bfloat16 (usual), float32 or float64."
         )

@@ -68,6 +68,19 @@ def test_numbers_are_those_of_one_process(sharding: str, hand: dict[str, np.ndar
             assert np.abs(found[name].numpy() - want).max() <= 1e-12 * np.abs(want).max(), name
 
 
+@pytest.mark.parametrize(
+    "sharding", [x if x == "fsdp+tp 2x2" else pytest.param(x, marks=pytest.mark.slow) for x in SHARDINGS]
+)
+def test_float32(sharding: str, hand: dict[str, np.ndarray]) -> None:
+    """Within 1e-6 of float64, and to the last bit what one process computes."""
+    ranks = math.prod(SHARDINGS[sharding])
+    (alone,) = run_ranks(1, trained, "plain", torch.float32, torch.float32)
+    for found in run_ranks(ranks, trained, sharding, torch.float32, torch.float32):
+        assert all(torch.equal(found[name], alone[name]) for name in hand)
+        for name, want in hand.items():
+            assert np.abs(found[name].numpy() - want).max() <= 1e-6 * np.abs(want).max(), name
+
+
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_bit_for_bit_what_torch_computes_in_one_process(sharding: str) -> None:
     """In bfloat16: what is gathered has one layout, whatever was sharded."""
