@@ -109,7 +109,7 @@ class MeshSizes:
     def size(self, axis: Axis | Flat) -> int:
         """Ranks of an axis or of a flattened group."""
         axes = FLATTENED[axis] if isinstance(axis, Flat) else (axis,)
-        return math.prod(self.by_axis[one] for one in axes)
+        return math.prod(getattr(self, one.value) for one in axes)
 
     def crosses_nodes(self, axis: Axis | Flat, devices_per_node: int) -> bool:
         """Whether some group of an axis has ranks of several nodes; ranks fill one node after the other."""
