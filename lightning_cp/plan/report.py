@@ -10,7 +10,7 @@ from lightning_cp.layout import Documents, Mask, SequenceLayout, schedule
 from lightning_cp.planner.advice import advice, barely_sharded
 from lightning_cp.planner.job import Case, Choice, Job
 from lightning_cp.planner.loading import stacked, stops_at
-from lightning_cp.planner.machines import GIB
+from lightning_cp.planner.machines import GIB, TERA
 from lightning_cp.planner.search import Found, Plan, Rejected, model_flops
 from lightning_cp.planner.wire import Flow, flows
 
@@ -29,7 +29,7 @@ PLANS = (
 EXPOSED = ("ring", "ulysses", "tensor_parallel", "parameters", "offload")
 CONVENTION = (
     "MFU: model FLOPs (6 for each parameter that multiplies a token, 12 x head dim for each visible pair and "
-    "head; what is computed again does not count) over the data sheet's peak."
+    "head; what is computed again does not count) over"
 )
 
 
@@ -161,8 +161,18 @@ def work_of(plan: Plan) -> str:
         even += f" ({case.layout.kind}; contiguous would have {plain:.3f} x)"
     return (
         f"Work: {_figure(total / 1e15)} PFLOP a step, {_figure(each / 1e12)} TFLOP a device; of them "
-        f"attention {_figure(busiest / 1e12)} TFLOP a layer, {even}. {CONVENTION}"
+        f"attention {_figure(busiest / 1e12)} TFLOP a layer, {even}. {CONVENTION} {peak_of(case.job)}."
     )
+
+
+def peak_of(job: Job) -> str:
+    """What MFU is a part of."""
+    peak = f"{job.timed.peak_flops / TERA:,.4g}"
+    if job.machine.measured:
+        return f"the {peak} TFLOP/s that products were measured to reach in {job.machine.measured}"
+    if job.precision == "fp32":
+        return f"the data sheet's {peak} TFLOP/s in float32 without TF32 (PyTorch's default)"
+    return f"the data sheet's {peak} TFLOP/s in bfloat16"
 
 
 def seconds_of(plan: Plan) -> str:
@@ -184,7 +194,8 @@ def seconds_of(plan: Plan) -> str:
 
 def remarks(case: Case) -> Iterator[str]:
     """Warnings, copies of tensors, and what no step of this plan makes whole."""
-    told = [*advice(case), *([case.job.model.assumed] if case.job.model.assumed else [])]
+    assumed = (case.job.model.assumed, case.job.machine.assumed)
+    told = [*advice(case), *(one for one in assumed if one)]
     if told:
         yield "Note:\n" + "\n".join(f"  - {line}" for line in told)
     for_copies = [

@@ -56,7 +56,7 @@ def job_of(config: Mapping[str, Any], name: str) -> Job:
     wanted = hf_config(config["model"])
     shown = str(wanted.get("model_type")) if name == "config_json" else name
     numbers = (config["devices"], config["seq_len"], config["global_batch"])
-    machine = machine_of(config["hardware"], config.get("reserve_gib"))
+    machine = machine_of(config["hardware"], config.get("reserve_gib"), config["precision"])
     return Job(
         model_from(wanted, shown), machine, *numbers, config["precision"], config["optimizer"]
     )
@@ -97,7 +97,7 @@ def model_from(config: Mapping[str, Any], name: str) -> Model:
     return model_of_modules(config, name)
 
 
-def machine_of(given: object, reserve_gib: object = None) -> Machine:
+def machine_of(given: object, reserve_gib: object = None, precision: object = None) -> Machine:
     """A published one, or what a ``hardware.json`` says.
 
     Raises:
@@ -107,7 +107,8 @@ def machine_of(given: object, reserve_gib: object = None) -> Machine:
     if name in MACHINES:
         machine = MACHINES[name]
     elif Path(name).is_file():
-        machine = machine_of_measured(name)
+        wanted = "float32" if precision == "fp32" else "bfloat16"
+        machine = machine_of_measured(name, wanted=wanted)
     else:
         raise ConfigError(
             f"hardware must be one of {', '.join(MACHINES)}, or a hardware.json that python -m "

@@ -58,7 +58,7 @@ class Plan:
         """
         job = self.case.job
         flops = model_flops(job, self.attention)
-        return flops / self.seconds.total / (job.machine.peak_flops * job.devices)
+        return flops / self.seconds.total / (job.timed.peak_flops * job.devices)
 
 
 def model_flops(job: Job, attention: Mapping[int | None, AttentionCost]) -> int:
