@@ -29,12 +29,45 @@ CONFIG_CLASSES = {
 """Of transformers, by what a model's config may name instead of ``model_type``."""
 
 
+SETTINGS = frozenset(
+    [
+        "hardware",
+        "devices",
+        "seq_len",
+        "data",
+        "global_batch",
+        "precision",
+        "optimizer",
+        "mesh",
+        "engine",
+        "exchange",
+        "checkpointing",
+        "offload",
+        "chunked_loss",
+        "tiled_mlp",
+        "reserve_gib",
+        "show",
+        "verify",
+        "model",
+    ]
+)
+"""Of ``configs/plan.yaml``."""
+
+
 def check(config: Mapping[str, Any]) -> None:
     """Refuse what is neither of the job nor of its limits.
 
     Raises:
         ConfigError: naming the setting.
     """
+    strange = sorted(set(config) - SETTINGS)
+    if strange:
+        raise ConfigError(f"{strange[0]} is no setting of the planner's: see configs/plan.yaml.")
+    length = (config.get("data") or {}).get("seq_len")
+    if length != config["seq_len"]:
+        raise ConfigError(
+            f"data.seq_len is seq_len, {config['seq_len']}, got {length}. Set seq_len instead."
+        )
     if type(config["show"]) is not int or config["show"] < 1:
         raise ConfigError(f"show must be an integer of at least 1, got {config['show']!r}.")
     if config["verify"] not in (False, True, "all"):
@@ -53,7 +86,7 @@ def job_of(config: Mapping[str, Any], name: str) -> Job:
     Raises:
         ConfigError: naming the setting.
     """
-    wanted = hf_config(config["model"])
+    wanted = hf_config(config.get("model") or {})
     shown = str(wanted.get("model_type")) if name == "config_json" else name
     numbers = (config["devices"], config["seq_len"], config["global_batch"])
     machine = machine_of(config["hardware"], config.get("reserve_gib"), config["precision"])
@@ -69,7 +102,7 @@ def hf_config(model: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: it has none, or one of a class that is not known.
     """
     given = (model.get("network") or {}).get("config")
-    if isinstance(given, str):
+    if isinstance(given, str) and given != "???":
         return read_config(given)
     if not isinstance(given, Mapping):
         raise ConfigError(
@@ -148,7 +181,7 @@ def limits_of(config: Mapping[str, Any]) -> Limits:
     }
     for name, known in names.items():
         value = config.get(name)
-        if value is not None and value not in known:
+        if value is not None and (value not in known or type(value) is not type(known[0])):
             raise ConfigError(
                 f"{name} must be one of {', '.join(map(str, known))}, or null, got {value!r}."
             )

@@ -37,6 +37,12 @@ def advice(case: Case) -> Iterator[str]:
     if sent > 1:
         above = f"ulysses of {mesh.ulysses} is above {heads.num_kv_heads} K/V heads"
         yield f"{above}: each is sent to {sent:g} ranks"
+    most = job.model.positions
+    if most is not None and job.seq_len > most:
+        yield (
+            f"seq_len={job.seq_len:,} is above the {most:,} positions of the model's config "
+            "(max_position_embeddings)"
+        )
     padding = case.layout.padded_len - job.seq_len
     if padding:
         yield f"{padding:,} tokens of padding ({padding / job.seq_len:.2%}), which cost no attention"

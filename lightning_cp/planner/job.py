@@ -45,7 +45,7 @@ class Job:
                     f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}."
                 )
 
-        if self.precision == "fp32" and self.trains and not self.timed.peak_flops:
+        if self.precision == "fp32" and self.trains and not self.machine.float32_flops:
             others = ", ".join(name for name in PRECISIONS if name != "fp32")
             raise ConfigError(
                 f"precision=fp32: of {self.machine.name} no peak in float32 is published, so nothing can be "

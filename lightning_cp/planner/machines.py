@@ -7,8 +7,8 @@ Peaks are data sheets' (dense, bfloat16). What is reached of them is an expectat
   to 586 backward (MagiAttention's kernel benchmark); 0.9 of that within a ring. On A100 FlashAttention-2: 205
   and 174 (ring-flash-attention's benchmark). On B200 FlashAttention-4: 1418 and 1209, of its pull request.
 * matrix products: 0.65 of the peak, large ones in bfloat16.
-* float32: data sheets' figures without TF32, as PyTorch multiplies unless it is told otherwise (A100, H100 and
-  H200 SXM; HGX B200's). The same shares of them as in bfloat16 are taken to be reached; no benchmark was found.
+* float32: data sheets' figures without TF32, as PyTorch multiplies unless it is told otherwise (SXM; of B200
+  HGX). The same shares of them as in bfloat16 are taken to be reached: no benchmark was found.
 * links: 0.8 of what a direction of NVLink or the network card of a device carries.
 """
 
@@ -115,8 +115,8 @@ class Machine:
 
     @property
     def in_float32(self) -> Machine:
-        """With what float32 reaches in place of bfloat16; a measured one's rates are of its dtype as they are."""
-        if self.measured:
+        """With what float32 reaches in place of bfloat16, where that is known; measured rates are as they are."""
+        if self.measured or not self.float32_flops:
             return self
         share = self.float32_flops / self.peak_flops
         return replace(

@@ -424,3 +424,10 @@ def test_zero1_gathers_once_however_many_sequences_follow() -> None:
             costs: Costs = {None: attention_cost(case, None)}
             found += [flow.sent for flow in flows(case, costs) if flow.what == "parameters"]
         assert found[1] == (found[0] if once else 4 * found[0])
+
+
+def test_more_tokens_than_positions_are_told() -> None:
+    few = replace(LLAMA_8B, positions=4096)
+    for length, told in ((4096, 0), (8192, 1)):
+        case = Case(job(model=few, seq_len=length), Choice(MeshSizes(ring=16)))
+        assert sum("4,096 positions" in line for line in advice(case)) == told
