@@ -30,26 +30,20 @@ CONFIG_CLASSES = {
 
 
 SETTINGS = frozenset(
-    [
-        "hardware",
-        "devices",
-        "seq_len",
-        "data",
-        "global_batch",
-        "precision",
-        "optimizer",
-        "mesh",
-        "engine",
-        "exchange",
-        "checkpointing",
-        "offload",
-        "chunked_loss",
-        "tiled_mlp",
-        "reserve_gib",
-        "show",
-        "verify",
-        "model",
-    ]
+    (
+        *(
+            "model",
+            "hardware",
+            "devices",
+            "seq_len",
+            "data",
+            "global_batch",
+            "precision",
+            "optimizer",
+        ),
+        *("mesh", "engine", "exchange", "checkpointing", "offload", "chunked_loss", "tiled_mlp"),
+        *("reserve_gib", "show", "verify"),
+    )
 )
 """Of ``configs/plan.yaml``."""
 

@@ -115,7 +115,7 @@ class Machine:
 
     @property
     def in_float32(self) -> Machine:
-        """With what float32 reaches in place of bfloat16, where that is known; measured rates are as they are."""
+        """With what float32 reaches in place of bfloat16, where it is known; measured rates stay."""
         if self.measured or not self.float32_flops:
             return self
         share = self.float32_flops / self.peak_flops
