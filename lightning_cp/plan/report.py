@@ -175,7 +175,7 @@ def work_of(plan: Plan) -> str:
 
 def _of_window(window: int | None, plan: Plan) -> str:
     """Which layers, where there are several kinds."""
-    if len(plan.attention) == 1:
+    if set(plan.attention) == {None}:
         return ""
     return " without a window" if window is None else f" of window {window:,}"
 

@@ -21,6 +21,10 @@ def advice(case: Case) -> Iterator[str]:
     if idle:
         share = f"{idle} of {job.devices} devices ({idle / job.devices:.1%})"
         yield f"{share} are idle: the mesh has {mesh.devices}"
+    full, each = min(mesh.devices, job.machine.devices_per_node), case.devices_per_node
+    if each < full:
+        nodes = mesh.devices // each
+        yield f"{mesh.devices} devices are {nodes} nodes of {each}, as each has equally many"
     copies = mesh.devices // (case.choice.shard_ranks * mesh.tp)
     if copies > 1:
         yield (

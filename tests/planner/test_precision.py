@@ -60,6 +60,11 @@ def test_float32_is_refused_where_no_figure_is_published() -> None:
     assert job(machine=MACHINES["tpu_v4"], precision="fp32", optimizer="none")  # nothing is timed
 
 
+def test_a_file_without_kernels_says_so() -> None:
+    with pytest.raises(ConfigError, match="kernels of a CPU is empty"):
+        of_hardware(replace(MEASURED, kernels=()))
+
+
 def test_what_was_measured_of_another_dtype_is_said() -> None:
     other = of_hardware(MEASURED, wanted="bfloat16")
     assert other.assumed == "bfloat16 was not measured there: float32's times are taken"
