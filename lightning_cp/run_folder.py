@@ -15,6 +15,10 @@ from pathlib import Path
 
 from lightning_cp.errors import ConfigError
 
+DEFAULT = "outputs"
+"""Where runs have their folders unless the command line says where."""
+MAKE_NONE = frozenset(("--cfg", "-c", "--help", "-h", "--hydra-help", "--info", "-i", "--version"))
+"""Of Hydra's options, those that make no folder."""
 FOLDER_OF_FIRST = "LIGHTNING_CP_RUN_FOLDER"
 """In ranks that were given a folder to be thrown away: the one that the command line names."""
 
@@ -45,18 +49,25 @@ def one_folder(arguments: list[str]) -> Iterator[None]:
 
 
 def check_folder(arguments: Sequence[str]) -> None:
-    """Refuse a folder for the run that is a file or in one: Hydra makes it, and would fail with a traceback.
+    """Refuse a folder for the run that cannot be made: Hydra makes it, and would fail with a traceback.
 
     Raises:
         ConfigError: that; names the file.
     """
-    for name, equals, given in (x.partition("=") for x in arguments):
-        if not equals or name not in ("hydra.run.dir", "hydra.sweep.dir"):
-            continue
+    if MAKE_NONE.intersection(arguments):
+        return
+    named = [x.partition("=") for x in arguments]
+    named = [x for x in named if x[1] and x[0] in ("hydra.run.dir", "hydra.sweep.dir")]
+    for name, _, given in named or [("hydra.run.dir", "=", DEFAULT)]:
         folder = Path(given)
         there = next(path for path in (folder, *folder.parents) if path.exists())
         if not there.is_dir():
             raise ConfigError(f"{name}={given} cannot be made: {there} is a file.")
+        if not os.access(there, os.W_OK):
+            raise ConfigError(
+                f"{name}={given} cannot be made: nothing may be written in {there.absolute()}. Give another: "
+                f"{name}=<folder>."
+            )
 
 
 def rank_of_cluster(environment: Mapping[str, str]) -> int:

@@ -33,3 +33,14 @@ def test_no_traceback(program: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("ConfigError: hydra.run.dir=")
+
+
+@pytest.mark.parametrize("arguments", [["train"], ["train", "hydra.run.dir=new"]])
+def test_a_folder_where_nothing_may_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # as on a read-only disk
+    with pytest.raises(ConfigError, match=r"nothing may be written in .*hydra\.run\.dir=<folder>"):
+        check_folder(arguments)
+    check_folder([*arguments, "--cfg", "job"])  # makes no folder

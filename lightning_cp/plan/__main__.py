@@ -15,6 +15,9 @@ from lightning_cp.config_files import config_dir
 from lightning_cp.errors import LightningCPError
 from lightning_cp.run_folder import one_folder
 
+PIPE_CLOSED = 141
+"""The status of a program that nobody reads any more, as shells give it."""
+
 
 def plan(config: DictConfig, folder: Path, name: str) -> bool:
     """Print what fits and what does not; write the best plan as a choice of the group ``strategy``.
@@ -40,12 +43,14 @@ def plan(config: DictConfig, folder: Path, name: str) -> bool:
     job = job_of(plain, name)
     found = search(job, limits_of(plain))
     text = f"{report.headline(job)}\n\n{report.summary(found, config.show)}"
-    print(text)
+    # Files first: who reads what is printed may stop at any line.
     picture.draw(found, report.headline(job), config.show, folder / "plan.png")
     (folder / "plan.txt").write_text(text + "\n")
     asked = [one for one in HydraConfig.get().overrides.task if one.startswith("model.")]
-    print(f"\n{write(found, folder, [f'model={name}', *asked])}")
+    print(f"{text}\n\n{write(found, folder, [f'model={name}', *asked])}", flush=True)
     if not config.verify or not found.plans:
+        if config.verify:
+            print("\nNothing fits, so there is nothing to verify.")
         return bool(found.plans)
     from lightning_cp.plan.verify import verify, verify_steps
 
@@ -59,7 +64,11 @@ def main(config: DictConfig) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
     running = HydraConfig.get().runtime
     try:
-        good = plan(config, Path(running.output_dir), running.choices["model"])
+        good = plan(config, Path(running.output_dir), str(running.choices["model"]))
+        sys.stdout.flush()
+    except BrokenPipeError:  # as of ``| head``, which has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(PIPE_CLOSED) from None
     except LightningCPError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
@@ -73,5 +82,9 @@ def main(config: DictConfig) -> None:
 if __name__ == "__main__":
     flags = {"--verify": "verify=true", "--verify=all": "verify=all"}
     sys.argv = [flags.get(one, one) for one in sys.argv]
+    if "model=null" in sys.argv:  # which Hydra refuses with a traceback
+        raise SystemExit(
+            "ConfigError: model must be one of the group model, got null: see configs/model."
+        )
     with one_folder(sys.argv):
         main()

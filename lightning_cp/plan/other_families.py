@@ -55,12 +55,22 @@ def model_of_modules(config: Mapping[str, Any], name: str) -> Model:
         after,
         tied=bool(getattr(read, "tie_word_embeddings", False)),
         shares_layers=False,
+        positions=getattr(read, "max_position_embeddings", None),
         assumed=(
             f"{config.get('model_type')} is not known in closed form: shapes are its modules', layers are "
             "taken to be like the first one, their activations a Llama's of the same sizes, attention "
             "causal and without windows; tensor parallelism is left out"
-        ),
+        )
+        + _no_decoder(config),
     )
+
+
+def _no_decoder(config: Mapping[str, Any]) -> str:
+    """What to know of a config of another kind of model."""
+    named = config.get("architectures") or []
+    if not named or any("CausalLM" in one or "LMHead" in one for one in named):
+        return ""
+    return f". Its config names {', '.join(named)}, no causal language model: it is planned as a decoder"
 
 
 def _size(config: Any, size: str, name: str) -> int:

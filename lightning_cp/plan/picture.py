@@ -15,12 +15,18 @@ from lightning_cp.planner.search import Found
 Bar = tuple[str, Memory]
 
 
+MOST_BARS = 12
+"""Of plans, and of what does not fit: more cannot be read."""
+CORNER: dict[str, Any] = {"fontsize": 8, "va": "top", "ha": "right", "rotation": 90}
+
+
 def draw(found: Found, headline: str, show: int, picture: Path) -> None:
     """Write the picture; nothing if nothing was priced."""
     from matplotlib.figure import Figure  # needs no display
 
-    bars: list[Bar] = [(_name(plan.case), plan.memory) for plan in found.plans[:show]]
-    for one in found.rejected[:show]:
+    shown = min(show, MOST_BARS)
+    bars: list[Bar] = [(_name(plan.case), plan.memory) for plan in found.plans[:shown]]
+    for one in found.rejected[:shown]:
         if one.case is not None and one.memory is not None:
             bars.append((_name(one.case), one.memory))
     if not bars:
@@ -57,7 +63,9 @@ def _memory(axis: Any, bars: Sequence[Bar]) -> None:
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     capacity = bars[0][1].capacity / GIB
     axis.axvline(capacity, color="black", ls="--", lw=1)
-    axis.text(capacity, -0.6, f" {capacity:,.0f} GiB", fontsize=8, va="bottom")
+    axis.text(
+        capacity, 0.99, f"{capacity:,.0f} GiB ", transform=axis.get_xaxis_transform(), **CORNER
+    )
     axis.set_yticks(at, [name for name, _ in bars], fontsize=7)
     axis.set_xlim(0, min(max(*left, capacity), 3 * capacity) * 1.05)
     axis.invert_yaxis()
@@ -80,5 +88,8 @@ def _work(axis: Any, case: Case) -> None:
             break
     axis.set(xlabel="ring rank", ylabel="attention / mean", ylim=(0, None))
     axis.set_xlim(-0.6, mesh.ring - 0.4)
-    axis.set_title(f"work of every ring rank: {mesh}", fontsize=9)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.set_title(
+        f"work of every ring rank: {mesh or '1 device'}, layers without a window", fontsize=9
+    )
     axis.legend(fontsize=8)

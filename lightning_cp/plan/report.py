@@ -10,7 +10,7 @@ from lightning_cp.layout import Documents, Mask, SequenceLayout, schedule
 from lightning_cp.planner.advice import advice, barely_sharded
 from lightning_cp.planner.job import Case, Choice, Job
 from lightning_cp.planner.loading import stacked, stops_at
-from lightning_cp.planner.machines import GIB
+from lightning_cp.planner.machines import GIB, TERA
 from lightning_cp.planner.search import Found, Plan, Rejected, model_flops
 from lightning_cp.planner.wire import Flow, flows
 
@@ -29,7 +29,7 @@ PLANS = (
 EXPOSED = ("ring", "ulysses", "tensor_parallel", "parameters", "offload")
 CONVENTION = (
     "MFU: model FLOPs (6 for each parameter that multiplies a token, 12 x head dim for each visible pair and "
-    "head; what is computed again does not count) over the data sheet's peak."
+    "head; what is computed again does not count) over"
 )
 
 
@@ -64,12 +64,12 @@ def settings_of(choice: Choice) -> str:
 
 
 def _plans(plans: Sequence[Plan], found: Found) -> str:
-    looked = f"{found.looked_at:,} way{'s' * (found.looked_at > 1)} priced"
+    looked = f"{found.looked_at:,} way{'s' * (found.looked_at != 1)} priced"
     if not plans:
         return f"Nothing fits ({looked})."
     rows = [[str(at), *_row(plan)] for at, plan in enumerate(plans, 1)]
     first = "fastest" if plans[0].case.job.trains else "least memory"
-    many = f"{len(found.plans)} meshes; {looked}"
+    many = f"{len(found.plans)} mesh{'es' * (len(found.plans) > 1)}; {looked}"
     return f"What fits, {first} first ({many}):\n\n{aligned(PLANS, rows)}"
 
 
@@ -86,7 +86,7 @@ def _row(plan: Plan) -> list[str]:
     return [
         str(choice.mesh) or "1 device",
         choice.engine,
-        choice.mode,
+        choice.mode if choice.mesh.cp > 1 else "-",
         settings_of(choice),
         size,
         *price,
@@ -127,7 +127,11 @@ def costs(plans: Sequence[Plan]) -> str:
         for link in ("within a node", "between nodes"):
             add(f"10^9 bytes sent {link}", [_sent(each, link) / 1e9 for each in sent])
         add("TFLOP, recomputation aside", [_flops(plan) / 1e12 for plan in plans])
-        add("attention, busiest rank / mean", [_imbalance(plan) for plan in plans], ".3f")
+        add(
+            "attention, busiest ring rank / mean, least even layers",
+            [_imbalance(plan) for plan in plans],
+            ".3f",
+        )
         add("seconds computing", [plan.seconds.computing for plan in plans], ",.4g")
         add("seconds waiting for messages", [plan.seconds.exposed for plan in plans], ",.3g")
     return aligned(names, rows)
@@ -149,20 +153,41 @@ def work_of(plan: Plan) -> str:
     """FLOPs of a step, and how evenly attention is spread."""
     case, model = plan.case, plan.case.job.model
     total = model_flops(case.job, plan.attention)
-    layers = max(plan.attention.values(), key=lambda cost: sum(cost.pairs))
-    heads = 12 * model.head_dim * case.heads.local_heads
-    busiest = max(layers.pairs) * heads * case.sequences
+    heads = 12 * model.head_dim * case.heads.local_heads * case.sequences
     each = total / case.choice.mesh.devices
-    even = f"the busiest ring rank has {layers.imbalance:.3f} x the mean"
+    even = "; ".join(
+        f"attention {_figure(max(cost.pairs) * heads / 1e12)} TFLOP a layer{_of_window(window, plan)}, the "
+        f"busiest ring rank has {cost.imbalance:.3f} x the mean"
+        for window, cost in plan.attention.items()
+    )
     ring = case.choice.mesh.ring
     if ring > 1:
         other = SequenceLayout(case.job.seq_len, ring, case.choice.mesh.ulysses, "contiguous")
         plain = schedule(other, Documents.single(case.job.seq_len), Mask()).imbalance
-        even += f" ({case.layout.kind}; contiguous would have {plain:.3f} x)"
+        even += (
+            f" ({case.layout.kind}; contiguous would have {plain:.3f} x{_of_window(None, plan)})"
+        )
     return (
         f"Work: {_figure(total / 1e15)} PFLOP a step, {_figure(each / 1e12)} TFLOP a device; of them "
-        f"attention {_figure(busiest / 1e12)} TFLOP a layer, {even}. {CONVENTION}"
+        f"{even}. {CONVENTION} {peak_of(case.job)}."
     )
+
+
+def _of_window(window: int | None, plan: Plan) -> str:
+    """Which layers, where there are several kinds."""
+    if set(plan.attention) == {None}:
+        return ""
+    return " without a window" if window is None else f" of window {window:,}"
+
+
+def peak_of(job: Job) -> str:
+    """What MFU is a part of."""
+    peak = f"{job.timed.peak_flops / TERA:,.4g}"
+    if job.machine.measured:
+        return f"the {peak} TFLOP/s that products were measured to reach in {job.machine.measured}"
+    if job.precision == "fp32":
+        return f"the data sheet's {peak} TFLOP/s in float32 without TF32 (PyTorch's default)"
+    return f"the data sheet's {peak} TFLOP/s in bfloat16"
 
 
 def seconds_of(plan: Plan) -> str:
@@ -184,7 +209,8 @@ def seconds_of(plan: Plan) -> str:
 
 def remarks(case: Case) -> Iterator[str]:
     """Warnings, copies of tensors, and what no step of this plan makes whole."""
-    told = [*advice(case), *([case.job.model.assumed] if case.job.model.assumed else [])]
+    assumed = (case.job.model.assumed, case.job.machine.assumed)
+    told = [*advice(case), *(one for one in assumed if one)]
     if told:
         yield "Note:\n" + "\n".join(f"  - {line}" for line in told)
     for_copies = [
@@ -211,7 +237,8 @@ def closest(rejected: Sequence[Rejected]) -> Iterator[str]:
     case = priced[0].case
     assert case is not None
     choice = case.choice
-    yield f"Closest: {choice.mesh}, {choice.engine}, {settings_of(choice)}: {priced[0].why}."
+    mesh = str(choice.mesh) or "1 device"
+    yield f"Closest: {mesh}, {choice.engine}, {settings_of(choice)}: {priced[0].why}."
     stop = stops_at(case)
     if stop is not None:
         part = stop.part

@@ -29,12 +29,39 @@ CONFIG_CLASSES = {
 """Of transformers, by what a model's config may name instead of ``model_type``."""
 
 
+SETTINGS = frozenset(
+    (
+        *(
+            "model",
+            "hardware",
+            "devices",
+            "seq_len",
+            "data",
+            "global_batch",
+            "precision",
+            "optimizer",
+        ),
+        *("mesh", "engine", "exchange", "checkpointing", "offload", "chunked_loss", "tiled_mlp"),
+        *("reserve_gib", "show", "verify"),
+    )
+)
+"""Of ``configs/plan.yaml``."""
+
+
 def check(config: Mapping[str, Any]) -> None:
     """Refuse what is neither of the job nor of its limits.
 
     Raises:
         ConfigError: naming the setting.
     """
+    strange = sorted(set(config) - SETTINGS)
+    if strange:
+        raise ConfigError(f"{strange[0]} is no setting of the planner's: see configs/plan.yaml.")
+    length = (config.get("data") or {}).get("seq_len")
+    if length != config["seq_len"]:
+        raise ConfigError(
+            f"data.seq_len is seq_len, {config['seq_len']}, got {length}. Set seq_len instead."
+        )
     if type(config["show"]) is not int or config["show"] < 1:
         raise ConfigError(f"show must be an integer of at least 1, got {config['show']!r}.")
     if config["verify"] not in (False, True, "all"):
@@ -53,10 +80,10 @@ def job_of(config: Mapping[str, Any], name: str) -> Job:
     Raises:
         ConfigError: naming the setting.
     """
-    wanted = hf_config(config["model"])
+    wanted = hf_config(config.get("model") or {})
     shown = str(wanted.get("model_type")) if name == "config_json" else name
     numbers = (config["devices"], config["seq_len"], config["global_batch"])
-    machine = machine_of(config["hardware"], config.get("reserve_gib"))
+    machine = machine_of(config["hardware"], config.get("reserve_gib"), config["precision"])
     return Job(
         model_from(wanted, shown), machine, *numbers, config["precision"], config["optimizer"]
     )
@@ -69,7 +96,7 @@ def hf_config(model: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: it has none, or one of a class that is not known.
     """
     given = (model.get("network") or {}).get("config")
-    if isinstance(given, str):
+    if isinstance(given, str) and given != "???":
         return read_config(given)
     if not isinstance(given, Mapping):
         raise ConfigError(
@@ -97,7 +124,7 @@ def model_from(config: Mapping[str, Any], name: str) -> Model:
     return model_of_modules(config, name)
 
 
-def machine_of(given: object, reserve_gib: object = None) -> Machine:
+def machine_of(given: object, reserve_gib: object = None, precision: object = None) -> Machine:
     """A published one, or what a ``hardware.json`` says.
 
     Raises:
@@ -107,7 +134,8 @@ def machine_of(given: object, reserve_gib: object = None) -> Machine:
     if name in MACHINES:
         machine = MACHINES[name]
     elif Path(name).is_file():
-        machine = machine_of_measured(name)
+        wanted = "float32" if precision == "fp32" else "bfloat16"
+        machine = machine_of_measured(name, wanted=wanted)
     else:
         raise ConfigError(
             f"hardware must be one of {', '.join(MACHINES)}, or a hardware.json that python -m "
@@ -147,7 +175,7 @@ def limits_of(config: Mapping[str, Any]) -> Limits:
     }
     for name, known in names.items():
         value = config.get(name)
-        if value is not None and value not in known:
+        if value is not None and (value not in known or type(value) is not type(known[0])):
             raise ConfigError(
                 f"{name} must be one of {', '.join(map(str, known))}, or null, got {value!r}."
             )

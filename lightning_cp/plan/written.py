@@ -23,9 +23,10 @@ def write(found: Found, folder: Path, model: Sequence[str]) -> str:
     """
     files = [folder / name for name in ("plan.txt", "plan.png")]
     lines: list[str] = []
+    file = folder / "strategy" / "plan.yaml"
+    file.unlink(missing_ok=True)  # of an earlier run
     if found.plans and found.plans[0].case.job.trains:
         case = found.plans[0].case
-        file = folder / "strategy" / "plan.yaml"
         file.parent.mkdir(exist_ok=True)
         file.write_text(as_yaml(case))
         files.append(file)

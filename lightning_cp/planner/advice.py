@@ -21,6 +21,10 @@ def advice(case: Case) -> Iterator[str]:
     if idle:
         share = f"{idle} of {job.devices} devices ({idle / job.devices:.1%})"
         yield f"{share} are idle: the mesh has {mesh.devices}"
+    full, each = min(mesh.devices, job.machine.devices_per_node), case.devices_per_node
+    if each < full:
+        nodes = mesh.devices // each
+        yield f"{mesh.devices} devices are {nodes} nodes of {each}, as each has equally many"
     copies = mesh.devices // (case.choice.shard_ranks * mesh.tp)
     if copies > 1:
         yield (
@@ -37,6 +41,12 @@ def advice(case: Case) -> Iterator[str]:
     if sent > 1:
         above = f"ulysses of {mesh.ulysses} is above {heads.num_kv_heads} K/V heads"
         yield f"{above}: each is sent to {sent:g} ranks"
+    most = job.model.positions
+    if most is not None and job.seq_len > most:
+        yield (
+            f"seq_len={job.seq_len:,} is above the {most:,} positions of the model's config "
+            "(max_position_embeddings)"
+        )
     padding = case.layout.padded_len - job.seq_len
     if padding:
         yield f"{padding:,} tokens of padding ({padding / job.seq_len:.2%}), which cost no attention"

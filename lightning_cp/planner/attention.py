@@ -88,7 +88,7 @@ def attention_cost(case: Case, window: int | None) -> AttentionCost:
         case: the job and the choice.
         window: keys that a query sees; ``None``: all before it.
     """
-    job, machine = case.job, case.job.machine
+    job, machine = case.job, case.job.timed
     ring, ulysses = (
         machine.link(crosses=case.crosses_nodes(axis)) for axis in (Axis.RING, Axis.ULYSSES)
     )

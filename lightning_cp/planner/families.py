@@ -99,6 +99,7 @@ def model_of(config: Mapping[str, Any], name: str) -> Model:
         experts,
         routed,
         family not in UNSHARED,
+        config.get("max_position_embeddings"),
     )
 
 

@@ -86,10 +86,14 @@ class Hardware:
         for rate in self.kernels:
             if (rate.dtype, rate.head_dim, rate.mask) == (dtype, head_dim, mask):
                 return rate
+        if not self.kernels:
+            raise ConfigError(
+                f"hardware: kernels of {self.device_name} is empty, so attention cannot be timed. {_AGAIN}"
+            )
         there = "; ".join(f"{r.dtype}, head dim {r.head_dim}, {r.mask}" for r in self.kernels)
         raise ConfigError(
             f"no kernel was measured with {dtype}, head dim {head_dim}, {mask}. There is: "
-            f"{there or 'none'}. Measure it: python -m lightning_cp.bench dtype={dtype} head_dim={head_dim}"
+            f"{there}. Measure it: python -m lightning_cp.bench dtype={dtype} head_dim={head_dim}"
         )
 
     def link(self, axis: str, collective: str, size: int | None = None) -> LinkRate:

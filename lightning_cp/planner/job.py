@@ -45,6 +45,18 @@ class Job:
                     f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}."
                 )
 
+        if self.precision == "fp32" and self.trains and not self.machine.float32_flops:
+            others = ", ".join(name for name in PRECISIONS if name != "fp32")
+            raise ConfigError(
+                f"precision=fp32: of {self.machine.name} no peak in float32 is published, so nothing can be "
+                f"timed. What would work: {others}; or optimizer=none, which only loads."
+            )
+
+    @cached_property
+    def timed(self) -> Machine:
+        """The machine, with what it reaches in the dtype that is computed with."""
+        return self.machine.in_float32 if self.precision == "fp32" else self.machine
+
     @property
     def itemsize(self) -> int:
         """Bytes of a parameter between steps."""
@@ -109,7 +121,7 @@ class MeshSizes:
     def size(self, axis: Axis | Flat) -> int:
         """Ranks of an axis or of a flattened group."""
         axes = FLATTENED[axis] if isinstance(axis, Flat) else (axis,)
-        return math.prod(self.by_axis[one] for one in axes)
+        return math.prod(getattr(self, one.value) for one in axes)
 
     def crosses_nodes(self, axis: Axis | Flat, devices_per_node: int) -> bool:
         """Whether some group of an axis has ranks of several nodes; ranks fill one node after the other."""

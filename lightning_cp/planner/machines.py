@@ -7,6 +7,8 @@ Peaks are data sheets' (dense, bfloat16). What is reached of them is an expectat
   to 586 backward (MagiAttention's kernel benchmark); 0.9 of that within a ring. On A100 FlashAttention-2: 205
   and 174 (ring-flash-attention's benchmark). On B200 FlashAttention-4: 1418 and 1209, of its pull request.
 * matrix products: 0.65 of the peak, large ones in bfloat16.
+* float32: data sheets' figures without TF32, as PyTorch multiplies unless it is told otherwise (SXM; of B200
+  HGX). The same shares of them as in bfloat16 are taken to be reached: no benchmark was found.
 * links: 0.8 of what a direction of NVLink or the network card of a device carries.
 """
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 GIB = 1 << 30
@@ -72,7 +74,7 @@ class Machine:
     """Bytes of it that are no tensor's: the context, communicators' buffers, fragments."""
     devices_per_node: int
     peak_flops: float
-    """Of the data sheet: what MFU is a part of."""
+    """Of the data sheet, in bfloat16: what MFU is a part of."""
     matmul_flops: float
     attention_forward: float
     """Of visible pairs, 4 x head dim each."""
@@ -89,6 +91,12 @@ class Machine:
     """Bytes of the host for each device."""
     host_link: float = 0.0
     """Between a device and its host."""
+    float32_flops: float = 0.0
+    """The peak in float32, without TF32; 0: none is published."""
+    measured: str = ""
+    """The dtype of all rates, where they were measured; nothing: they are published ones."""
+    assumed: str = ""
+    """What was not measured and is taken to be so, in words."""
     is_cpu: bool = False
     tiles: tuple[TileRate, ...] = ()
     """What was measured of tiles, by mask, shortest first; empty: ``attention_*`` whatever the tile."""
@@ -105,6 +113,20 @@ class Machine:
     sending: tuple[Sending, ...] = ()
     """What sending takes of processors."""
 
+    @property
+    def in_float32(self) -> Machine:
+        """With what float32 reaches in place of bfloat16, where it is known; measured rates stay."""
+        if self.measured or not self.float32_flops:
+            return self
+        share = self.float32_flops / self.peak_flops
+        return replace(
+            self,
+            peak_flops=self.float32_flops,
+            matmul_flops=share * self.matmul_flops,
+            attention_forward=share * self.attention_forward,
+            attention_backward=share * self.attention_backward,
+        )
+
     def link(self, *, crosses: bool) -> float:
         """Of a group that lies within nodes, or beyond."""
         return self.net_link if crosses else self.node_link
@@ -117,6 +139,7 @@ def _hopper(name: str, gib: int, bandwidth: float) -> Machine:
         reserve=4 * GIB,
         devices_per_node=8,
         peak_flops=989 * TERA,
+        float32_flops=67 * TERA,
         matmul_flops=640 * TERA,
         attention_forward=600 * TERA,
         attention_backward=500 * TERA,
@@ -137,6 +160,7 @@ MACHINES: dict[str, Machine] = {
         reserve=4 * GIB,
         devices_per_node=8,
         peak_flops=312 * TERA,
+        float32_flops=19.5 * TERA,
         matmul_flops=220 * TERA,
         attention_forward=185 * TERA,
         attention_backward=155 * TERA,
@@ -152,6 +176,7 @@ MACHINES: dict[str, Machine] = {
         reserve=5 * GIB,
         devices_per_node=8,
         peak_flops=2250 * TERA,
+        float32_flops=75 * TERA,
         matmul_flops=1460 * TERA,
         attention_forward=1270 * TERA,
         attention_backward=1080 * TERA,

@@ -21,18 +21,26 @@ CALLS = {
 
 
 def machine_of_measured(
-    file: Path | str, *, dtype: str | None = None, head_dim: int | None = None
+    file: Path | str,
+    *,
+    dtype: str | None = None,
+    head_dim: int | None = None,
+    wanted: str | None = None,
 ) -> Machine:
     """The machine of a file; see :func:`of_hardware`.
 
     Raises:
         ConfigError: no such file, or something that a planner needs was not measured.
     """
-    return of_hardware(Hardware.load(file), dtype=dtype, head_dim=head_dim)
+    return of_hardware(Hardware.load(file), dtype=dtype, head_dim=head_dim, wanted=wanted)
 
 
 def of_hardware(
-    hardware: Hardware, *, dtype: str | None = None, head_dim: int | None = None
+    hardware: Hardware,
+    *,
+    dtype: str | None = None,
+    head_dim: int | None = None,
+    wanted: str | None = None,
 ) -> Machine:
     """The machine that was measured.
 
@@ -43,10 +51,13 @@ def of_hardware(
         hardware: what was measured.
         dtype: that is computed with; by default the first that was measured.
         head_dim: entries of a head; by default likewise.
+        wanted: a dtype that is taken if it was measured; if not, the machine says what it assumes.
 
     Raises:
         ConfigError: something that a planner needs was not measured; says what does.
     """
+    if dtype is None and any(rate.dtype == wanted for rate in hardware.compute):
+        dtype = wanted
     compute = _compute(hardware, dtype)
     kernel = hardware.kernel(compute.dtype, _head_dim(hardware, compute.dtype, head_dim))
     links = [rate for rate in hardware.links if rate.collective != "all-reduce"]
@@ -70,6 +81,9 @@ def of_hardware(
         node_link=slowest * GIGA,
         net_link=slowest * GIGA,
         latency=max(rate.latency_seconds for rate in links),
+        float32_flops=products,
+        measured=compute.dtype,
+        assumed=_assumed(compute.dtype, wanted or compute.dtype),
         is_cpu=hardware.device_type == "cpu",
         tiles=_tiles(hardware.kernel_lengths, kernel),
         loss_bandwidth=compute.loss_gigabytes_per_second * GIGA,
@@ -77,6 +91,12 @@ def of_hardware(
         sending=_sending(hardware),
     )
     return _with_overheads(found, hardware)
+
+
+def _assumed(measured: str, wanted: str) -> str:
+    if measured == wanted:
+        return ""
+    return f"{wanted} was not measured there: {measured}'s times are taken"
 
 
 def _compute(hardware: Hardware, dtype: str | None) -> ComputeRate:

@@ -47,6 +47,7 @@ class Memory:
             "gradients": now.gradients + self.accumulated,
             "buffers of reductions": now.buffers,
             "activations": now.layers + now.beside + now.working + now.batch,
+            "optimizer's temporaries": now.temporaries,
             "attention buffers": now.attention,
             "logits and loss": now.loss,
         }
@@ -110,7 +111,7 @@ def memory_of(case: Case, attention: Mapping[int | None, AttentionCost]) -> Memo
     step = rank_step(case, (max(one[0] for one in calls), max(one[1] for one in calls)))
     stepping = optimizer_moment(step)
     if not case.job.machine.is_cpu:  # as many tensors at once
-        stepping = replace(stepping, working=held.parameters)
+        stepping = replace(stepping, temporaries=held.parameters)
     moment = max(peak(step), stepping, key=lambda one: one.total)
     kept = kept_per_layer(step) * step.tokens * len(case.job.model.layers)
     host = kept if case.choice.offload else 0

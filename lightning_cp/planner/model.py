@@ -69,6 +69,8 @@ class Model:
     experts_per_token: int = 0
     shares_layers: bool = True
     """Whether tensor-parallel ranks may share its layers, by the automatic plan."""
+    positions: int | None = None
+    """That its config names; ``None``: it names none."""
     assumed: str = ""
     """What the planner could not know of the family, in words; nothing where it does."""
 

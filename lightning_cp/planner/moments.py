@@ -52,6 +52,8 @@ class Moment:
     """Of the block, or norm, that is being differentiated: what it keeps, and what is made of it."""
     attention: int = 0
     """Buffers of an attention call, and its results."""
+    temporaries: int = 0
+    """Tensors that the optimizer makes in its step, and drops."""
     loss: int = 0
     """Logits and what is made of them, the gradient of what the head was given, sums of its weight's."""
     gathered: int = 0
@@ -105,7 +107,7 @@ def optimizer_moment(step: RankStep) -> Moment:
     """
     units = units_of(step)
     batch = (batch_bytes(step) - checked_bytes(step)) * step.tokens
-    made = {"working": units.stepped, "gradients": units.all, "buffers": units.standing}
+    made = {"temporaries": units.stepped, "gradients": units.all, "buffers": units.standing}
     return Moment("optimizer's step", batch=batch, **made)
 
 

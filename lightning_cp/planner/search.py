@@ -12,7 +12,7 @@ from lightning_cp.axes import Axis
 from lightning_cp.errors import ConfigError
 from lightning_cp.planner.attention import AttentionCost, attention_cost
 from lightning_cp.planner.job import Case, Choice, Job, MeshSizes, devices_per_node
-from lightning_cp.planner.memory import Memory, between_steps, memory_of
+from lightning_cp.planner.memory import Memory, memory_of
 from lightning_cp.planner.seconds import Seconds, step_seconds
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Plan:
         """
         job = self.case.job
         flops = model_flops(job, self.attention)
-        return flops / self.seconds.total / (job.machine.peak_flops * job.devices)
+        return flops / self.seconds.total / (job.timed.peak_flops * job.devices)
 
 
 def model_flops(job: Job, attention: Mapping[int | None, AttentionCost]) -> int:
@@ -113,11 +113,11 @@ def search(job: Job, limits: Limits) -> Found:
         if not cases:
             rejected.append(Rejected(mesh, engine, "the settings that are set do not go with it"))
             continue
-        best, least = _priced(cases)
-        if best is not None:
-            plans.append(best)
+        found = _priced(cases)
+        if isinstance(found, Plan):
+            plans.append(found)
         else:
-            memory, saving = least
+            memory, saving = found
             rejected.append(Rejected(mesh, engine, memory.why, memory.missing, memory, saving))
     if not plans and not rejected:
         raise ConfigError(_nothing(job, limits))
@@ -126,16 +126,12 @@ def search(job: Job, limits: Limits) -> Found:
     return Found(tuple(plans), tuple(rejected), looked_at)
 
 
-def _priced(cases: Sequence[Case]) -> tuple[Plan | None, tuple[Memory, Case]]:
-    """The fastest that fits, if any does; and the one that needs least.
+def _priced(cases: Sequence[Case]) -> Plan | tuple[Memory, Case]:
+    """The fastest that fits; where none does, the one that needs least, with all that it needs.
 
     What is more than a device has without attention's buffers is not priced with them: they take longest.
     """
-    held = between_steps(cases[-1])
-    if held.missing > 0:
-        return None, (held, cases[-1])
     bounds = [(memory_of(case, {}), case) for case in cases]
-    least = min(bounds, key=lambda one: one[0].missing)
     found: list[Plan] = []
     for _, case in (one for one in bounds if one[0].missing <= 0):
         attention = _attention(case)
@@ -143,9 +139,23 @@ def _priced(cases: Sequence[Case]) -> tuple[Plan | None, tuple[Memory, Case]]:
         if memory.missing <= 0:
             seconds = step_seconds(case, attention) if case.job.trains else Seconds()
             found.append(Plan(case, memory, attention, seconds))
-    if found:
-        return min(found, key=_slowness), least
-    return None, (memory_of(least[1], _attention(least[1])), least[1])
+    return min(found, key=_slowness) if found else _least(bounds)
+
+
+def _least(bounds: Sequence[tuple[Memory, Case]]) -> tuple[Memory, Case]:
+    """Of cases with what each needs at least, the one that needs least."""
+    nearest = sorted(bounds, key=_missing)
+    _, case = nearest[0]
+    least = memory_of(case, _attention(case)), case
+    for bound, case in nearest[1:]:
+        if bound.missing >= least[0].missing:
+            break
+        least = min(least, (memory_of(case, _attention(case)), case), key=_missing)
+    return least
+
+
+def _missing(one: tuple[Memory, Case]) -> int:
+    return one[0].missing
 
 
 def _attention(case: Case) -> dict[int | None, AttentionCost]:

@@ -83,7 +83,7 @@ def step_seconds(case: Case, attention: dict[int | None, AttentionCost]) -> Seco
 
 def _layer(case: Case, cost: AttentionCost) -> Seconds:
     """One layer's forward and backward of one sequence."""
-    job, choice, machine = case.job, case.choice, case.job.machine
+    job, choice, machine = case.job, case.choice, case.job.timed
     layer = job.model.layers[0]
     recomputes = choice.checkpointing != "none"
     again = choice.checkpointing == "blocks"
@@ -165,14 +165,14 @@ def _around(case: Case) -> Seconds:
     moved = loss_moved(job.model.vocabulary, case.local_tokens) / choice.mesh.tp
     bandwidth = job.machine.loss_bandwidth or job.machine.memory_bandwidth
     return Seconds(
-        matmul=times * product / job.machine.matmul_flops,
+        matmul=times * product / job.timed.matmul_flops,
         memory=moved / bandwidth,
     )
 
 
 def _once(case: Case) -> Seconds:
     """Per step: the optimizer, and reductions that nothing hides."""
-    job, choice, machine = case.job, case.choice, case.job.machine
+    job, choice, machine = case.job, case.choice, case.job.timed
     model = job.model
     link = machine.link(crosses=_shards_cross(case))
     own = parameter_bytes(case, (*model.before, *model.after))

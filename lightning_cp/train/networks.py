@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def model_on_meta(
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(read, dtype=dtype)
     except ValueError as error:
-        raise ConfigError(
-            f"transformers makes no causal language model of model_type={kind!r}: {error}"
+        told = re.split(r" (?:Should contain|Model type should be) one of", str(error))[0]
+        raise ConfigError(  # without the list of hundreds of others
+            f"transformers makes no causal language model of model_type={kind!r}: {told}"
         ) from error
     return model.train()

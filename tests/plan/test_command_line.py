@@ -88,6 +88,7 @@ def test_the_run_has_the_model_and_the_optimizer_that_were_planned(
     ("overrides", "told"),
     [
         (["hardware=laptop"], "hardware must be one of h100, h200"),
+        (["model=null"], "model must be one of the group model"),
         (["mesh.ring=3"], "no mesh of 4 devices has ring=3"),
     ],
 )
@@ -109,6 +110,33 @@ def test_where_nothing_fits(tmp_path: Path) -> None:
     assert "87.5% of the devices" in done.stdout
     assert "208.0 MiB wanted" in done.stdout
     assert not (tmp_path / "strategy").exists()
+
+
+def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    """As ``| head``: quiet, and the files are there."""
+    command = [sys.executable, "-m", "lightning_cp.plan", *SMALL, f"hydra.run.dir={tmp_path}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        running.stdout.close()
+        _, told = running.communicate(timeout=120)
+    assert told == b""
+    assert running.returncode in (0, 141)
+    assert (tmp_path / "plan.txt").is_file()
+    assert (tmp_path / "strategy" / "plan.yaml").is_file()
+
+
+def test_where_nothing_fits_there_is_nothing_to_verify(tmp_path: Path) -> None:
+    """Nor to run: the choice of an earlier run goes."""
+    old = tmp_path / "strategy" / "plan.yaml"
+    old.parent.mkdir()
+    old.write_text("old")
+    asked = ["model=llama3_8b", "devices=1", "seq_len=4096", f"hydra.run.dir={tmp_path}"]
+    done = run("lightning_cp.plan", *asked, "--verify")
+    assert done.returncode == 1
+    assert "Nothing fits" in done.stdout
+    assert "Closest: 1 device, " in done.stdout
+    assert "nothing to verify" in done.stdout
+    assert not old.exists()
 
 
 @pytest.mark.slow

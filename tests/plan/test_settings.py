@@ -93,6 +93,11 @@ def test_the_experiment_of_a_million_tokens() -> None:
         (["show=0"], "show must be an integer of at least 1, got 0"),
         (["show=-1"], "show must be an integer of at least 1"),
         (["verify=everything"], "verify must be one of"),
+        (["model=config_json"], "model.network.config=<file>"),
+        (["model=config_json", "model.network.config=5"], "model.network.config=<file>"),
+        (["offload=1"], "offload must be one of True, False"),
+        (["+foo=1"], "foo is no setting of the planner's"),
+        (["data.seq_len=5"], r"data\.seq_len is seq_len, 131072, got 5"),
     ],
 )
 def test_what_cannot_be_planned(overrides: list[str], match: str) -> None:

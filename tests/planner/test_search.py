@@ -330,15 +330,48 @@ REJECTING = {
 
 
 @pytest.mark.parametrize("changed", REJECTING.values(), ids=REJECTING)
-def test_what_is_rejected_fits_with_no_setting(changed: dict[str, Any]) -> None:
-    """Chunks and tiles keep sums in float32: on few tokens they need more than they save."""
+def test_what_is_rejected_misses_by_what_its_least_setting_needs(changed: dict[str, Any]) -> None:
+    """At the fullest moment of a step, however much parameters alone exceed; closest first."""
     asked = job(**changed)
-    for one in search(asked, FREE).rejected:
-        if one.memory is None or one.missing <= 0:
-            continue
+    rejected = [one for one in search(asked, FREE).rejected if one.memory is not None]
+    assert rejected
+    for one in rejected:
         least = min(memory(case).missing for case in every_case(asked, one.mesh, one.engine))
-        assert least > 0
-        assert one.missing <= least  # what parameters alone exceed is not looked at any further
+        assert one.missing == least > 0
+    assert [one.missing for one in rejected] == sorted(one.missing for one in rejected)
+
+
+def test_a_mesh_needs_as_much_whatever_a_device_has() -> None:
+    """Eight copies of 8B parameters in float32 with AdamW: 89.7 GiB of state, and gradients, and more."""
+    limits, needed = Limits(dict(zip(Axis, (1, 1, 8, 1, 1), strict=True)), engine="ddp"), set()
+    for hardware in ("h100", "h200"):
+        asked = job(machine=MACHINES[hardware], devices=8, global_batch=1)
+        found = search(asked, limits).rejected[0]
+        assert found.memory is not None
+        needed.add(found.memory.total)
+    assert len(needed) == 1
+    assert needed.pop() > 5 * 4 * LLAMA_8B.num_parameters
+
+
+def test_an_optimizer_without_states_comes_closer() -> None:
+    missing = [
+        next(one.missing for one in search(asked, FREE).rejected if one.engine == "ddp")
+        for asked in (
+            job(devices=8, global_batch=1, optimizer=optimizer)
+            for optimizer in ("sgd", "momentum", "adamw")
+        )
+    ]
+    assert missing == sorted(set(missing))
+
+
+def test_tensors_of_the_optimizers_step_are_no_activations() -> None:
+    """On a GPU it makes one like each parameter."""
+    choice = Choice(MeshSizes(ring=8), "ddp", checkpointing="blocks", chunked_loss=1024)
+    found = memory(Case(job(devices=8, global_batch=1), choice))
+    assert found.moment.name == "optimizer's step"
+    kinds = found.by_kind
+    assert kinds["optimizer's temporaries"] == found.parameters
+    assert kinds["activations"] <= 16 * 131072  # ids, labels and positions of its tokens
 
 
 def test_a_machine_of_which_no_host_is_known() -> None:
@@ -400,3 +433,10 @@ def test_zero1_gathers_once_however_many_sequences_follow() -> None:
             costs: Costs = {None: attention_cost(case, None)}
             found += [flow.sent for flow in flows(case, costs) if flow.what == "parameters"]
         assert found[1] == (found[0] if once else 4 * found[0])
+
+
+def test_more_tokens_than_positions_are_told() -> None:
+    few = replace(LLAMA_8B, positions=4096)
+    for length, told in ((4096, 0), (8192, 1)):
+        case = Case(job(model=few, seq_len=length), Choice(MeshSizes(ring=16)))
+        assert sum("4,096 positions" in line for line in advice(case)) == told
