@@ -69,7 +69,8 @@ def test_numbers_are_those_of_one_process(sharding: str, hand: dict[str, np.ndar
 
 
 @pytest.mark.parametrize(
-    "sharding", [x if x == "fsdp+tp 2x2" else pytest.param(x, marks=pytest.mark.slow) for x in SHARDINGS]
+    "sharding",
+    [x if x == "fsdp+tp 2x2" else pytest.param(x, marks=pytest.mark.slow) for x in SHARDINGS],
 )
 def test_float32(sharding: str, hand: dict[str, np.ndarray]) -> None:
     """Within 1e-6 of float64, and to the last bit what one process computes."""
