@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.optim.given import Given, require_patterns, require_sizes
 from lightning_cp.tables import Place, place_of, plain_table, shown_together, without_numbers
 
 EMBEDDINGS = (
@@ -17,9 +18,10 @@ EMBEDDINGS = (
 )
 """Names of tables of tokens and of heads over them, whose rows are not a map from features to features."""
 
-COLUMNS = ("parameters", "count", "shape", "by", "why")
+_NAMED = "an embedding or a head, by its name"
+_BY_NAME = "; or, if only its name says so, pass embeddings= with other patterns"
 
-Named = tuple[str, torch.Tensor]
+COLUMNS = ("parameters", "count", "shape", "by", "why")
 
 
 @dataclass(frozen=True)
@@ -52,23 +54,23 @@ class Rules:
     embeddings: Sequence[str] = EMBEDDINGS
     fused: Mapping[str, Sequence[int]] | None = None
 
-    def assign(self, named: Iterable[Named]) -> list[Assigned]:
+    def assign(self, given: Given) -> list[Assigned]:
         """What steps each parameter, in their order.
 
         Args:
-            named: names and parameters; a tied one once, or under each of its names.
+            given: the parameters.
 
         Raises:
             ConfigError: nothing is a matrix, a pattern fits nothing, or one names what is none: a parameter
                 of other than two dimensions, an embedding or a head, or one that is tied.
         """
-        listed = _checked(named)
-        self._require_used([name for name, _ in listed])
+        listed = given.named
+        self._check([name for name, _ in listed])
         names = {id(x): [name for name, other in listed if other is x] for _, x in listed}
-        heads = self._unnamed_heads(listed)
+        heads = self._unnamed_heads(given)
         found: dict[int, Assigned] = {}
         for _, x in listed:
-            found.setdefault(id(x), self._of(names[id(x)], x, heads))
+            found.setdefault(id(x), self._of(names[id(x)], x, heads, id(x) in given.tables))
         every = [self._cut(one) for one in found.values()]
         if not any(one.is_matrix for one in every):
             shown = ", ".join(f"{one.name} {list(one.shape)}: {one.why}" for one in every[:8])
@@ -78,15 +80,15 @@ class Rules:
             )
         return every
 
-    def _of(self, names: list[str], x: torch.Tensor, heads: set[str]) -> Assigned:
+    def _of(self, names: list[str], x: torch.Tensor, heads: set[str], is_table: bool) -> Assigned:
         shape = tuple(x.shape)
-        reason = self._reason(names, shape, heads)
+        reason = self._reason(names, shape, heads, is_table)
         if self.matrices is not None:
             asked = next((name for name in names if _fits(name, self.matrices)), None)
             if asked is not None and reason is not None:
                 raise ConfigError(
                     f"matrices= names {asked} {list(shape)}, which is no matrix for Muon: {reason}. Leave it "
-                    "to AdamW; or, if only its name says so, pass embeddings= with other patterns."
+                    f"to AdamW{_BY_NAME if reason == _NAMED else ''}."
                 )
             if asked is None:
                 return Assigned(names[0], shape, False, reason or "not named in matrices=")
@@ -96,22 +98,29 @@ class Rules:
             return Assigned(names[0], shape, False, "named in adamw=")
         return Assigned(names[0], shape, reason is None, reason or "a matrix")
 
-    def _unnamed_heads(self, listed: list[Named]) -> set[str]:
+    def _unnamed_heads(self, given: Given) -> set[str]:
         """What is as large as an embedding, in no layer, and the only one: its name does not say it."""
-        tables = {tuple(x.shape) for name, x in listed if _fits(name, self.embeddings)}
+        known = {
+            name for name, x in given.named if _fits(name, self.embeddings) or id(x) in given.tables
+        }
+        tables = {tuple(x.shape) for name, x in given.named if name in known}
         found: dict[tuple[int, ...], list[str]] = {}
-        for name, x in listed:
-            if not _fits(name, self.embeddings):
+        for name, x in given.named:
+            if name not in known:
                 found.setdefault(tuple(x.shape), []).append(name)
         alone = [found[shape][0] for shape in tables if len(found.get(shape, ())) == 1]
         return {name for name in alone if not any(part.isdigit() for part in place_of(name))}
 
-    def _reason(self, names: list[str], shape: tuple[int, ...], heads: set[str]) -> str | None:
+    def _reason(
+        self, names: list[str], shape: tuple[int, ...], heads: set[str], is_table: bool
+    ) -> str | None:
         """Why a parameter is no matrix."""
         if len(shape) != 2:
             return f"{len(shape)} dimension{'s' * (len(shape) != 1)}"
+        if is_table:
+            return "an embedding, by its module"
         if any(_fits(name, self.embeddings) for name in names):
-            return "an embedding or a head, by its name"
+            return _NAMED
         if len(names) > 1:
             return f"tied: it is {' and '.join(names)}"
         return "as large as an embedding: a head" if names[0] in heads else None
@@ -125,7 +134,7 @@ class Rules:
                 raise ConfigError(
                     f"fused= names {one.name}, which AdamW steps: {one.why}. It has nothing to be split for."
                 )
-            if any(type(n) is not int or n < 1 for n in pieces) or sum(pieces) not in one.shape:
+            if sum(pieces) not in one.shape:
                 raise ConfigError(
                     f"fused={{{pattern!r}: {list(pieces)}}} does not fit {one.name} {list(one.shape)}: the "
                     "sizes of its projections are positive, and add up to its rows (or to its columns)."
@@ -133,17 +142,19 @@ class Rules:
             return replace(one, pieces=pieces)
         return one
 
-    def _require_used(self, names: list[str]) -> None:
+    def _check(self, names: list[str]) -> None:
+        """Refuse patterns that are none, or fit nothing, or contradict each other."""
+        if self.fused is not None:
+            require_sizes(self.fused)
         every = {"matrices": self.matrices or (), "adamw": self.adamw, "fused": self.fused or ()}
         for setting, patterns in every.items():
-            if isinstance(patterns, str):
-                raise ConfigError(f"{setting}= is a list of patterns, got {patterns!r}.")
-            for pattern in patterns:
-                if not any(fnmatchcase(name, pattern) for name in names):
-                    raise ConfigError(
-                        f"{setting}= has {pattern!r}, which fits no parameter. There are: "
-                        f"{', '.join(names[:8])}{', ...' * (len(names) > 8)}."
-                    )
+            require_patterns(setting, patterns, names)
+        require_patterns("embeddings", self.embeddings)
+        both = [x for x in names if _fits(x, self.matrices or ()) and _fits(x, self.adamw)]
+        if both:
+            raise ConfigError(
+                f"matrices= and adamw= both name {both[0]}: it is stepped by one of them."
+            )
 
 
 def table_of(assigned: Iterable[Assigned]) -> str:
@@ -160,19 +171,6 @@ def table_of(assigned: Iterable[Assigned]) -> str:
         for key, places in groups.items()
     ]
     return plain_table(COLUMNS, rows)
-
-
-def _checked(named: Iterable[Named]) -> list[Named]:
-    listed = list(named)
-    for one in listed:
-        if not (isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], torch.Tensor)):
-            raise ConfigError(
-                f"Muon is given model.named_parameters(), not {type(one).__name__}: names tell embeddings "
-                "and heads, which have two dimensions as well."
-            )
-    if not listed:
-        raise ConfigError("Muon was given no parameters. Pass model.named_parameters().")
-    return listed
 
 
 def _fits(name: str, patterns: Iterable[str]) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from typing_extensions import override
@@ -13,7 +14,8 @@ from typing_extensions import override
 from lightning_cp.comm.local import local_part
 from lightning_cp.errors import CheckpointError, ConfigError, LightningCPError
 from lightning_cp.optim.agreed import require_agreed
-from lightning_cp.optim.assignment import EMBEDDINGS, Named, Rules, table_of
+from lightning_cp.optim.assignment import EMBEDDINGS, Rules, table_of
+from lightning_cp.optim.given import Given, Named
 from lightning_cp.optim.matrices import Round, message_device
 from lightning_cp.optim.matrix_step import MOMENTUM, Active, MatrixStep
 from lightning_cp.optim.qk_clip import QKClip
@@ -29,8 +31,9 @@ class Muon(Optimizer):
     every rank gets what it holds of the result: the numbers are those of one process.
 
     Args:
-        named_parameters: ``model.named_parameters()``. A parameter that is no DTensor is the same on all
-            ranks (as with ``ddp``).
+        named_parameters: a model, whose modules tell embeddings and ties, or
+            ``model.named_parameters()``, of which names alone do. A parameter that is no DTensor is the same
+            on all ranks (as with ``ddp``).
         lr: of matrices, before their scale.
         weight_decay: of matrices, decoupled.
         momentum: of matrices.
@@ -62,7 +65,7 @@ class Muon(Optimizer):
 
     def __init__(
         self,
-        named_parameters: Iterable[Named],
+        named_parameters: Iterable[Named] | nn.Module,
         lr: float = 2e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -90,9 +93,9 @@ class Muon(Optimizer):
             *(adjust_lr_fn, adamw_lr, adamw_weight_decay, betas, adamw_eps, impl, chunk_mib),
             check_finite,
         ).checked()
-        named = list(named_parameters)
-        self.assigned = Rules(matrices, adamw, embeddings, fused).assign(named)
-        by_name = dict(named)
+        given = Given.of(named_parameters)
+        self.assigned = Rules(matrices, adamw, embeddings, fused).assign(given)
+        by_name = dict(given.named)
         matrices_, others = (
             [(one.name, by_name[one.name]) for one in self.assigned if one.is_matrix == wanted]
             for wanted in (True, False)
@@ -107,7 +110,7 @@ class Muon(Optimizer):
         self.qk_clip = qk_clip
         if qk_clip is not None:
             _require_clip(qk_clip)
-            qk_clip.bind(named)
+            qk_clip.bind(given.named)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only those that the rules make.

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from lightning_cp.errors import ConfigError
 from lightning_cp.optim import Muon
 from tests.optim.by_hand import ByHand
 from tests.optim.shardings import SHARDINGS, give, gradients, sharded, weights, whole
@@ -47,6 +48,28 @@ class Unnamed(nn.Module):
         self.wte = nn.Embedding(30, 8)
         self.mix = nn.Linear(8, 8, bias=False)
         self.out = nn.Linear(8, 30, bias=False)
+
+
+class Places(Unnamed):
+    """An embedding whose name does not say so, in the way of README's model, and a tied matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(64, 8)
+        self.again = nn.Linear(8, 8, bias=False)
+        self.again.weight = self.mix.weight
+        self.more = nn.Linear(8, 8, bias=False)
+
+
+def test_a_model_tells_embeddings_and_ties() -> None:
+    found = {one.name: one for one in Muon(Places()).assigned}
+    assert found["places.weight"].why == "an embedding, by its module"
+    assert found["mix.weight"].why == "tied: it is mix.weight and again.weight"
+    assert [name for name, one in found.items() if one.is_matrix] == ["more.weight"]
+    with pytest.raises(
+        ConfigError, match=r"tied: it is mix\.weight and again\.weight\. Leave it to AdamW\.$"
+    ):
+        Muon(Places(), matrices=["mix.weight"])
 
 
 def test_a_head_by_its_size() -> None:
