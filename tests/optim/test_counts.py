@@ -17,6 +17,7 @@ from lightning_cp.optim import Muon
 from lightning_cp.optim.matrices import flops_of_ranks, sent_bytes_of_ranks
 from lightning_cp.optim.newton_schulz import orthogonalising_flops
 from tests.optim.shardings import SHARDINGS, TP, Model, give, gradients, sharded, whole
+from tests.optim.test_shardings import EVERY
 from tests.pool import run_ranks
 
 STEPS = 5
@@ -57,7 +58,7 @@ def matrices() -> list[tuple[str, torch.Size]]:
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )
-@pytest.mark.parametrize("name", SHARDINGS)
+@pytest.mark.parametrize("name", EVERY)
 def test_bytes_and_flops(name: str, dtype: torch.dtype) -> None:
     ranks = prod(SHARDINGS[name])
     every = run_ranks(ranks, counted, name, dtype)

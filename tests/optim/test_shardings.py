@@ -14,6 +14,8 @@ from tests.optim.shardings import SHARDINGS, give, gradients, sharded, weights, 
 from tests.pool import run_ranks
 
 STEPS = 20
+QUICK = ("plain", "ddp 4", "fsdp 4", "hsdp 2x2", "tp 2", "fsdp+tp 2x2", "hsdp+tp 2x2x2")
+EVERY = [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in SHARDINGS]
 MATRICES = [
     f"layers.{at}.{part}.weight" for at in (0, 1) for part in ("up_proj", "down_proj", "odd", "few")
 ]
@@ -59,7 +61,7 @@ def hand() -> dict[str, np.ndarray]:
     return by_hand()
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("sharding", EVERY)
 def test_numbers_are_those_of_one_process(sharding: str, hand: dict[str, np.ndarray]) -> None:
     ranks = math.prod(SHARDINGS[sharding])
     every = run_ranks(ranks, trained, sharding, torch.float64, torch.float64)
@@ -82,7 +84,7 @@ def test_float32(sharding: str, hand: dict[str, np.ndarray]) -> None:
             assert np.abs(found[name].numpy() - want).max() <= 1e-6 * np.abs(want).max(), name
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("sharding", EVERY)
 def test_bit_for_bit_what_torch_computes_in_one_process(sharding: str) -> None:
     """In bfloat16: what is gathered has one layout, whatever was sharded."""
     ranks = math.prod(SHARDINGS[sharding])

@@ -36,6 +36,7 @@ def test_the_main_job_is_well(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("**/*.ckpt")), "nothing was trained"
 
 
+@pytest.mark.slow
 def test_a_fault_is_shown_once(tmp_path: Path) -> None:
     """A network whose first block sees what is before a token."""
     network = "model.network._target_=tests.parity.networks.llama_that_mixes"

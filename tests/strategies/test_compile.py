@@ -81,7 +81,7 @@ LENGTH = {
 @pytest.mark.parametrize(
     "what", [x if x == "all" else pytest.param(x, marks=pytest.mark.slow) for x in LENGTH]
 )
-@pytest.mark.parametrize("how", ["all", "blocks"])
+@pytest.mark.parametrize("how", [pytest.param("all", marks=pytest.mark.slow), "blocks"])
 def test_with_what_makes_sequences_longer(what: str, how: str) -> None:
     check(how, False, **LENGTH[what])
 
