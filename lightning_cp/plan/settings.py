@@ -8,7 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from lightning_cp.axes import Axis
+from lightning_cp.config_files import config_dir
 from lightning_cp.errors import ConfigError
 from lightning_cp.planner.families import is_known, model_of, read_config
 from lightning_cp.planner.job import Job
@@ -29,32 +32,13 @@ CONFIG_CLASSES = {
 """Of transformers, by what a model's config may name instead of ``model_type``."""
 
 
-SETTINGS = frozenset(
-    (
-        *(
-            "model",
-            "hardware",
-            "devices",
-            "seq_len",
-            "data",
-            "global_batch",
-            "precision",
-            "optimizer",
-        ),
-        *("mesh", "engine", "exchange", "checkpointing", "offload", "chunked_loss", "tiled_mlp"),
-        *("reserve_gib", "show", "verify"),
-    )
-)
-"""Of ``configs/plan.yaml``."""
-
-
 def check(config: Mapping[str, Any]) -> None:
     """Refuse what is neither of the job nor of its limits.
 
     Raises:
         ConfigError: naming the setting.
     """
-    strange = sorted(set(config) - SETTINGS)
+    strange = sorted(set(config) - _known())
     if strange:
         raise ConfigError(f"{strange[0]} is no setting of the planner's: see configs/plan.yaml.")
     length = (config.get("data") or {}).get("seq_len")
@@ -68,6 +52,11 @@ def check(config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"verify must be one of false, true (--verify), all, got {config['verify']!r}."
         )
+
+
+def _known() -> set[str]:
+    """The settings that there are: those of the file, and the group of models."""
+    return {"model", *map(str, OmegaConf.load(config_dir() / "plan.yaml"))}
 
 
 def job_of(config: Mapping[str, Any], name: str) -> Job:
