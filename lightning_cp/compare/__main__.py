@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_cp.compare.agreement import agreement
 from lightning_cp.compare.answer import Answer, write_losses
 from lightning_cp.compare.contest_report import contest
-from lightning_cp.compare.matrix import make_runs
+from lightning_cp.compare.matrix import make_runs, repeated
 from lightning_cp.compare.runs import Run, find_runs, read_runs
 from lightning_cp.config_files import config_dir
 from lightning_cp.errors import ConfigError, LightningCPError
@@ -75,7 +75,10 @@ def _folders(config: DictConfig, folder: Path) -> tuple[list[Path], list[str]]:
     overrides = list(config.train.get("overrides") or [])
     runs = OmegaConf.to_container(config.train.runs)
     assert isinstance(runs, dict)
-    made, failed = make_runs(overrides, {str(k): v for k, v in runs.items()}, folder / "runs")
+    named = {str(name): own for name, own in runs.items()}
+    if seeds := list(config.train.get("seeds") or []):
+        named = repeated(named, seeds)
+    made, failed = make_runs(overrides, named, folder / "runs")
     if len(made) < 2:
         raise ConfigError(
             f"there is nothing to compare: {', '.join(failed)} failed, as shown above."

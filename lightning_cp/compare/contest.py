@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -20,6 +21,36 @@ OTHER_TOKENS = (
 )
 MISSING = "-"
 """Of a setting that a run has not."""
+SEED = "seed"
+"""The setting that is chance: runs that differ in nothing else are repetitions."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Runs of the same settings, each with another seed: as good as their mean."""
+
+    runs: list[Run]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of each of its runs, but for the seed."""
+        return self.runs[0].settings
+
+    @property
+    def bits(self) -> float:
+        """The mean of its runs' last validations, bits per byte."""
+        return statistics.fmean(map(final_bits, self.runs))
+
+    @property
+    def deviation(self) -> float | None:
+        """Standard deviation between seeds (n - 1); None of a single run."""
+        return statistics.stdev(map(final_bits, self.runs)) if len(self.runs) > 1 else None
+
+    @property
+    def curve(self) -> list[tuple[int, float]]:
+        """The mean of its runs' validations after training began: step, bits per byte."""
+        at = [dict(bits_at(run)) for run in self.runs]
+        return [(step, statistics.fmean(one[step] for one in at)) for step in at[0]]
 
 
 @dataclass(frozen=True)
@@ -27,35 +58,39 @@ class Group:
     """The runs in which the setting has one value."""
 
     name: str
-    runs: list[Run]
+    trials: list[Trial]
     swept: list[str]
-    """Settings that differ within the group."""
+    """Settings that differ within the group, but for the seed."""
 
     @property
-    def best(self) -> Run:
-        """The run with the lowest validation loss at its end."""
-        return min(self.runs, key=final_bits)
+    def runs(self) -> list[Run]:
+        """Of all trials."""
+        return [run for trial in self.trials for run in trial.runs]
+
+    @property
+    def best(self) -> Trial:
+        """The trial with the lowest validation loss at its end."""
+        return min(self.trials, key=lambda trial: trial.bits)
 
     @property
     def bits(self) -> float:
         """What the group reaches, bits per byte."""
-        return final_bits(self.best)
+        return self.best.bits
 
     @property
     def number(self) -> str | None:
-        """The one setting that was swept, if it is a number in every run."""
+        """The one setting that was swept, if it is a number in every trial."""
         name = self.swept[0] if len(self.swept) == 1 else None
-        return (
-            name if name and all(is_number(run.settings.get(name)) for run in self.runs) else None
-        )
+        numbers = name and all(is_number(trial.settings.get(name)) for trial in self.trials)
+        return name if numbers else None
 
     @property
     def is_at_edge(self) -> bool:
-        """Whether the best run has the least or the largest number: what lies beyond may be better."""
+        """Whether the best has the least or the largest number: what lies beyond may be better."""
         name = self.number
         if name is None:
             return False
-        values = [run.settings[name] for run in self.runs]
+        values = [trial.settings[name] for trial in self.trials]
         return self.best.settings[name] in (min(values), max(values))
 
 
@@ -83,7 +118,7 @@ def groups_of(runs: Sequence[Run], by: str) -> list[Group]:
             require_same_steps(run, runs[0], loss, called=runs[0].name, why=OTHER_TOKENS)
     names = _short([str(_value(some[0], by)) for some in members.values()])
     made = zip(names, members.values(), strict=True)
-    groups = [Group(name, some, _differing(some)) for name, some in made]
+    groups = [_group(name, some) for name, some in made]
     return sorted(groups, key=lambda group: group.bits)
 
 
@@ -99,6 +134,13 @@ def final_bits(run: Run) -> float:
     return run.curves[VALIDATION].values[-1] / math.log(2)
 
 
+def described(group: Group, trial: Trial) -> str:
+    """The settings that differ within its group."""
+    return " ".join(
+        f"{name.rsplit('.', 1)[-1]}={trial.settings.get(name, MISSING)}" for name in group.swept
+    )
+
+
 def is_number(value: object) -> TypeGuard[int | float]:
     """Whether it can be set out along an axis."""
     return isinstance(value, int | float) and not isinstance(value, bool)
@@ -109,7 +151,7 @@ def unequal(groups: Sequence[Group], by: str) -> list[str]:
 
     Those that only some have come with the value that is asked about, as the options of an optimizer do.
     """
-    leave = {by, *(name for group in groups for name in group.swept)}
+    leave = {by, SEED, *(name for group in groups for name in group.swept)}
     settings = [group.best.settings for group in groups]
     common = [name for name in settings[0] if all(name in other for other in settings[1:])]
     return [
@@ -129,8 +171,16 @@ def _value(run: Run, by: str) -> Any:
     return run.settings[by]
 
 
+def _group(name: str, runs: Sequence[Run]) -> Group:
+    swept = _differing(runs)
+    trials: dict[Any, list[Run]] = {}
+    for run in runs:
+        trials.setdefault(repr([run.settings.get(n, MISSING) for n in swept]), []).append(run)
+    return Group(name, [Trial(some) for some in trials.values()], swept)
+
+
 def _differing(runs: Sequence[Run]) -> list[str]:
-    names = dict.fromkeys(name for run in runs for name in run.settings)
+    names = dict.fromkeys(name for run in runs for name in run.settings if name != SEED)
     return [n for n in names if len({repr(run.settings.get(n, MISSING)) for run in runs}) > 1]
 
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_cp.compare.contest import Group, bits_at, final_bits
-from lightning_cp.compare.runs import Run
+from lightning_cp.compare.contest import Group, Trial, described, final_bits
 
 
 def draw(groups: Sequence[Group], picture: Path) -> None:
     """Draw validations over the steps on the left, the last ones over what was swept on the right.
 
     Args:
-        groups: each in a colour of its own; its best run strong, the others faint.
+        groups: each in a colour of its own; its best trial strong, the others faint. Lines are means over
+            seeds, dots on the right every run.
         picture: the PNG to write.
     """
     from matplotlib.figure import Figure  # needs no display
@@ -23,7 +23,7 @@ def draw(groups: Sequence[Group], picture: Path) -> None:
     left, right = figure.subplots(1, 2)
     for number, group in enumerate(groups):
         _draw_steps(left, group, f"C{number}")
-    left.set(xlabel="step", ylabel="validation, bits per byte", title="the best run of each strong")
+    left.set(xlabel="step", ylabel="validation, bits per byte", title="the best of each strong")
     _draw_swept(right, groups)
     right.set(ylabel="validation at the end, bits per byte", title="every run, by what was swept")
     for axes in (left, right):
@@ -33,10 +33,10 @@ def draw(groups: Sequence[Group], picture: Path) -> None:
 
 
 def _draw_steps(axes: Any, group: Group, color: str) -> None:
-    for run in group.runs:
-        steps, bits = zip(*((step + 1, bits) for step, bits in bits_at(run)), strict=True)
-        if run is group.best:
-            label = f"{group.name}: {run.name}, {group.bits:.3f}"
+    for trial in group.trials:
+        steps, bits = zip(*((step + 1, bits) for step, bits in trial.curve), strict=True)
+        if trial is group.best:
+            label = f"{group.name} {described(group, trial)}: {group.bits:.3f}"
             axes.plot(steps, bits, color=color, lw=2.2, marker="o", ms=4, zorder=3, label=label)
         else:
             axes.plot(steps, bits, color=color, lw=0.9, alpha=0.3)
@@ -45,13 +45,16 @@ def _draw_steps(axes: Any, group: Group, color: str) -> None:
 def _draw_swept(axes: Any, groups: Sequence[Group]) -> None:
     name = _axis(groups)
     for number, group in enumerate(groups):
-        ends = [(_where(run, name), final_bits(run)) for run in group.runs]
+        ends = [(_where(trial, name), trial.bits) for trial in group.trials]
         xs, ys = zip(*(sorted(ends) if name else ends), strict=True)
         style = {"color": f"C{number}", "marker": "o"}
         axes.plot(xs, ys, ls="-" if name else "", ms=4, label=group.name, **style)
+        for trial in group.trials:
+            every = [final_bits(run) for run in trial.runs]
+            axes.plot([_where(trial, name)] * len(every), every, ls="", ms=3, alpha=0.5, **style)
         axes.plot([_where(group.best, name)], [group.bits], ms=10, mfc="none", mew=2, **style)
     axes.set(xlabel=name or "run")
-    if name and min(run.settings[name] for group in groups for run in group.runs) > 0:
+    if name and min(trial.settings[name] for group in groups for trial in group.trials) > 0:
         axes.set_xscale("log")
 
 
@@ -61,5 +64,5 @@ def _axis(groups: Sequence[Group]) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
-def _where(run: Run, name: str | None) -> Any:
-    return run.settings[name] if name else run.name
+def _where(trial: Trial, name: str | None) -> Any:
+    return trial.settings[name] if name else trial.runs[0].name

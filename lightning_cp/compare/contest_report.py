@@ -8,9 +8,12 @@ from functools import partial
 from lightning_cp.compare.answer import Answer, costs
 from lightning_cp.compare.contest import (
     MISSING,
+    SEED,
     VALIDATION,
     Group,
+    Trial,
     bits_at,
+    described,
     final_bits,
     groups_of,
     unequal,
@@ -43,7 +46,12 @@ def contest(runs: Sequence[Run], by: str) -> Answer:
     groups = groups_of(runs, by)
     return Answer(
         columns=COLUMNS,
-        lines=[_row(group, run) for group in groups for run in group.runs],
+        lines=[
+            _row(group, trial, run)
+            for group in groups
+            for trial in group.trials
+            for run in trial.runs
+        ],
         of_words={"group", "run", "settings", "result"},
         verdict=" ".join([verdict(groups), *doubts(groups, by)]),
         passed=True,
@@ -51,17 +59,14 @@ def contest(runs: Sequence[Run], by: str) -> Answer:
     )
 
 
-def _row(group: Group, run: Run) -> dict[str, str]:
-    told = {"group": group.name, "run": run.name, "settings": described(group, run)}
+def _row(group: Group, trial: Trial, run: Run) -> dict[str, str]:
+    chance = f"{SEED}={run.settings.get(SEED, MISSING)}" if len(trial.runs) > 1 else ""
+    settings = f"{described(group, trial)} {chance}".strip()
+    told = {"group": group.name, "run": run.name, "settings": settings}
     told["final bits/byte"] = f"{final_bits(run):.4f}"
     told["best bits/byte"] = f"{min(bits for _, bits in bits_at(run)):.4f}"
-    told["result"] = "best" if run is group.best else ""
+    told["result"] = "best" if trial is group.best else ""
     return dict.fromkeys(COLUMNS, "") | costs(run) | told
-
-
-def described(group: Group, run: Run) -> str:
-    """The settings that differ within its group."""
-    return " ".join(f"{_last(name)}={run.settings.get(name, MISSING)}" for name in group.swept)
 
 
 def verdict(groups: Sequence[Group]) -> str:
@@ -71,7 +76,7 @@ def verdict(groups: Sequence[Group]) -> str:
         groups: best first.
     """
     first, *others = groups
-    end = first.best.curves[VALIDATION]
+    end = first.best.runs[0].curves[VALIDATION]
     outcome = f"{first.name} is better" if first.bits < others[0].bits else "None is better"
     after = f"after {end.steps[-1] + 1} steps and {end.tokens[-1]:,.0f} tokens"
     places = [f"{_place(group)}{_behind(first, group)}." for group in others]
@@ -85,18 +90,36 @@ def doubts(groups: Sequence[Group], by: str) -> list[str]:
         for group in groups
         if group.is_at_edge
     ]
-    said += [f"{group.name} is one run, not tuned." for group in groups if len(group.runs) == 1]
+    said += [f"{group.name} was not tuned." for group in groups if len(group.trials) == 1]
     if len({_values(group) for group in groups}) > 1:
         said.append("The groups were not swept over the same values.")
+    said += _chance(groups)
     if other := unequal(groups, by):
         said.append(f"They also differ in {', '.join(other)}.")
     return said
 
 
+def _chance(groups: Sequence[Group]) -> list[str]:
+    """What is known of how much seeds matter."""
+    counts = {len(trial.runs) for group in groups for trial in group.trials}
+    if counts == {1}:
+        return ["No run was repeated with another seed."]
+    said = ["Some were run with more seeds than others."] if len(counts) > 1 else []
+    first, second = (group.best for group in groups[:2])
+    apart = second.bits - first.bits
+    if apart <= max(first.deviation or 0.0, second.deviation or 0.0):
+        said.append("They are no further apart than two seeds of the same are.")
+    return said
+
+
 def _place(group: Group) -> str:
-    own = described(group, group.best)
-    best = f" ({own}, best of {len(group.runs)})" if own else ""
-    return f"{group.name} {group.bits:.4f} bits per byte{best}"
+    best = group.best
+    own = described(group, best)
+    notes = [own, f"best of {len(group.trials)}"] if own else []
+    notes += [f"mean of {len(best.runs)} seeds"] if best.deviation is not None else []
+    spread = "" if best.deviation is None else f" ± {best.deviation:.4f}"
+    told = f" ({', '.join(notes)})" if notes else ""
+    return f"{group.name} {group.bits:.4f}{spread} bits per byte{told}"
 
 
 def _behind(first: Group, group: Group) -> str:
@@ -104,13 +127,9 @@ def _behind(first: Group, group: Group) -> str:
     if first.bits == group.bits:
         return ""
     more = group.bits - first.bits
-    step = next(step for step, bits in bits_at(first.best) if bits <= group.bits)
+    step = next(step for step, bits in first.best.curve if bits <= group.bits)
     return f", {more:.4f} ({more / first.bits:.1%}) more; {first.name} was there by step {step + 1}"
 
 
 def _values(group: Group) -> frozenset[str]:
-    return frozenset(described(group, run) for run in group.runs)
-
-
-def _last(name: str) -> str:
-    return name.rsplit(".", 1)[-1]
+    return frozenset(described(group, trial) for trial in group.trials)

@@ -52,6 +52,19 @@ def make_runs(
     return made, failed
 
 
+def repeated(runs: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> dict[str, list[str]]:
+    """Each run once for each seed, named ``<name>_seed<seed>``.
+
+    Raises:
+        ConfigError: seeds that are no whole numbers, or one twice.
+    """
+    if any(type(seed) is not int for seed in seeds) or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"train.seeds must be different whole numbers, as [0,1,2]; got {seeds}.")
+    return {
+        f"{name}_seed{seed}": [*own, f"seed={seed}"] for name, own in runs.items() for seed in seeds
+    }
+
+
 def _train(overrides: Sequence[str], folder: Path) -> int:
     place = f"hydra.run.dir={quoted(str(folder.absolute()))}"
     command = [sys.executable, "-m", "lightning_cp.train", *overrides, "hydra.mode=RUN", place]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_cp.compare.contest import bits_at, final_bits, groups_of
+from lightning_cp.compare.contest import final_bits, groups_of
 from lightning_cp.compare.contest_report import COLUMNS, contest
 from lightning_cp.compare.runs import Run, read_runs
 from lightning_cp.errors import ConfigError
@@ -61,12 +61,13 @@ def test_runs_are_grouped_by_the_settings_value_and_the_lowest_end_is_the_best(
     assert (muon.name, adamw.name) == ("Muon", "AdamW")
     assert [run.name for run in adamw.runs] == ["adamw_0.1", "adamw_0.2", "adamw_0.4"]
     assert [run.name for run in muon.runs] == ["muon_0.1", "muon_0.2", "muon_0.4"]
-    assert (adamw.best.name, muon.best.name) == ("adamw_0.2", "muon_0.2")
+    assert [run.name for run in adamw.best.runs] == ["adamw_0.2"]
+    assert [run.name for run in muon.best.runs] == ["muon_0.2"]
     assert (adamw.bits, muon.bits) == pytest.approx((2.2, 2.1))
     assert adamw.swept == muon.swept == ["model.optimizer.lr"]
     assert not adamw.is_at_edge
     assert not muon.is_at_edge
-    assert [step for step, _ in bits_at(adamw.best)] == [1, 2]  # not before training
+    assert [step for step, _ in adamw.best.curve] == [1, 2]  # not before training
 
 
 def test_the_groups_are_ordered_whatever_the_order_of_runs(runs: list[Run]) -> None:
@@ -93,7 +94,8 @@ def test_the_table(runs: list[Run]) -> None:
 def test_the_verdict(runs: list[Run]) -> None:
     assert contest(runs, BY).verdict == (
         "Muon is better after 3 steps and 1,536 tokens: Muon 2.1000 bits per byte (lr=0.2, best of 3). AdamW "
-        "2.2000 bits per byte (lr=0.2, best of 3), 0.1000 (4.8%) more; Muon was there by step 3."
+        "2.2000 bits per byte (lr=0.2, best of 3), 0.1000 (4.8%) more; Muon was there by step 3. "
+        "No run was repeated with another seed."
     )
 
 
@@ -103,7 +105,9 @@ def test_when_the_better_one_was_where_the_other_ended(tmp_path: Path) -> None:
     )
     said = contest(runs, BY).verdict
     assert "0.2000 (10.0%) more; Muon was there by step 2." in said
-    assert said.endswith("Muon is one run, not tuned. AdamW is one run, not tuned.")
+    assert said.endswith(
+        "Muon was not tuned. AdamW was not tuned. No run was repeated with another seed."
+    )
 
 
 def test_equal_ends_have_no_winner(tmp_path: Path) -> None:
@@ -133,9 +137,66 @@ def test_other_settings_that_groups_differ_in_are_told(tmp_path: Path, runs: lis
 def test_any_setting_may_be_asked_about(runs: list[Run]) -> None:
     first, *_ = groups = groups_of(runs, "model.optimizer.lr")
     assert [group.name for group in groups] == ["0.2", "0.4", "0.1"]
-    assert first.best.name == "muon_0.2"
+    assert [run.name for run in first.best.runs] == ["muon_0.2"]
     assert first.swept == [BY, "model.optimizer.nesterov"]
     assert not first.is_at_edge
+
+
+@pytest.fixture
+def seeds(tmp_path: Path) -> dict[str, Path]:
+    """Two rates for each optimizer, two seeds for each rate; the luckiest run is not of the best rate."""
+    ends = {
+        "adamw_0.1": (2.5, 2.3),
+        "adamw_0.2": (2.0, 2.9),
+        "muon_0.1": (2.3, 2.2),
+        "muon_0.2": (2.4, 2.2),
+    }
+    return {
+        f"{name}_{seed}": made(
+            tmp_path / f"{name}_{seed}", name, float(name[-3:]), 2.6 + seed, bits, seed=seed
+        )
+        for name, both in ends.items()
+        for seed, bits in enumerate(both)
+    }
+
+
+def test_seeds_are_repetitions_and_count_by_their_mean(seeds: dict[str, Path]) -> None:
+    runs = read_runs(list(seeds.values()))
+    muon, adamw = groups_of(runs, BY)
+    assert [run.name for run in muon.best.runs] == ["muon_0.1_0", "muon_0.1_1"]
+    assert [run.name for run in adamw.best.runs] == ["adamw_0.1_0", "adamw_0.1_1"]
+    assert muon.swept == adamw.swept == ["model.optimizer.lr"]
+    assert (muon.bits, adamw.bits) == pytest.approx((2.25, 2.4))
+    assert muon.best.deviation == pytest.approx(0.05 * math.sqrt(2))
+    assert muon.best.curve == [(1, pytest.approx(3.1)), (2, pytest.approx(2.25))]
+    answer = contest(runs, BY)
+    assert answer.verdict == (
+        "Muon is better after 3 steps and 1,536 tokens: Muon 2.2500 ± 0.0707 bits per byte (lr=0.1, best of "
+        "2, mean of 2 seeds). AdamW 2.4000 ± 0.1414 bits per byte (lr=0.1, best of 2, mean of 2 seeds), "
+        "0.1500 (6.7%) more; Muon was there by step 3. Muon may reach less: its best run is at an edge of "
+        "what was swept. AdamW may reach less: its best run is at an edge of what was swept."
+    )
+    lines = [(line["settings"], line["result"]) for line in answer.lines]
+    assert lines[0] == ("lr=0.1 seed=0", "best")
+    assert lines[1] == ("lr=0.1 seed=1", "best")
+    assert lines[2] == ("lr=0.2 seed=0", "")
+
+
+def test_what_chance_explains_is_told(seeds: dict[str, Path]) -> None:
+    names = ["adamw_0.1_0", "adamw_0.1_1", "muon_0.2_0", "muon_0.2_1"]
+    said = contest(read_runs([seeds[name] for name in names]), BY).verdict
+    assert said.startswith("Muon is better")
+    assert "They are no further apart than two seeds of the same are." in said
+    assert "Some were run" not in said
+    said = contest(read_runs([seeds[name] for name in names[:3]]), BY).verdict
+    assert "Some were run with more seeds than others." in said
+
+
+def test_seeds_may_be_asked_about(seeds: dict[str, Path]) -> None:
+    assert [group.name for group in groups_of(read_runs(list(seeds.values())), "seed")] == [
+        "0",
+        "1",
+    ]
 
 
 def test_classes_of_one_name_keep_their_modules(tmp_path: Path) -> None:

@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lightning_cp.compare.matrix import repeated
+from lightning_cp.errors import ConfigError
 from tests.compare.test_compare import command
 from tests.test_train import SMALL
 
@@ -23,6 +26,23 @@ def runs_of(**runs: str) -> str:
 
 def quoted(*overrides: str) -> str:
     return ",".join(f"'{override}'" for override in overrides)
+
+
+def test_each_run_is_made_with_each_seed() -> None:
+    assert repeated({"a": ["x=1"], "b": []}, [0, 3]) == {
+        "a_seed0": ["x=1", "seed=0"],
+        "a_seed3": ["x=1", "seed=3"],
+        "b_seed0": ["seed=0"],
+        "b_seed3": ["seed=3"],
+    }
+
+
+@pytest.mark.parametrize("seeds", [[1, 1], [0.5], ["one"], [True]], ids=str)
+def test_seeds_that_are_none(seeds: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"train.seeds must be different whole numbers, as \[0,1,2\]"
+    ):
+        repeated({"a": []}, seeds)
 
 
 @pytest.mark.slow
