@@ -92,4 +92,58 @@ MUON_MUTANTS = (
         ("tests/optim/test_pipeline.py::test_copies_are_sent_while_the_next_round_is_computed",),
         "Nothing overlaps.",
     ),
+    Mutant(
+        "rows are scaled as if a rank held the first ones",
+        f"{OPTIM}/qk_clip.py",
+        "        own = whole[self._held[key]]",
+        "        own = whole[: len(self._held[key])]",
+        ("tests/optim/test_qk_clip_shardings.py::test_each_row_by_its_own_head",),
+        "Heads are scaled by the scores of others.",
+    ),
+    Mutant(
+        "largest scores are those of this rank alone",
+        f"{OPTIM}/qk_maxima.py",
+        "            dist.all_reduce(packed, op=dist.ReduceOp.MAX)",
+        "            dist.all_reduce(packed.clone(), op=dist.ReduceOp.MAX)",
+        (
+            "tests/optim/test_qk_clip_maxima.py::test_those_of_the_whole_sequence[hybrid-one document]",
+        ),
+        "Ranks scale their rows differently, and a maximum that others have seen is missed.",
+    ),
+    Mutant(
+        "heads of a tensor-parallel rank are taken for the first ones",
+        f"{OPTIM}/qk_maxima.py",
+        "        return heads, tp_rank * count",
+        "        return heads, 0",
+        ("tests/optim/test_qk_clip_shardings.py::test_heads_of_tensor_parallel_ranks",),
+        "Half of the heads are never scaled.",
+    ),
+    Mutant(
+        "keys follow one head of their group",
+        f"{OPTIM}/qk_layers.py",
+        "    of_group = gammas.view(kv_heads, -1).amin(1)",
+        "    of_group = gammas.view(kv_heads, -1)[:, 0]",
+        ("tests/optim/test_qk_clip.py::test_scores_are_scaled_by_gamma",),
+        "Scores of the other heads stay too large.",
+    ),
+    Mutant(
+        "largest scores are those of the last hop",
+        "lightning_cp/kernels/merge.py",
+        "            torch.maximum(peak, max_BHL.to(peak.dtype), out=peak)",
+        "            peak.copy_(max_BHL)",
+        (
+            "tests/optim/test_qk_clip_maxima.py::test_those_of_the_whole_sequence[ring-one document]",
+        ),
+        "Other hops' scores are missed, and tau with them.",
+    ),
+    Mutant(
+        "heads of an Ulysses rank are taken for the first ones",
+        "lightning_cp/attention/attend.py",
+        "    largest[first:last] = peak_BHT.amax((0, 2))",
+        "    largest[: last - first] = peak_BHT.amax((0, 2))",
+        (
+            "tests/optim/test_qk_clip_maxima.py::test_those_of_the_whole_sequence[ulysses-one document]",
+        ),
+        "Half of the heads have no largest score, and the other half that of two.",
+    ),
 )

@@ -50,7 +50,11 @@ def test_a_fault_is_shown_once(tmp_path: Path) -> None:
     [
         ("strategy=single", "shares no sequence"),
         ("strategy.parity_tokens=0", "at least 1, got 0"),
-        ("strategy.parity_check=sometimes", "parity_check must be 'first_batch'"),
+        pytest.param(
+            "strategy.parity_check=sometimes",
+            "parity_check must be 'first_batch'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_nothing_to_compare(override: str, told: str, tmp_path: Path) -> None:

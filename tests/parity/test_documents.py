@@ -14,11 +14,11 @@ from lightning_cp.errors import ConfigError, ParityError
 from tests.models.later import BLOOMS_LOSS, transformers_version
 from tests.models.steps import Case, make_batch
 from tests.parity import modules
-from tests.parity.test_healthy import CHECKED, Heard, HuggingFace, worst
+from tests.parity.test_healthy import CHECKED, MODES, Heard, HuggingFace, worst
 from tests.pool import expect_on_every_rank, run_ranks
-from tests.strategies.small import HYBRID, RING, ULYSSES, trainer_of, weights
+from tests.strategies.small import HYBRID, RING, trainer_of, weights
+from tests.suites import slow_but
 
-MODES = {"ring": RING, "ulysses": ULYSSES, "hybrid": HYBRID}
 CUTS = [[0, 19, 20, 48], [0, 7, 31, 48], [0, 48], [0, 30, 48]]
 KINDS = ("segment_ids", "cu_seqlens", "restarting")
 
@@ -65,7 +65,7 @@ def fit(
     return weights(module), heard.parity
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but("hybrid", of={mode: mode for mode in MODES}))
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_of_a_plain_module(kind: str, mode: str) -> None:
     """It knows nothing of them; the run is the one without a check."""
@@ -109,7 +109,10 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "cause"), FAULTS, ids=[name for name, _ in FAULTS])
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    slow_but("CountedHere", "ShiftedHere", of={name: (name, cause) for name, cause in FAULTS}),
+)
 def test_other_faults_of_packed_batches(name: str, cause: str) -> None:
     settings = {**HYBRID, **CHECKED}
     match = f"Likely cause: {cause}"

@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader
 from lightning_cp.errors import ParityError
 from tests.models.steps import Case, make_batch
 from tests.parity import modules
-from tests.parity.test_healthy import HuggingFace
+from tests.parity.test_healthy import MODES, HuggingFace
 from tests.pool import expect_on_every_rank
-from tests.strategies.small import HYBRID, RING, ULYSSES, trainer_of
+from tests.strategies.small import RING, trainer_of
+from tests.suites import slow_but
 
 
 def fit(rank: int, world_size: int, name: str, settings: dict[str, Any], packed: bool) -> None:
@@ -37,7 +38,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("settings", [RING, ULYSSES, HYBRID], ids=["ring", "ulysses", "hybrid"])
+@pytest.mark.parametrize("settings", slow_but("hybrid", of=MODES))
 @pytest.mark.parametrize(("name", "cause", "because"), FAULTS, ids=[name for name, *_ in FAULTS])
 def test_faults_are_named(name: str, cause: str, because: str, settings: dict[str, Any]) -> None:
     ranks = settings["ring_size"] * settings["ulysses_size"]
@@ -61,7 +62,7 @@ def fit_packed(rank: int, world_size: int, settings: dict[str, Any]) -> None:
     trainer_of(world_size, checked).fit(HuggingFace(case), loader)
 
 
-@pytest.mark.parametrize("settings", [RING, ULYSSES, HYBRID], ids=["ring", "ulysses", "hybrid"])
+@pytest.mark.parametrize("settings", slow_but("hybrid", of=MODES))
 def test_documents_of_which_one_process_knows_others(settings: dict[str, Any]) -> None:
     ranks = settings["ring_size"] * settings["ulysses_size"]
     match = "Likely cause: cross-document attention"
@@ -75,7 +76,9 @@ def fit_rounded(rank: int, world_size: int, name: str, precision: str) -> None:
     trainer_of(world_size, settings, precision=precision).fit(module, loader)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(
+    "precision", ["bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", ["Summed", "CountedHere", "ShiftedHere", "Mixed"])
 def test_faults_are_no_rounding(name: str, precision: str) -> None:
     """What rounding alone does is allowed, and no more."""

@@ -18,6 +18,7 @@ from tests.models.steps import Case, make_batch, make_model
 from tests.parity import modules
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.small import HYBRID, RING, ULYSSES, trainer_of, weights
+from tests.suites import slow_but
 
 CHECKED = {"parity_check": "first_batch"}
 
@@ -90,7 +91,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but("hybrid", of={mode: mode for mode in MODES}))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_run_is_the_one_without(mode: str, engine: str) -> None:
     """To the last bit: weights, losses, random numbers of dropout, and the module's own notes."""
@@ -150,7 +151,7 @@ def test_data_ranks_and_windows(engine: str) -> None:
     ],
     ids=["float32", "bf16-mixed", "bf16-true"],
 )
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but("hybrid", of={mode: mode for mode in MODES}))
 def test_rounding_is_no_fault(mode: str, dtype: Any, options: Any, below: float) -> None:
     ranks = math.prod(MODES[mode].values())
     got = run_ranks(ranks, fit, {**MODES[mode], **CHECKED}, dtype, options, timeout=60)
