@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.groups import group_of
+from lightning_cp.comm.objects import World
 from lightning_cp.errors import ConfigError
 from lightning_cp.optim.rows import sharded_dim
 
@@ -66,34 +67,36 @@ def _places(group: dist.ProcessGroup | None, ranks: Sequence[int]) -> tuple[int,
 
 
 class Grids:
-    """Those of all parameters of an optimizer: each is made once, by all ranks together."""
+    """Those of all matrices of an optimizer: each is made once, by all ranks together."""
 
     def __init__(self) -> None:
         self._made: dict[object, Grid] = {}
 
-    def of(self, x: torch.Tensor, name: str = "a parameter") -> Grid:
-        """Of a parameter; one that is no DTensor is whole on every rank of the world.
+    def of(self, x: torch.Tensor, name: str = "a matrix") -> Grid:
+        """Of a matrix; one that is no DTensor is whole on every rank of the world.
 
         Raises:
             ConfigError: a placement that is unknown, or several axes of a mesh that leaves ranks out.
         """
-        key: object = None
-        axes: list[int] = []
-        if isinstance(x, DTensor):
-            mesh = x.device_mesh
-            dims = _dims(x, name)
-            axes = [at for at, dim in enumerate(dims) if dim is not None and mesh.size(at) > 1]
-            key = (mesh, tuple(axes))
-        if key not in self._made:
-            self._made[key] = _of_mesh(x.device_mesh, axes) if isinstance(x, DTensor) else _whole()
-        return self._made[key]
+        try:
+            axes = _axes(x) if isinstance(x, DTensor) else ()
+            key = (x.device_mesh, axes) if isinstance(x, DTensor) else None
+            if key not in self._made:
+                self._made[key] = _of_mesh(*key) if key else _whole()
+            return self._made[key]
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
 
 
-def _dims(x: DTensor, name: str) -> list[int | None]:
-    try:
-        return [sharded_dim(placement) for placement in x.placements]
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
+def is_shared(x: torch.Tensor) -> bool:
+    """Whether other ranks hold a copy or a part of a parameter."""
+    return (x.device_mesh.size() if isinstance(x, DTensor) else World().size) > 1
+
+
+def _axes(x: DTensor) -> tuple[int, ...]:
+    """Of its mesh, those that cut it."""
+    dims = [sharded_dim(placement) for placement in x.placements]
+    return tuple(at for at, d in enumerate(dims) if d is not None and x.device_mesh.size(at) > 1)
 
 
 def _whole() -> Grid:
@@ -103,7 +106,7 @@ def _whole() -> Grid:
     return Grid(ranks, dist.get_rank(), 0, None, dist.group.WORLD)
 
 
-def _of_mesh(mesh: DeviceMesh, axes: list[int]) -> Grid:
+def _of_mesh(mesh: DeviceMesh, axes: Sequence[int]) -> Grid:
     others = [at for at in range(mesh.ndim) if at not in axes]
     parts, copies = (math.prod(mesh.size(at) for at in some) for some in (axes, others))
     table = mesh.mesh.cpu().permute(*others, *axes).reshape(copies, parts)
@@ -117,7 +120,7 @@ def _of_mesh(mesh: DeviceMesh, axes: list[int]) -> Grid:
     )
 
 
-def _group(mesh: DeviceMesh, axes: list[int], table: torch.Tensor) -> dist.ProcessGroup | None:
+def _group(mesh: DeviceMesh, axes: Sequence[int], table: torch.Tensor) -> dist.ProcessGroup | None:
     """This rank's of the groups that the rows of a table are; all ranks of the mesh come here."""
     several = [at for at in axes if mesh.size(at) > 1]
     if not several:
@@ -127,8 +130,8 @@ def _group(mesh: DeviceMesh, axes: list[int], table: torch.Tensor) -> dist.Proce
     if mesh.size() != dist.get_world_size():
         names = mesh.mesh_dim_names or several
         raise ConfigError(
-            f"a parameter is spread over several axes of a mesh of {mesh.size()} out of "
+            f"it is spread over several axes of a mesh of {mesh.size()} out of "
             f"{dist.get_world_size()} ranks ({names}). Muon gathers over one axis, or over a mesh "
-            "of all ranks."
+            "of all ranks; adamw=[pattern] leaves it to AdamW."
         )
     return dist.group.WORLD if len(table) == 1 else group_of(table)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -60,11 +60,20 @@ class MatrixStep:
     def __init__(
         self, pieces: Mapping[str, Sequence[int]], dtype: torch.dtype, chunk_bytes: int
     ) -> None:
-        self.grids = Grids()
+        self._grids = Grids()
         self.rounds: list[Round] = []
         """What is exchanged in the step that was made last."""
         self._pieces, self._dtype, self._chunk_bytes = pieces, dtype, chunk_bytes
         self._planned: object = None
+
+    def meet(self, matrices: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Find the ranks that hold each matrix, with a gradient or without: groups are made by all of them.
+
+        Raises:
+            ConfigError: see ``Grids.of``.
+        """
+        for name, parameter in matrices:
+            self._grids.of(parameter, name)
 
     def run(
         self,
@@ -108,7 +117,7 @@ class MatrixStep:
         if self._planned != key:
             pieces = [x for one in some for x in _cut(one, self._pieces.get(one.name, ()))]
             how = self._dtype, steps, self._chunk_bytes
-            self.rounds, self._planned = plan_rounds(pieces, self.grids, *how), key
+            self.rounds, self._planned = plan_rounds(pieces, self._grids, *how), key
         return self.rounds
 
 

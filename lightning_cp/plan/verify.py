@@ -41,7 +41,10 @@ def _verify(plan: Plan, config: Mapping[str, Any]) -> bool:
     mesh, engine = plan.case.choice.mesh, plan.case.choice.engine
     ranks = sorted({0, mesh.devices - 1})
     groups = [group for rank in ranks for group in measured_groups(mesh.by_axis, rank)]
-    print(f"\nVerified without devices: {mesh.devices:,} ranks, {engine}; ranks {ranks}.\n")
+    print(
+        f"\nVerified without devices: {mesh.devices:,} rank{'s' * (mesh.devices > 1)}, "
+        f"{engine}; of {' and '.join(map(str, ranks))}.\n"
+    )
     print(f"{_of_groups(groups)}\n")
     rows: list[list[str]] = []
     good = all(group.agrees for group in groups)

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
+from lightning_cp.comm.dtensor_caches import forget_meshes
 from lightning_cp.errors import ConfigError, LightningCPError, NonFiniteError
 from lightning_cp.optim import Muon
 from tests.optim.shardings import Model, give, gradients, sharded, weights, whole
@@ -193,3 +194,37 @@ def partial(rank: int, world_size: int) -> None:
 def test_ranks_that_differ(fault: Any, said: str) -> None:
     error: type[LightningCPError] = ConfigError
     expect_on_every_rank(2, fault, error=error, match=said)
+
+
+def on_half(rank: int, world_size: int, name: str) -> dict[str, torch.Tensor]:
+    """A parameter of which each half of the ranks has a copy, cut along both axes of its own mesh."""
+    forget_meshes()
+    halves = [DeviceMesh("cpu", torch.arange(4).view(2, 2) + 4 * half) for half in range(2)]
+    model = whole(torch.float64)
+    module, attribute = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+    full, at = model.get_parameter(name).detach(), halves[rank // 4]
+    cut = distribute_tensor(full, at, [Shard(0), Shard(1)], src_data_rank=None)
+    module.register_parameter(attribute, nn.Parameter(cut))
+    optimizer = Muon(model.named_parameters(), ns_dtype="float64")
+    for step in range(3):
+        give(model, gradients(whole(torch.float64), step))
+        optimizer.step()
+    return weights(model)
+
+
+def test_matrices_of_some_ranks_have_one_axis() -> None:
+    name = "layers.1.odd.weight"
+    said = f"{name}: .*spread over several axes of a mesh of 4 out of 8 ranks"
+    expect_on_every_rank(8, on_half, name, error=ConfigError, match=said)
+
+
+def test_what_adamw_steps_may_lie_anyhow() -> None:
+    got = run_ranks(8, on_half, "embed_tokens.weight")
+    model = whole(torch.float64)
+    optimizer = Muon(model.named_parameters(), ns_dtype="float64")
+    for step in range(3):
+        give(model, gradients(model, step))
+        optimizer.step()
+    for of_rank in got:
+        for name, weight in weights(model).items():
+            torch.testing.assert_close(of_rank[name], weight, rtol=1e-12, atol=1e-14)
