@@ -249,6 +249,12 @@ def test_data_ranks_share_the_sequences_among_them(folder: Path) -> None:
     assert parts == [padded[0::2], padded[1::2]]
 
 
+def test_runs_with_other_seeds_validate_on_the_same_text(folder: Path) -> None:
+    first, second = (module(folder, validation_sequences=2, seed=seed) for seed in (0, 1))
+    assert not np.array_equal(first.training.bytes, second.training.bytes)
+    assert np.array_equal(first.validation.bytes, second.validation.bytes)
+
+
 def test_training_order_is_seeded_and_validation_order_is_not_shuffled(folder: Path) -> None:
     first, again, other = (rows(module(folder, seed=seed).train_dataloader()) for seed in (0, 0, 1))
     assert first == again

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -72,13 +73,11 @@ def _folders(config: DictConfig, folder: Path) -> tuple[list[Path], list[str]]:
         return find_runs(config.sweep), []
     if config.runs:
         return [Path(run) for run in config.runs], []
-    overrides = list(config.train.get("overrides") or [])
-    runs = OmegaConf.to_container(config.train.runs)
-    assert isinstance(runs, dict)
-    named = {str(name): own for name, own in runs.items()}
-    if seeds := list(config.train.get("seeds") or []):
-        named = repeated(named, seeds)
-    made, failed = make_runs(overrides, named, folder / "runs")
+    train: Any = OmegaConf.to_container(config.train)
+    overrides, runs = train.get("overrides") or [], {str(k): of for k, of in train["runs"].items()}
+    if train.get("seeds") is not None:
+        runs = repeated(overrides, runs, train["seeds"])
+    made, failed = make_runs(overrides, runs, folder / "runs")
     if len(made) < 2:
         raise ConfigError(
             f"there is nothing to compare: {', '.join(failed)} failed, as shown above."

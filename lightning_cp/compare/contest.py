@@ -1,56 +1,22 @@
-"""Which is better? Runs are grouped by one setting's value, and each group is as good as its best run."""
+"""Which is better? Runs are grouped by one setting's value, and each group is as good as its best trial."""
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, TypeGuard
 
 from lightning_cp.compare.baseline import is_free
 from lightning_cp.compare.runs import LOSSES, Run
 from lightning_cp.compare.same_steps import require_same_steps
+from lightning_cp.compare.trial import MISSING, SEED, Trial, seed_of
 from lightning_cp.errors import ConfigError
 
-VALIDATION = "val/loss"
 OTHER_TOKENS = (
     "what they cost to train is different, so neither of them is better for its loss. Compare runs that have "
     "trained on as much."
 )
-MISSING = "-"
-"""Of a setting that a run has not."""
-SEED = "seed"
-"""The setting that is chance: runs that differ in nothing else are repetitions."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Runs of the same settings, each with another seed: as good as their mean."""
-
-    runs: list[Run]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Of each of its runs, but for the seed."""
-        return self.runs[0].settings
-
-    @property
-    def bits(self) -> float:
-        """The mean of its runs' last validations, bits per byte."""
-        return statistics.fmean(map(final_bits, self.runs))
-
-    @property
-    def deviation(self) -> float | None:
-        """Standard deviation between seeds (n - 1); None of a single run."""
-        return statistics.stdev(map(final_bits, self.runs)) if len(self.runs) > 1 else None
-
-    @property
-    def curve(self) -> list[tuple[int, float]]:
-        """The mean of its runs' validations after training began: step, bits per byte."""
-        at = [dict(bits_at(run)) for run in self.runs]
-        return [(step, statistics.fmean(one[step] for one in at)) for step in at[0]]
 
 
 @dataclass(frozen=True)
@@ -61,6 +27,8 @@ class Group:
     trials: list[Trial]
     swept: list[str]
     """Settings that differ within the group, but for the seed."""
+    left_out: list[Run]
+    """Runs with seeds that not all trials of all groups have: those would be better off by luck."""
 
     @property
     def runs(self) -> list[Run]:
@@ -102,8 +70,8 @@ def groups_of(runs: Sequence[Run], by: str) -> list[Group]:
         by: the dotted name of a setting.
 
     Raises:
-        ConfigError: a run that has no such setting, one value only, or runs that have not trained on the same
-            number of tokens at the same steps.
+        ConfigError: a run that has no such setting, one value only, runs that have not trained on the same
+            number of tokens at the same steps, or one that repeats another, seed and all.
     """
     members: dict[Any, list[Run]] = {}
     for run in runs:
@@ -119,25 +87,20 @@ def groups_of(runs: Sequence[Run], by: str) -> list[Group]:
     names = _short([str(_value(some[0], by)) for some in members.values()])
     made = zip(names, members.values(), strict=True)
     groups = [_group(name, some) for name, some in made]
+    if by != SEED:
+        groups = _of_common_seeds(groups)
     return sorted(groups, key=lambda group: group.bits)
 
 
-def bits_at(run: Run) -> list[tuple[int, float]]:
-    """Its validations after training began: step, bits per byte."""
-    curve = run.curves[VALIDATION]
-    every = zip(curve.steps, curve.tokens, curve.values, strict=True)
-    return [(step, loss / math.log(2)) for step, tokens, loss in every if tokens]
+def common_seeds(groups: Sequence[Group]) -> set[Any]:
+    """Those that every trial of every group was run with."""
+    return set.intersection(*(set(trial.of_seed) for group in groups for trial in group.trials))
 
 
-def final_bits(run: Run) -> float:
-    """Its last validation, bits per byte."""
-    return run.curves[VALIDATION].values[-1] / math.log(2)
-
-
-def described(group: Group, trial: Trial) -> str:
+def described(group: Group, one: Trial | Run) -> str:
     """The settings that differ within its group."""
     return " ".join(
-        f"{name.rsplit('.', 1)[-1]}={trial.settings.get(name, MISSING)}" for name in group.swept
+        f"{name.rsplit('.', 1)[-1]}={one.settings.get(name, MISSING)}" for name in group.swept
     )
 
 
@@ -176,7 +139,22 @@ def _group(name: str, runs: Sequence[Run]) -> Group:
     trials: dict[Any, list[Run]] = {}
     for run in runs:
         trials.setdefault(repr([run.settings.get(n, MISSING) for n in swept]), []).append(run)
-    return Group(name, [Trial(some) for some in trials.values()], swept)
+    return Group(name, [Trial.of(some) for some in trials.values()], swept, [])
+
+
+def _of_common_seeds(groups: Sequence[Group]) -> list[Group]:
+    """With the seeds that all trials have, if there are any."""
+    common = common_seeds(groups)
+    if not common:
+        return list(groups)
+    return [
+        replace(
+            group,
+            trials=[trial.with_seeds(common) for trial in group.trials],
+            left_out=[run for run in group.runs if seed_of(run) not in common],
+        )
+        for group in groups
+    ]
 
 
 def _differing(runs: Sequence[Run]) -> list[str]:

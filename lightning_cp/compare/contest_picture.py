@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_cp.compare.contest import Group, Trial, described, final_bits
+from lightning_cp.compare.contest import Group, described
+from lightning_cp.compare.trial import Trial, final_bits
 
 
 def draw(groups: Sequence[Group], picture: Path) -> None:
@@ -36,7 +37,8 @@ def _draw_steps(axes: Any, group: Group, color: str) -> None:
     for trial in group.trials:
         steps, bits = zip(*((step + 1, bits) for step, bits in trial.curve), strict=True)
         if trial is group.best:
-            label = f"{group.name} {described(group, trial)}: {group.bits:.3f}"
+            name = " ".join(filter(None, (group.name, described(group, trial))))
+            label = f"{name}: {group.bits:.3f}"
             axes.plot(steps, bits, color=color, lw=2.2, marker="o", ms=4, zorder=3, label=label)
         else:
             axes.plot(steps, bits, color=color, lw=0.9, alpha=0.3)

@@ -6,20 +6,17 @@ from collections.abc import Sequence
 from functools import partial
 
 from lightning_cp.compare.answer import Answer, costs
-from lightning_cp.compare.contest import (
-    MISSING,
-    SEED,
-    VALIDATION,
-    Group,
-    Trial,
-    bits_at,
-    described,
-    final_bits,
-    groups_of,
-    unequal,
-)
+from lightning_cp.compare.contest import Group, common_seeds, described, groups_of, unequal
 from lightning_cp.compare.contest_picture import draw
 from lightning_cp.compare.runs import Run
+from lightning_cp.compare.trial import (
+    SEED,
+    VALIDATION,
+    Trial,
+    bits_at,
+    final_bits,
+    seed_of,
+)
 
 COLUMNS: tuple[str, ...] = (
     "group",
@@ -34,7 +31,7 @@ COLUMNS: tuple[str, ...] = (
 
 
 def contest(runs: Sequence[Run], by: str) -> Answer:
-    """Which of a setting's values is better: each is as good as its best run.
+    """Which of a setting's values is better: each is as good as its best trial.
 
     Args:
         runs: all of them.
@@ -49,8 +46,8 @@ def contest(runs: Sequence[Run], by: str) -> Answer:
         lines=[
             _row(group, trial, run)
             for group in groups
-            for trial in group.trials
-            for run in trial.runs
+            for trial in (*group.trials, None)
+            for run in (trial.runs if trial else group.left_out)
         ],
         of_words={"group", "run", "settings", "result"},
         verdict=" ".join([verdict(groups), *doubts(groups, by)]),
@@ -59,13 +56,14 @@ def contest(runs: Sequence[Run], by: str) -> Answer:
     )
 
 
-def _row(group: Group, trial: Trial, run: Run) -> dict[str, str]:
-    chance = f"{SEED}={run.settings.get(SEED, MISSING)}" if len(trial.runs) > 1 else ""
-    settings = f"{described(group, trial)} {chance}".strip()
+def _row(group: Group, trial: Trial | None, run: Run) -> dict[str, str]:
+    is_repeated = trial is None or len(trial.runs) > 1
+    chance = f"{SEED}={seed_of(run)}" if is_repeated else ""
+    settings = f"{described(group, run)} {chance}".strip()
     told = {"group": group.name, "run": run.name, "settings": settings}
     told["final bits/byte"] = f"{final_bits(run):.4f}"
     told["best bits/byte"] = f"{min(bits for _, bits in bits_at(run)):.4f}"
-    told["result"] = "best" if trial is group.best else ""
+    told["result"] = "left out" if trial is None else "best" if trial is group.best else ""
     return dict.fromkeys(COLUMNS, "") | costs(run) | told
 
 
@@ -86,14 +84,14 @@ def verdict(groups: Sequence[Group]) -> str:
 def doubts(groups: Sequence[Group], by: str) -> list[str]:
     """Sentences on what the outcome may owe to something else."""
     said = [
-        f"{group.name} may reach less: its best run is at an edge of what was swept."
+        f"{group.name} may reach less: its best is at an edge of what was swept."
         for group in groups
         if group.is_at_edge
     ]
     said += [f"{group.name} was not tuned." for group in groups if len(group.trials) == 1]
     if len({_values(group) for group in groups}) > 1:
         said.append("The groups were not swept over the same values.")
-    said += _chance(groups)
+    said += _chance(groups) if by != SEED else []
     if other := unequal(groups, by):
         said.append(f"They also differ in {', '.join(other)}.")
     return said
@@ -101,14 +99,20 @@ def doubts(groups: Sequence[Group], by: str) -> list[str]:
 
 def _chance(groups: Sequence[Group]) -> list[str]:
     """What is known of how much seeds matter."""
-    counts = {len(trial.runs) for group in groups for trial in group.trials}
-    if counts == {1}:
-        return ["No run was repeated with another seed."]
-    said = ["Some were run with more seeds than others."] if len(counts) > 1 else []
-    first, second = (group.best for group in groups[:2])
-    apart = second.bits - first.bits
-    if apart <= max(first.deviation or 0.0, second.deviation or 0.0):
-        said.append("They are no further apart than two seeds of the same are.")
+    seeds = sorted(common_seeds(groups), key=str)
+    if not seeds:
+        return [f"They also differ in {SEED}."]
+    left = dict.fromkeys(str(seed_of(run)) for group in groups for run in group.left_out)
+    said = [f"Left out, as not all were run with it: {SEED} {', '.join(left)}."] if left else []
+    if len(seeds) == 1:
+        return [*said, "None was repeated with another seed."]
+    first, second = groups[:2]
+    pairs = {seed: (first.best.of_seed[seed], second.best.of_seed[seed]) for seed in seeds}
+    luck = [str(seed) for seed, (a, b) in pairs.items() if final_bits(a) >= final_bits(b)]
+    if luck:
+        said.append(
+            f"Of {SEED} {', '.join(luck)} {second.name} is as good or better: it may be chance."
+        )
     return said
 
 
@@ -116,7 +120,7 @@ def _place(group: Group) -> str:
     best = group.best
     own = described(group, best)
     notes = [own, f"best of {len(group.trials)}"] if own else []
-    notes += [f"mean of {len(best.runs)} seeds"] if best.deviation is not None else []
+    notes += [f"mean of {len(best.of_seed)} seeds"] if best.deviation is not None else []
     spread = "" if best.deviation is None else f" ± {best.deviation:.4f}"
     told = f" ({', '.join(notes)})" if notes else ""
     return f"{group.name} {group.bits:.4f}{spread} bits per byte{told}"

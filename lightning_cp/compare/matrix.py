@@ -13,6 +13,7 @@ from lightning_cp.jobs import describe_status, run_job
 
 OUTPUT = "output.txt"
 LAST_LINES = 15
+SEED = "seed="
 
 
 def make_runs(
@@ -52,16 +53,26 @@ def make_runs(
     return made, failed
 
 
-def repeated(runs: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> dict[str, list[str]]:
+def repeated(
+    overrides: Sequence[str], runs: Mapping[str, Sequence[str]], seeds: object
+) -> dict[str, list[str]]:
     """Each run once for each seed, named ``<name>_seed<seed>``.
 
     Raises:
-        ConfigError: seeds that are no whole numbers, or one twice.
+        ConfigError: seeds that are no list of different whole numbers, or runs that have seeds of their own.
     """
-    if any(type(seed) is not int for seed in seeds) or len(set(seeds)) < len(seeds):
-        raise ConfigError(f"train.seeds must be different whole numbers, as [0,1,2]; got {seeds}.")
+    if not isinstance(seeds, list) or not seeds or any(type(seed) is not int for seed in seeds):
+        raise ConfigError(f"train.seeds must be whole numbers, as [0,1,2]; got {seeds}.")
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"train.seeds has one twice: {seeds}.")
+    every = {"train.overrides": overrides, **runs}
+    own = [name for name, of in every.items() if any(each.startswith(SEED) for each in of)]
+    if own:
+        raise ConfigError(
+            f"train.seeds={seeds} goes over the seed that {', '.join(own)} has already."
+        )
     return {
-        f"{name}_seed{seed}": [*own, f"seed={seed}"] for name, own in runs.items() for seed in seeds
+        f"{name}_seed{seed}": [*of, f"{SEED}{seed}"] for name, of in runs.items() for seed in seeds
     }
 
 

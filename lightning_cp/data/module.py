@@ -16,6 +16,7 @@ from lightning_cp.data.packing import PackedBytes
 from lightning_cp.errors import ConfigError
 
 Batch = dict[str, torch.Tensor]
+SEED_OF_VALIDATION = 0
 
 
 class TrainingSampler(DistributedSampler[Any]):
@@ -58,7 +59,8 @@ class ByteDataModule(L.LightningDataModule):
         batch_size: sequences in a batch, on each data rank.
         validation_fraction: the share of documents kept for validation.
         validation_sequences: how many sequences are validated on; fewer if the text has fewer.
-        seed: of the order of documents and of sequences.
+        seed: of the order of training documents and sequences. Validation is on the same text whatever it is,
+            so that runs with other seeds can be compared.
 
     Raises:
         ConfigError: unreadable or too little text, here and not on the first batch.
@@ -82,7 +84,9 @@ class ByteDataModule(L.LightningDataModule):
         text = load_text(documents, validation_fraction)
         self.training = PackedBytes(text.training, seq_len, seed)
         self.validation = PackedBytes(
-            text.validation, seq_len, seed, at_most=validation_sequences, part="validation"
+            *(text.validation, seq_len, SEED_OF_VALIDATION),
+            at_most=validation_sequences,
+            part="validation",
         )
         self.batch_size = batch_size
         self.seed = seed

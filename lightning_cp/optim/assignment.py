@@ -150,6 +150,10 @@ class Rules:
         for setting, patterns in every.items():
             require_patterns(setting, patterns, names)
         require_patterns("embeddings", self.embeddings)
+        own = [
+            each for each in self.embeddings if each not in EMBEDDINGS
+        ]  # of those a model has few
+        require_patterns("embeddings", own, names)
         both = [x for x in names if _fits(x, self.matrices or ()) and _fits(x, self.adamw)]
         if both:
             raise ConfigError(

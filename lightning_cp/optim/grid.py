@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -78,19 +79,36 @@ class Grids:
         Raises:
             ConfigError: a placement that is unknown, or several axes of a mesh that leaves ranks out.
         """
-        try:
-            axes = _axes(x) if isinstance(x, DTensor) else ()
-            key = (x.device_mesh, axes) if isinstance(x, DTensor) else None
+        with _naming(name):
+            key = (x.device_mesh, _axes(x)) if isinstance(x, DTensor) else None
             if key not in self._made:
                 self._made[key] = _of_mesh(*key) if key else _whole()
             return self._made[key]
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from None
 
 
 def is_shared(x: torch.Tensor) -> bool:
     """Whether other ranks hold a copy or a part of a parameter."""
     return (x.device_mesh.size() if isinstance(x, DTensor) else World().size) > 1
+
+
+def require_known_placements(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse parameters whose values no rank holds.
+
+    Raises:
+        ConfigError: naming the parameter and its placement.
+    """
+    for name, x in named:
+        for placement in x.placements if isinstance(x, DTensor) else ():
+            with _naming(name):
+                sharded_dim(placement)
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def _axes(x: DTensor) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from lightning_cp.errors import CheckpointError, ConfigError, LightningCPError
 from lightning_cp.optim.agreed import require_agreed
 from lightning_cp.optim.assignment import EMBEDDINGS, Rules, table_of
 from lightning_cp.optim.given import Given, Named
-from lightning_cp.optim.grid import is_shared
+from lightning_cp.optim.grid import is_shared, require_known_placements
 from lightning_cp.optim.matrices import Round, message_device
 from lightning_cp.optim.matrix_step import MOMENTUM, Active, MatrixStep
 from lightning_cp.optim.qk_clip import QKClip
@@ -129,12 +129,10 @@ class Muon(Optimizer):
     def named(self) -> Iterator[Named]:
         """The names and parameters that are stepped now."""
         for group in self.param_groups:
-            yield from zip(group["param_names"], group["params"], strict=True)
+            yield from self._named_of(group)
 
-    def named_matrices(self) -> Iterator[Named]:
-        """Of those the ones that Muon steps."""
-        matrices = {one.name for one in self.assigned if one.is_matrix}
-        return (one for one in self.named() if one[0] in matrices)
+    def _named_of(self, group: Mapping[str, Any]) -> Iterator[Named]:
+        return zip(group["param_names"], group["params"], strict=True)
 
     def table(self) -> str:
         """What steps which parameters, and why."""
@@ -153,7 +151,8 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._matrix_step.meet(self.named_matrices())
+        require_known_placements(self.named())
+        self._matrix_step.meet(self._named_of(self.param_groups[0]))
         active = {name: Active(name, p) for name, p in self.named() if p.grad is not None}
         self._require_agreed(active, shared=any(is_shared(p) for _, p in self.named()))
         for one in active.values():

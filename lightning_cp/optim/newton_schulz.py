@@ -49,8 +49,8 @@ def scale_of_step(rows: int, columns: int, adjust: str) -> float:
     """What the learning rate is multiplied by for a matrix.
 
     Args:
-        rows: of the matrix, its outputs.
-        columns: its inputs.
+        rows: of the matrix as it is stored: its outputs, but for a transposed one.
+        columns: likewise.
         adjust: ``original`` (Keller Jordan): ``sqrt(max(1, rows / columns))``; ``match_rms_adamw``
             (Moonlight, arXiv 2502.16982): ``0.2 sqrt(max(rows, columns))``, with which entries move about as
             far as with AdamW, so that both may have one rate.

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from lightning_cp.compare.contest import final_bits, groups_of
+from lightning_cp.compare.contest import groups_of
 from lightning_cp.compare.contest_report import COLUMNS, contest
 from lightning_cp.compare.runs import Run, read_runs
+from lightning_cp.compare.trial import final_bits
 from lightning_cp.errors import ConfigError
 from tests.compare.folders import run_folder
 from tests.compare.test_compare import command
@@ -95,7 +96,7 @@ def test_the_verdict(runs: list[Run]) -> None:
     assert contest(runs, BY).verdict == (
         "Muon is better after 3 steps and 1,536 tokens: Muon 2.1000 bits per byte (lr=0.2, best of 3). AdamW "
         "2.2000 bits per byte (lr=0.2, best of 3), 0.1000 (4.8%) more; Muon was there by step 3. "
-        "No run was repeated with another seed."
+        "None was repeated with another seed."
     )
 
 
@@ -106,7 +107,7 @@ def test_when_the_better_one_was_where_the_other_ended(tmp_path: Path) -> None:
     said = contest(runs, BY).verdict
     assert "0.2000 (10.0%) more; Muon was there by step 2." in said
     assert said.endswith(
-        "Muon was not tuned. AdamW was not tuned. No run was repeated with another seed."
+        "Muon was not tuned. AdamW was not tuned. None was repeated with another seed."
     )
 
 
@@ -122,7 +123,7 @@ def test_a_best_run_at_the_edge_of_its_sweep_is_told(runs: list[Run], lr: float)
     kept = [run for run in runs if not run.name.startswith("muon")]
     muon = [run for run in runs if run.name in {"muon_0.2", f"muon_{lr}"}]
     said = contest([*kept, *muon], BY).verdict
-    assert "Muon may reach less: its best run is at an edge of what was swept." in said
+    assert "Muon may reach less: its best is at an edge of what was swept." in said
     assert "AdamW may" not in said
     assert "The groups were not swept over the same values." in said
 
@@ -142,61 +143,95 @@ def test_any_setting_may_be_asked_about(runs: list[Run]) -> None:
     assert not first.is_at_edge
 
 
+ENDS_BY_SEED = {
+    "adamw_0.1": (2.5, 2.3),
+    "adamw_0.2": (2.0, 2.9),  # the luckiest run is not of the best rate
+    "muon_0.1": (2.3, 2.2),
+    "muon_0.2": (2.4, 2.2),
+}
+
+
 @pytest.fixture
 def seeds(tmp_path: Path) -> dict[str, Path]:
-    """Two rates for each optimizer, two seeds for each rate; the luckiest run is not of the best rate."""
-    ends = {
-        "adamw_0.1": (2.5, 2.3),
-        "adamw_0.2": (2.0, 2.9),
-        "muon_0.1": (2.3, 2.2),
-        "muon_0.2": (2.4, 2.2),
-    }
+    """Two rates for each optimizer, two seeds for each rate."""
     return {
         f"{name}_{seed}": made(
             tmp_path / f"{name}_{seed}", name, float(name[-3:]), 2.6 + seed, bits, seed=seed
         )
-        for name, both in ends.items()
+        for name, both in ENDS_BY_SEED.items()
         for seed, bits in enumerate(both)
     }
 
 
+def read(seeds: dict[str, Path], *names: str) -> list[Run]:
+    return read_runs([seeds[name] for name in names or seeds])
+
+
 def test_seeds_are_repetitions_and_count_by_their_mean(seeds: dict[str, Path]) -> None:
-    runs = read_runs(list(seeds.values()))
-    muon, adamw = groups_of(runs, BY)
+    muon, adamw = groups_of(read(seeds), BY)
     assert [run.name for run in muon.best.runs] == ["muon_0.1_0", "muon_0.1_1"]
     assert [run.name for run in adamw.best.runs] == ["adamw_0.1_0", "adamw_0.1_1"]
     assert muon.swept == adamw.swept == ["model.optimizer.lr"]
     assert (muon.bits, adamw.bits) == pytest.approx((2.25, 2.4))
     assert muon.best.deviation == pytest.approx(0.05 * math.sqrt(2))
     assert muon.best.curve == [(1, pytest.approx(3.1)), (2, pytest.approx(2.25))]
-    answer = contest(runs, BY)
+    answer = contest(read(seeds), BY)
     assert answer.verdict == (
         "Muon is better after 3 steps and 1,536 tokens: Muon 2.2500 ± 0.0707 bits per byte (lr=0.1, best of "
         "2, mean of 2 seeds). AdamW 2.4000 ± 0.1414 bits per byte (lr=0.1, best of 2, mean of 2 seeds), "
-        "0.1500 (6.7%) more; Muon was there by step 3. Muon may reach less: its best run is at an edge of "
-        "what was swept. AdamW may reach less: its best run is at an edge of what was swept."
+        "0.1500 (6.7%) more; Muon was there by step 3. Muon may reach less: its best is at an edge of what "
+        "was swept. AdamW may reach less: its best is at an edge of what was swept."
     )
     lines = [(line["settings"], line["result"]) for line in answer.lines]
-    assert lines[0] == ("lr=0.1 seed=0", "best")
-    assert lines[1] == ("lr=0.1 seed=1", "best")
-    assert lines[2] == ("lr=0.2 seed=0", "")
+    assert lines[:3] == [
+        ("lr=0.1 seed=0", "best"),
+        ("lr=0.1 seed=1", "best"),
+        ("lr=0.2 seed=0", ""),
+    ]
 
 
-def test_what_chance_explains_is_told(seeds: dict[str, Path]) -> None:
-    names = ["adamw_0.1_0", "adamw_0.1_1", "muon_0.2_0", "muon_0.2_1"]
-    said = contest(read_runs([seeds[name] for name in names]), BY).verdict
+def test_a_seed_on_which_the_other_one_is_better_is_told(tmp_path: Path) -> None:
+    ends = {("adamw", 0): 2.4, ("adamw", 1): 2.2, ("muon", 0): 2.0, ("muon", 1): 2.3}
+    runs = [
+        made(tmp_path / f"{name}{seed}", name, 0.1, bits, seed=seed)
+        for (name, seed), bits in ends.items()
+    ]
+    said = contest(read_runs(runs), BY).verdict
     assert said.startswith("Muon is better")
-    assert "They are no further apart than two seeds of the same are." in said
-    assert "Some were run" not in said
-    said = contest(read_runs([seeds[name] for name in names[:3]]), BY).verdict
-    assert "Some were run with more seeds than others." in said
+    assert said.endswith("Of seed 1 AdamW is as good or better: it may be chance.")
+
+
+def test_seeds_that_some_lack_are_left_out(seeds: dict[str, Path]) -> None:
+    """One run failed: its rate has the easy seed alone, and must not win by it."""
+    names = [name for name in seeds if name != "adamw_0.2_1"]
+    answer = contest(read(seeds, *names), BY)
+    assert "Left out, as not all were run with it: seed 1." in answer.verdict
+    assert "None was repeated with another seed." in answer.verdict
+    assert answer.verdict.startswith("AdamW is better")  # of seed 0
+    left = [line["run"] for line in answer.lines if line["result"] == "left out"]
+    assert left == ["adamw_0.1_1", "muon_0.1_1", "muon_0.2_1"]
+    assert len(answer.lines) == len(names)
+    answer.draw(seeds["muon_0.1_0"] / "picture.png")
+
+
+def test_groups_of_other_seeds(seeds: dict[str, Path]) -> None:
+    said = contest(read(seeds, "adamw_0.1_0", "muon_0.1_1"), BY).verdict
+    assert said.endswith("They also differ in seed.")
+
+
+def test_a_run_that_is_given_twice(tmp_path: Path, seeds: dict[str, Path]) -> None:
+    again = made(tmp_path / "again", "muon", 0.1, 2.6, 2.3, seed=0)
+    with pytest.raises(
+        ConfigError, match=r"muon_0\.1_0 and again have the same settings and the same"
+    ):
+        contest(read_runs([*seeds.values(), again]), BY)
 
 
 def test_seeds_may_be_asked_about(seeds: dict[str, Path]) -> None:
-    assert [group.name for group in groups_of(read_runs(list(seeds.values())), "seed")] == [
-        "0",
-        "1",
-    ]
+    answer = contest(read(seeds), "seed")
+    assert [line["group"] for line in answer.lines] == ["0"] * 4 + ["1"] * 4
+    assert "seed=" not in answer.lines[0]["settings"]
+    assert "repeated" not in answer.verdict
 
 
 def test_classes_of_one_name_keep_their_modules(tmp_path: Path) -> None:

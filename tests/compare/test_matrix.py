@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
+from lightning_cp.compare.__main__ import compare
 from lightning_cp.compare.matrix import repeated
 from lightning_cp.errors import ConfigError
 from tests.compare.test_compare import command
@@ -29,7 +31,7 @@ def quoted(*overrides: str) -> str:
 
 
 def test_each_run_is_made_with_each_seed() -> None:
-    assert repeated({"a": ["x=1"], "b": []}, [0, 3]) == {
+    assert repeated(["y=1"], {"a": ["x=1"], "b": []}, [0, 3]) == {
         "a_seed0": ["x=1", "seed=0"],
         "a_seed3": ["x=1", "seed=3"],
         "b_seed0": ["seed=0"],
@@ -37,12 +39,37 @@ def test_each_run_is_made_with_each_seed() -> None:
     }
 
 
-@pytest.mark.parametrize("seeds", [[1, 1], [0.5], ["one"], [True]], ids=str)
+@pytest.mark.parametrize("seeds", [[0.5], ["one"], [True], [], 1, "0,1"], ids=str)
 def test_seeds_that_are_none(seeds: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"train.seeds must be different whole numbers, as \[0,1,2\]"
-    ):
-        repeated({"a": []}, seeds)
+    with pytest.raises(ConfigError, match=r"train.seeds must be whole numbers, as \[0,1,2\]"):
+        repeated([], {"a": []}, seeds)
+
+
+def test_seeds_beside_seeds() -> None:
+    with pytest.raises(ConfigError, match=r"train.seeds has one twice: \[1, 1\]"):
+        repeated([], {"a": []}, [1, 1])
+    with pytest.raises(ConfigError, match="goes over the seed that b has already"):
+        repeated([], {"a": [], "b": ["seed=4"]}, [0, 1])
+    with pytest.raises(ConfigError, match=r"goes over the seed that train\.overrides has already"):
+        repeated(["seed=4"], {"a": []}, [0, 1])
+
+
+def test_the_program_makes_each_run_with_each_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def note(overrides: list[str], runs: Any, folder: Path) -> tuple[list[Path], list[str]]:
+        asked.update(runs)
+        return [], list(runs)
+
+    monkeypatch.setattr("lightning_cp.compare.__main__.make_runs", note)
+    config = OmegaConf.create(
+        {"runs": [], "sweep": None, "train": {"runs": {"a": ["x=1"]}, "seeds": [0, 1]}}
+    )
+    with pytest.raises(ConfigError, match="a_seed0, a_seed1 failed"):
+        compare(config, tmp_path)
+    assert asked == {"a_seed0": ["x=1", "seed=0"], "a_seed1": ["x=1", "seed=1"]}
 
 
 @pytest.mark.slow

@@ -48,6 +48,7 @@ SETTINGS = [
     ({"matrices": [1]}, "matrices= is a list of patterns"),
     ({"adamw": None}, "adamw= is a list of patterns"),
     ({"embeddings": None}, "embeddings= is a list of patterns"),
+    ({"embeddings": ["embed.weight"]}, "embeddings= has 'embed.weight', which fits no parameter"),
     ({"matrices": ["*.odd.weight"], "adamw": ["*.odd.weight"]}, "both name layers.0.odd.weight"),
     ({"fused": ["*.up_proj.weight"]}, "fused= maps patterns"),
     ({"fused": {"*.up_proj.weight": 20}}, "fused= maps patterns"),
@@ -174,12 +175,17 @@ def others(rank: int, world_size: int) -> None:
     optimizer.step()
 
 
-def partial(rank: int, world_size: int) -> None:
+def partial(rank: int, world_size: int, name: str = "w") -> None:
     """Values that nobody holds."""
     x = DTensor.from_local(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Partial()])
-    p = nn.Parameter(x)
-    p.grad = torch.ones_like(p)
-    Muon([("w", p)]).step()
+    p, other = nn.Parameter(x), nn.Parameter(torch.ones(6, 4))
+    p.grad, other.grad = torch.ones_like(p), torch.ones_like(other)
+    Muon([(name, p), ("other", other)]).step()
+
+
+def partial_embedding(rank: int, world_size: int) -> None:
+    """Likewise, of one that AdamW steps."""
+    partial(rank, world_size, "embed.weight")
 
 
 @pytest.mark.parametrize(
@@ -188,8 +194,9 @@ def partial(rank: int, world_size: int) -> None:
         (apart, "gradients of different parameters.*rank 0: layers.0.odd.weight"),
         (others, "have other values on other ranks"),
         (partial, "^w: .*Partial.*no rank holds"),
+        (partial_embedding, r"^embed.weight: .*Partial.*no rank holds"),
     ],
-    ids=["apart", "others", "partial"],
+    ids=["apart", "others", "partial", "partial embedding"],
 )
 def test_ranks_that_differ(fault: Any, said: str) -> None:
     error: type[LightningCPError] = ConfigError
