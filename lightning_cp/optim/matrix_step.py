@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.local import local_part
+from lightning_cp.errors import ConfigError
 from lightning_cp.optim.exchange import Exchange
 from lightning_cp.optim.grid import Grids
 from lightning_cp.optim.matrices import Matrix, Piece, Round, plan_rounds
@@ -70,9 +71,15 @@ class MatrixStep:
         """Find the ranks that hold each matrix, with a gradient or without: groups are made by all of them.
 
         Raises:
-            ConfigError: see ``Grids.of``.
+            ConfigError: see ``Grids.of``; or it is no matrix any more.
         """
         for name, parameter in matrices:
+            if parameter.dim() != 2:
+                raise ConfigError(
+                    f"{name} was a matrix when Muon was made, and has the shape {list(parameter.shape)} now. "
+                    "The older FSDP (FullyShardedDataParallel) flattens parameters; FSDP2 (fully_shard, this "
+                    "package's data_parallel='fsdp') does not."
+                )
             self._grids.of(parameter, name)
 
     def run(

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from lightning_cp.bench.length_step import Sizes, attached, batch_of, most_of_all
 from lightning_cp.bench.loading import reset_peak, status
 from lightning_cp.bench.peak_bytes import PeakBytes
+from lightning_cp.bench.quiet import quiet_lightning
 from lightning_cp.comm import checksum
 from lightning_cp.strategies.engines import engine as engine_of
 from lightning_cp.strategies.engines.comm_hooks import CommHook
@@ -133,7 +134,8 @@ def measured_steps(cells: Sequence[Cell]) -> list[Measured]:
     """One after the other, on the ranks of a process group; :func:`measured_step`."""
     dist.barrier()
     before = status("VmRSS")
-    return [measured_step(cell, before) for cell in cells]
+    with quiet_lightning():
+        return [measured_step(cell, before) for cell in cells]
 
 
 def cells_of(

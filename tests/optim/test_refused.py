@@ -82,6 +82,17 @@ def test_what_is_given() -> None:
         Muon(nn.LayerNorm(4).named_parameters())
 
 
+def test_matrices_that_were_flattened() -> None:
+    """As FullyShardedDataParallel does with ``use_orig_params``."""
+    model = Model()
+    optimizer = Muon(model)
+    give(model, gradients(model, 0))
+    weight = model.get_parameter("layers.0.odd.weight")
+    weight.data, weight.grad = weight.data.flatten(), None
+    with pytest.raises(ConfigError, match=r"layers.0.odd.weight was a matrix .* shape \[84\] now"):
+        optimizer.step()
+
+
 class Tied(nn.Module):
     """One matrix under two names."""
 
