@@ -18,7 +18,7 @@ from lightning_cp.planner.job import Job
 from lightning_cp.planner.machines import GIB, MACHINES, Machine
 from lightning_cp.planner.measured_machine import machine_of_measured
 from lightning_cp.planner.model import Model
-from lightning_cp.planner.search import CHECKPOINTING, ENGINES, Limits
+from lightning_cp.planner.ways import CHECKPOINTING, ENGINES, Limits
 
 CONFIG_CLASSES = {
     "LlamaConfig": "llama",

@@ -15,7 +15,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.plan.settings import check, job_of, limits_of
 from lightning_cp.planner.job import Job
 from lightning_cp.planner.machines import GIB, MACHINES
-from lightning_cp.planner.search import Limits
+from lightning_cp.planner.ways import Limits
 from tests.planner.configs import SMALL
 
 PUBLISHED = {

@@ -11,7 +11,8 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.plan.report import summary
 from lightning_cp.planner.machines import MACHINES
 from lightning_cp.planner.measured_machine import of_hardware
-from lightning_cp.planner.search import Limits, Plan, search
+from lightning_cp.planner.search import Plan, search
+from lightning_cp.planner.ways import Limits
 from tests.planner.measured import MEASURED
 from tests.planner.test_search import FREE, job
 

@@ -18,8 +18,9 @@ from lightning_cp.planner.loading import parts, stacked, stops_at
 from lightning_cp.planner.machines import GIB, MACHINES
 from lightning_cp.planner.memory import memory_of
 from lightning_cp.planner.override import trainer
-from lightning_cp.planner.search import Found, Limits, search, settings
+from lightning_cp.planner.search import Found, search
 from lightning_cp.planner.seconds import step_seconds
+from lightning_cp.planner.ways import Limits, settings
 from lightning_cp.planner.wire import flows
 from tests.planner.configs import LLAMA_405B, SMALL
 
