@@ -149,7 +149,7 @@ def test_four_processes_train_as_one_does(
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["strategy=fsdp"],
+        pytest.param(["strategy=fsdp"], marks=pytest.mark.slow),
         pytest.param(["strategy=zero1"], marks=pytest.mark.slow),
         pytest.param(["strategy=fsdp", "strategy.tensor_parallel_size=2"], marks=pytest.mark.slow),
     ],

@@ -38,7 +38,11 @@ def kills(folder: Path, form: str, background: bool, points: str) -> list[dict[s
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize(("form", "background"), [WAYS[1], WAYS[2]], ids=[IDS[1], IDS[2]])
+@pytest.mark.parametrize(
+    ("form", "background"),
+    [pytest.param(*WAYS[1], marks=pytest.mark.slow), WAYS[2]],
+    ids=[IDS[1], IDS[2]],
+)
 def test_a_kill_at_each_point_of_a_save(form: str, background: bool, tmp_path: Path) -> None:
     found = kills(tmp_path, form, background, ",".join(PLACES))
     assert all(

@@ -54,7 +54,7 @@ class Network(torch.nn.Module):
         return self.plain.loss(self.plain.logits(batch), batch)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", pytest.param("zero1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("ranks", "mode"), [(2, RING), (4, HYBRID), (4, {**RING, "data_parallel_size": 2})], ids=str
 )

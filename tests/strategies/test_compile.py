@@ -66,7 +66,7 @@ def test_numbers_are_those_of_one_process(how: str, fabric: bool) -> None:
 @pytest.mark.parametrize(
     ("engine", "how"),
     [
-        ("fsdp", "all"),
+        pytest.param("fsdp", "all", marks=pytest.mark.slow),
         pytest.param("fsdp", "blocks", marks=pytest.mark.slow),
         pytest.param("zero1", "all", marks=pytest.mark.slow),
         pytest.param("zero1", "blocks", marks=pytest.mark.slow),

@@ -44,8 +44,8 @@ def counted(run: Run) -> tuple[int, int]:
     [
         Run(),
         Run(batch="packed"),
-        Run(batch="padded"),
-        Run(model="mistral", window=7),
+        pytest.param(Run(batch="padded"), marks=pytest.mark.slow),
+        pytest.param(Run(model="mistral", window=7), marks=pytest.mark.slow),
         Run(model="gemma2", window=7, batch="packed"),
         Run(batch="packed", accumulate=2),
     ],
