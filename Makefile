@@ -32,7 +32,8 @@ test-slow: $(STAMPS)/dev
 	$(PYTEST) -m "slow or not slow"
 
 LITGPT := $(VENV)-litgpt
-LITGPT_TESTS := tests/models/test_litgpt.py tests/models/test_litgpt_refused.py tests/strategies/test_litgpt.py
+LITGPT_TESTS := tests/models/test_litgpt.py tests/models/test_litgpt_refused.py tests/strategies/test_litgpt.py \
+  tests/optim/test_qk_clip_models.py::test_litgpt
 
 test-litgpt: $(LITGPT)/stamp
 	$(LITGPT)/bin/python -m pytest $(LITGPT_TESTS)

@@ -149,13 +149,27 @@ def _default_dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", pytest.param("litgpt", marks=needs_litgpt)])
-@pytest.mark.parametrize(
+in_every_mode = pytest.mark.parametrize(
     ("ranks", "settings"),
     [(1, {}), pytest.param(2, RING, marks=pytest.mark.slow), (2, ULYSSES), (4, HYBRID)],
     ids=str,
 )
-def test_other_libraries(kind: str, ranks: int, settings: Settings) -> None:
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@in_every_mode
+def test_hugging_face(kind: str, ranks: int, settings: Settings) -> None:
+    check(kind, ranks, settings)
+
+
+@needs_litgpt
+@in_every_mode
+def test_litgpt(ranks: int, settings: Settings) -> None:
+    check("litgpt", ranks, settings)
+
+
+def check(kind: str, ranks: int, settings: Settings) -> None:
+    """Scores come down to tau, and in every layer."""
     for want, (before, after), tau in run_ranks(ranks, fitted, kind, settings):
         assert list(before) == [NAMES[kind].format(at) for at in (0, 1)]
         for at, largest in enumerate(want):
