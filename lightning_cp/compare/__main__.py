@@ -74,7 +74,8 @@ def _folders(config: DictConfig, folder: Path) -> tuple[list[Path], list[str]]:
     if config.runs:
         return [Path(run) for run in config.runs], []
     train: Any = OmegaConf.to_container(config.train)
-    overrides, runs = train.get("overrides") or [], {str(k): of for k, of in train["runs"].items()}
+    overrides, given = train.get("overrides") or [], train.get("runs")
+    runs = {str(k): of for k, of in given.items()} if isinstance(given, dict) else {}
     if train.get("seeds") is not None:
         runs = repeated(overrides, runs, train["seeds"])
     made, failed = make_runs(overrides, runs, folder / "runs")

@@ -56,7 +56,8 @@ def check(config: Mapping[str, Any]) -> None:
 
 def _known() -> set[str]:
     """The settings that there are: those of the file, and the group of models."""
-    return {"model", *map(str, OmegaConf.load(config_dir() / "plan.yaml"))}
+    own = set(map(str, OmegaConf.load(config_dir() / "plan.yaml")))
+    return (own | {"model"}) - {"defaults", "hydra"}
 
 
 def job_of(config: Mapping[str, Any], name: str) -> Job:

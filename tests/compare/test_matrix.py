@@ -54,6 +54,13 @@ def test_seeds_beside_seeds() -> None:
         repeated(["seed=4"], {"a": []}, [0, 1])
 
 
+@pytest.mark.parametrize("runs", [{}, {"runs": None}, {"runs": ["a"]}], ids=str)
+def test_runs_that_are_none(runs: dict[str, Any], tmp_path: Path) -> None:
+    config = OmegaConf.create({"runs": [], "sweep": None, "train": {"overrides": ["x=1"], **runs}})
+    with pytest.raises(ConfigError, match=r"train\.runs must map names to lists of overrides"):
+        compare(config, tmp_path)
+
+
 def test_the_program_makes_each_run_with_each_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
