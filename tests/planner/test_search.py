@@ -20,7 +20,7 @@ from lightning_cp.planner.memory import memory_of
 from lightning_cp.planner.override import trainer
 from lightning_cp.planner.search import Found, search
 from lightning_cp.planner.seconds import step_seconds
-from lightning_cp.planner.ways import Limits, settings
+from lightning_cp.planner.ways import Limits, meshes, settings
 from lightning_cp.planner.wire import flows
 from tests.planner.configs import LLAMA_405B, SMALL
 
@@ -182,6 +182,18 @@ def test_meshes_that_cannot_be() -> None:
         ConfigError, match=r"mesh\.tp=16 cannot share 8b. What would work: 1, 2, 4, 8"
     ):
         search(job(), Limits({**whole, Axis.TP: 16}))
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "engines"),
+    [(1, 2, {"fsdp"}), (2, 1, {"ddp", "zero1", "hsdp"}), (1, 1, {"ddp", "fsdp", "zero1"})],
+)
+def test_engines_of_a_mesh_that_is_set_whole(replicate: int, shard: int, engines: set[str]) -> None:
+    """Those that have as many copies."""
+    whole = {**dict.fromkeys(Axis, 1), Axis.DP_REPLICATE: replicate, Axis.DP_SHARD: shard}
+    found = list(meshes(job(), Limits(whole)))
+    assert {mesh for mesh, _ in found} == {MeshSizes(dp_replicate=replicate, dp_shard=shard)}
+    assert sorted(engine for _, engine in found) == sorted(engines)
 
 
 def test_idle_devices_are_told() -> None:
