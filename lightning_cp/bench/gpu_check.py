@@ -1,184 +1,164 @@
 """Everything that can only be tested or measured on an NVIDIA GPU, in one command.
 
     make gpu-check                                  # or: python -m lightning_cp.bench.gpu_check
+    make gpu-check ARGS="--part 1/3"                # one of three parts, each of at most 9 minutes
+    make gpu-check ARGS="--only kernels,replay-dense"
 
-Run from the repository: the full-size tests of the kernels, then rates of our Triton kernel beside cuDNN's
-and PyTorch's FlashAttention, then the ranks of a ring replayed in turn (:mod:`lightning_cp.bench.replay`).
-It writes ``report.md``, ``report.json`` and pytest's ``tests.xml`` into a folder, and needs no network. The
-exit status is 0 if all tests have passed and everything was measured, 1 if not, and 2 without a GPU.
+Run from the repository. ``--list`` names the sections. Each section runs in a process of its own with a time
+limit, so that a kernel that breaks the device breaks one section. After each section the report is written:
+``report.md`` to read and ``report.json`` to compute with. A later run in the same folder on the same device,
+versions and code keeps the sections that have passed (``--again`` repeats them). No network is needed.
 
-``--device cpu`` rehearses the measurements, in small, with the kernels that run there.
+The exit status is 0 if all sections asked for have passed, 1 if not, 2 without a GPU, and 3 if a package is
+missing. ``--device cpu`` rehearses the measurements, in small, with the kernels that run there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
 
-import torch
-
-from lightning_cp.bench import kernel_rates, replay, table
-from lightning_cp.bench.case import Case
-from lightning_cp.bench.gpu_report import Section, facts_of, write_report
+from lightning_cp.bench.gpu_report import Report, Section, facts_of
+from lightning_cp.bench.gpu_sections import CHECKS, Check, sizes_of
 from lightning_cp.kernels.devices import has_nvidia_gpu
 
-TESTS = ("test_on_gpu.py", "test_gpu_matrix.py", "test_triton*.py")
-"""In ``tests/kernels``."""
-KERNELS = {
-    "cuda": ("triton", "aten_cuda_flash", "aten_cuda_cudnn"),
-    "cpu": ("reference", "aten_cpu_flash"),
-}
-FLASH = {"cuda": "aten_cuda_flash", "cpu": "aten_cpu_flash"}
-NO_GPU = 2
-"""Exit status."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is measured on a device."""
-
-    device_type: str
-    kernel_tokens: Sequence[int]
-    replay: replay.Size
-    replay_kernels: Sequence[str]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, device_type: str) -> Sizes:
-        """Full size on a GPU, small on CPU."""
-        if device_type == "cuda":
-            size = replay.Size(8192, [8], [8, 16, 32, 64], repeats=10)
-            return cls("cuda", [8192, 16384, 32768], size, replay.KERNELS["cuda"], torch.bfloat16)
-        small = replay.Size(
-            *(32, [2], [2], 1), dense_tokens=64, dtype=torch.float32, device_type="cpu"
-        )
-        return cls("cpu", [64], small, replay.KERNELS["cpu"], torch.float32)
+FAILED, NO_GPU, MISSING = 1, 2, 3
+"""Exit statuses."""
+PART_MINUTES = 9.0
+"""The longest that one part may take."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Test, measure and report; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--folder", type=Path, default=Path("outputs") / "gpu-check")
-    parser.add_argument("--no-tests", action="store_true", help="only measure")
-    given = parser.parse_args(arguments)
+    given = _parser().parse_args(arguments)
+    if given.run:
+        return _run_here(given.run, given.device, given.folder)
+    checks = [check for check in CHECKS if given.device in check.devices]
+    if given.list:
+        print(
+            "\n".join(
+                f"{check.name:16} {check.minutes:4.1f} min  {check.title}" for check in checks
+            )
+        )
+        return 0
     if given.device == "cuda" and not has_nvidia_gpu():
         print(_NO_GPU, file=sys.stderr)
         return NO_GPU
+    checks = _asked(checks, given.only, given.part)
+    if lines := missing_packages(checks):
+        print("\n".join(lines), file=sys.stderr)
+        return MISSING
     given.folder.mkdir(parents=True, exist_ok=True)
-    facts = facts_of(given.device)
-    print("\n".join(f"{name}: {value}" for name, value in facts.items()), flush=True)
-    sections: list[Section] = []
-    if given.device == "cuda" and not given.no_tests:
-        sections.append(Section.of("Tests", lambda: run_tests(given.folder / "tests.xml")))
-    sections += measured(Sizes.of(given.device))
-    write_report(given.folder, facts, sections)
+    report = Report.open(given.folder, facts_of(given.device))
+    print("\n".join(f"{name}: {value}" for name, value in report.facts.items()), flush=True)
+    end = time.monotonic() + 60 * PART_MINUTES if given.part else None
+    for check in checks:
+        if report.has_passed(check.name) and not given.again:
+            print(f"\n## {check.title}\n\nhas passed already (--again repeats it)", flush=True)
+            continue
+        report.add(_run_apart(check, given.device, given.folder, end))
     print(f"\nwritten to {given.folder}/report.md and report.json", flush=True)
-    return int(any(section.failure is not None for section in sections))
+    return 0 if all(report.has_passed(check.name) for check in checks) else FAILED
 
 
-def measured(sizes: Sizes) -> list[Section]:
-    """The figures, a section each."""
-    size = sizes.replay
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: rehearse in small")
+    add("--folder", type=Path, default=Path("outputs") / "gpu-check", help="of the report")
+    add("--list", action="store_true", help="name the sections and end")
+    add("--only", metavar="NAME,NAME", help="these sections alone")
+    add("--part", metavar="I/N", help=f"the I-th of N parts, at most {PART_MINUTES:.0f} minutes")
+    add("--again", action="store_true", help="repeat sections that have passed")
+    add("--run", help=argparse.SUPPRESS)  # one section, in this process
+    return parser
+
+
+def _asked(checks: list[Check], only: str | None, part: str | None) -> list[Check]:
+    """The sections that the arguments name; ends the program if they name none."""
+    if only is not None:
+        names, known = only.split(","), {check.name: check for check in checks}
+        if unknown := [name for name in names if name not in known]:
+            raise SystemExit(
+                f"gpu-check has no section {', '.join(unknown)}. The sections are {', '.join(known)}."
+            )
+        checks = [known[name] for name in names]
+    if part is None:
+        return checks
+    index, _, count = part.partition("/")
+    if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+        raise SystemExit(f"--part {part} names no part. Write --part 1/3, 2/3 and 3/3.")
+    return parts(checks, int(count))[int(index) - 1]
+
+
+def parts(checks: Sequence[Check], count: int) -> list[list[Check]]:
+    """The sections dealt to ``count`` parts of about equal minutes, the longest first."""
+    dealt: list[list[Check]] = [[] for _ in range(count)]
+    for check in sorted(checks, key=lambda check: -check.minutes):
+        min(dealt, key=lambda part: sum(each.minutes for each in part)).append(check)
+    return [sorted(part, key=checks.index) for part in dealt]
+
+
+def missing_packages(checks: Sequence[Check]) -> list[str]:
+    """What to say of packages that the sections need and this Python lacks; nothing if all are there."""
+    lacking: dict[str, list[str]] = {}
+    for check in checks:
+        for package in check.packages:
+            if find_spec(package) is None:
+                lacking.setdefault(package.replace("_", "-"), []).append(check.name)
+    if not lacking:
+        return []
+    able = [
+        check.name for check in checks if not any(check.name in names for names in lacking.values())
+    ]
     return [
-        Section.of("Kernels: causal, head dim 128", lambda: _kernels(sizes)),
-        Section.of(
-            "Replay: one causal document around a zigzag ring, 32:8 heads",
-            lambda: _rows(replay.DENSE_HEAD, replay.dense_cells, _each(replay.all_dense, sizes)),
-        ),
-        Section.of(
-            f"Replay: packed documents, 64:8 heads, {size.tokens_per_rank} tokens a rank",
-            lambda: _rows(replay.PACKED_HEAD, replay.packed_cells, _each(replay.all_packed, sizes)),
-        ),
+        f"gpu-check needs {', '.join(lacking)}, which this Python ({sys.executable}) does not have.",
+        f"Install: {sys.executable} -m pip install {' '.join(lacking)}",
+        *(f"  {package} is needed by {', '.join(names)}" for package, names in lacking.items()),
+        *([f"Without it: --only {','.join(able)}"] if able else []),
     ]
 
 
-def _each(make: Callable[[replay.Size, str], list[Any]], sizes: Sizes) -> list[Any]:
-    return [row for kernel in sizes.replay_kernels for row in make(sizes.replay, kernel)]
+def _run_apart(check: Check, device: str, folder: Path, end: float | None) -> Section:
+    """Run a section in a process of its own, and read what it has written."""
+    print(f"\n## {check.title}\n", flush=True)
+    left = None if end is None else end - time.monotonic()
+    if left is not None and left < 60 * min(check.minutes, 0.5):
+        return Section(check.name, check.title, failure="not begun: the part's time was used up")
+    path = folder / f"{check.name}.section.json"
+    path.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "lightning_cp.bench.gpu_check"]
+    command += ["--run", check.name, "--device", device, "--folder", str(folder)]
+    try:
+        status = subprocess.run(command, check=False, timeout=left).returncode  # noqa: S603
+        failure = f"the section's process ended with status {status} and left no result"
+    except subprocess.TimeoutExpired:
+        failure = f"cut after {left:.0f} s, when the part's time was used up"
+    if not path.exists():
+        return Section(check.name, check.title, failure=failure)
+    section = Section(**json.loads(path.read_text()))
+    path.unlink()
+    return section
 
 
-def _rows(
-    head: Iterable[str], cells: Callable[[Any], list[object]], rows: list[Any]
-) -> tuple[list[Any], str]:
-    return rows, "\n".join([table.head(head), *(table.row(cells(row)) for row in rows)])
-
-
-def _kernels(sizes: Sizes) -> tuple[list[Any], str]:
-    case = Case(*(0, 1, 32, 8, 128), dtype=sizes.dtype, device_type=sizes.device_type)
-    rows = [
-        kernel_rates.kernel_row(name, replace(case, tokens=tokens), sizes.replay.repeats)
-        for tokens in sizes.kernel_tokens
-        for name in KERNELS[sizes.device_type]
-    ]
-    lines = kernel_rates.cells(rows, FLASH[sizes.device_type])
-    return rows, "\n".join([table.head(kernel_rates.HEAD), *map(table.row, lines)])
-
-
-def run_tests(results: Path, tests: Sequence[str] = TESTS) -> tuple[list[Any], str]:
-    """Run the kernels' tests in a process of their own; how many of each file did what.
-
-    Raises:
-        RuntimeError: there are none here, some failed, or all of a file were skipped.
-    """
-    here = Path("tests") / "kernels"
-    files = sorted(str(path) for pattern in tests for path in here.glob(pattern))
-    if not files:
-        raise RuntimeError(f"there is no {here}: run this from the repository, or with --no-tests")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "slow or not slow",
-        f"--junitxml={results}",
-    ]
-    status = subprocess.run([*command, *files], check=False).returncode  # noqa: S603
-    rows = outcomes(results)
-    text = "\n".join([table.head(rows[0]), *(table.row(row.values()) for row in rows)])
-    if status:
-        raise RuntimeError(f"pytest ended with status {status}\n{text}")
-    if untested := _untested(rows):
-        raise RuntimeError(f"nothing was tested by {', '.join(untested)}\n{text}")
-    return rows, text
-
-
-def _untested(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Files of which every cell was skipped."""
-    passed: dict[str, int] = {}
-    for row in rows:
-        name = row["test"].rpartition(".")[0]
-        passed[name] = passed.get(name, 0) + row["passed"]
-    return [name for name, count in passed.items() if not count]
-
-
-def outcomes(results: Path) -> list[dict[str, Any]]:
-    """Of each test function in pytest's XML: how many cells passed, failed, or were skipped, and why."""
-    found: dict[str, dict[str, Any]] = {}
-    for case in ElementTree.parse(results).iter("testcase"):  # noqa: S314 - pytest wrote it just now
-        name = f"{case.get('classname', '')}.{case.get('name', '')}".split("[")[0]
-        empty = {"test": name, "passed": 0, "failed": 0, "skipped": 0, "why skipped": ""}
-        row = found.setdefault(name, empty)
-        skipped = case.find("skipped")
-        if skipped is not None:
-            row["skipped"] += 1
-            row["why skipped"] = skipped.get("message", "")
-        elif case.find("failure") is not None or case.find("error") is not None:
-            row["failed"] += 1
-        else:
-            row["passed"] += 1
-    return list(found.values())
+def _run_here(name: str, device: str, folder: Path) -> int:
+    """Run one section in this process and write its result."""
+    check = next(check for check in CHECKS if check.name == name)
+    section = Section.of(name, check.title, lambda: check.run(sizes_of(device), folder))
+    print(section.failure or section.table, flush=True)
+    section.write(folder / f"{name}.section.json")
+    return 0
 
 
 _NO_GPU = (
-    "gpu-check needs an NVIDIA GPU that PyTorch can use, and there is none here (torch.cuda.is_available() "
-    "is false, or this PyTorch is built for AMD's). Nothing was run. --device cpu rehearses the measurements."
+    "gpu-check needs an NVIDIA GPU that PyTorch can use, and this machine has none "
+    "(torch.cuda.is_available() is false, or this PyTorch is built for AMD's). --device cpu rehearses the measurements."
 )
 
 if __name__ == "__main__":

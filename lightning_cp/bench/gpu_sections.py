@@ -1,0 +1,210 @@
+"""The sections of a GPU check: what each runs, what it needs, and how long it takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+
+from lightning_cp.bench import kernel_rates, replay, table
+from lightning_cp.bench.case import Case
+from lightning_cp.bench.training_job import Job
+
+KERNELS = {
+    "cuda": ("triton", "aten_cuda_flash", "aten_cuda_cudnn"),
+    "cpu": ("reference", "aten_cpu_flash"),
+}
+FLASH = {"cuda": "aten_cuda_flash", "cpu": "aten_cpu_flash"}
+Result = tuple[list[Any], str]
+"""Rows, and their table."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured on a device."""
+
+    device_type: str
+    kernel_tokens: Sequence[int]
+    replay: replay.Size
+    replay_kernels: Sequence[str]
+    dtype: torch.dtype
+    job: Job
+    """Of the training runs."""
+
+
+def sizes_of(device_type: str) -> Sizes:
+    """Full size on a GPU, small on CPU."""
+    if device_type == "cuda":
+        size = replay.Size(8192, [8], [8, 16, 32, 64], repeats=10)
+        job = Job(tokens=4096, hidden=1024, layers=4, heads=16, kv_heads=4)
+        kernels = replay.KERNELS["cuda"]
+        return Sizes("cuda", [8192, 16384, 32768], size, kernels, torch.bfloat16, job)
+    small = replay.Size(*(32, [2], [2], 1), dense_tokens=64, dtype=torch.float32, device_type="cpu")
+    return Sizes("cpu", [64], small, replay.KERNELS["cpu"], torch.float32, Job(64, hidden=32))
+
+
+@dataclass(frozen=True)
+class Check:
+    """One section."""
+
+    name: str
+    title: str
+    minutes: float
+    """About how long it takes on one H200 with 16 cores."""
+    run: Callable[[Sizes, Path], Result]
+    packages: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ("cuda",)
+
+
+def _kernels(sizes: Sizes, folder: Path) -> Result:
+    case = Case(*(0, 1, 32, 8, 128), dtype=sizes.dtype, device_type=sizes.device_type)
+    rows = [
+        kernel_rates.kernel_row(name, replace(case, tokens=tokens), sizes.replay.repeats)
+        for tokens in sizes.kernel_tokens
+        for name in KERNELS[sizes.device_type]
+    ]
+    lines = kernel_rates.cells(rows, FLASH[sizes.device_type])
+    return rows, "\n".join([table.head(kernel_rates.HEAD), *map(table.row, lines)])
+
+
+def _replay_dense(sizes: Sizes, folder: Path) -> Result:
+    return _rows(replay.DENSE_HEAD, replay.dense_cells, _each(replay.all_dense, sizes))
+
+
+def _replay_packed(sizes: Sizes, folder: Path) -> Result:
+    return _rows(replay.PACKED_HEAD, replay.packed_cells, _each(replay.all_packed, sizes))
+
+
+def _each(make: Callable[[replay.Size, str], list[Any]], sizes: Sizes) -> list[Any]:
+    return [row for kernel in sizes.replay_kernels for row in make(sizes.replay, kernel)]
+
+
+def _training(sizes: Sizes, folder: Path) -> Result:
+    from lightning_cp.bench import gpu_training
+
+    rows = gpu_training.training_rows(sizes.job, sizes.device_type)
+    return _rows(gpu_training.TRAINING_HEAD, gpu_training.training_cells, rows)
+
+
+def _synchronisations(sizes: Sizes, folder: Path) -> Result:
+    from lightning_cp.bench import gpu_training
+
+    rows = gpu_training.synchronisation_rows(sizes.job)
+    cells = [(row.engine, row.place, f"{row.per_step:g}") for row in rows]
+    head = gpu_training.SYNCHRONISATION_HEAD
+    return rows, "\n".join([table.head(head), *map(table.row, cells)])
+
+
+def _rows(head: Iterable[str], cells: Callable[[Any], list[object]], rows: list[Any]) -> Result:
+    return rows, "\n".join([table.head(head), *(table.row(cells(row)) for row in rows)])
+
+
+def tests_in(pattern: str) -> Callable[[Sizes, Path], Result]:
+    """A section that runs the tests of the kernels in some files, by a pattern in ``tests/kernels``."""
+
+    def run(sizes: Sizes, folder: Path) -> Result:
+        name = pattern.removesuffix(".py").rstrip("*")
+        return run_tests(pattern, folder / f"{name}.xml")
+
+    return run
+
+
+def run_tests(pattern: str, results: Path) -> Result:
+    """Run tests with pytest; how many cells of each test passed, failed or were skipped.
+
+    Raises:
+        RuntimeError: pytest did not start, tests failed, or all tests of a file were skipped.
+    """
+    files = sorted(str(path) for path in (Path("tests") / "kernels").glob(pattern))
+    if not files:
+        raise RuntimeError(
+            f"this folder has no tests/kernels/{pattern}. Run gpu-check from the repository."
+        )
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow", "--tb=short"]
+    if find_spec("xdist") is not None:  # compiling is most of the time: many processes at once
+        command += ["-n", "8", "--dist", "worksteal"]
+    results.unlink(missing_ok=True)
+    command += [f"--junitxml={results}", *files]
+    done = subprocess.run(  # noqa: S603
+        command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if not results.exists():
+        raise RuntimeError(
+            f"pytest did not start (status {done.returncode}):\n{done.stdout[-4000:]}"
+        )
+    rows = outcomes(results)
+    text = "\n".join([table.head(COLUMNS), *(table.row(row.values()) for row in rows)])
+    if done.returncode:
+        raise RuntimeError(
+            f"pytest ended with status {done.returncode}\n{text}\n{done.stdout[-8000:]}"
+        )
+    if empty := files_without_a_pass(rows):
+        raise RuntimeError(f"every test was skipped in {', '.join(empty)}\n{text}")
+    return rows, text
+
+
+def files_without_a_pass(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Test files in which no cell passed."""
+    passed: dict[str, int] = {}
+    for row in rows:
+        name = row["test"].rpartition(".")[0]
+        passed[name] = passed.get(name, 0) + row["passed"]
+    return [name for name, count in passed.items() if not count]
+
+
+COLUMNS = ("test", "passed", "failed", "skipped", "why skipped")
+
+
+def outcomes(results: Path) -> list[dict[str, Any]]:
+    """Of each test function in pytest's XML: how many cells passed, failed, or were skipped, and why."""
+    found: dict[str, dict[str, Any]] = {}
+    for case in ElementTree.parse(results).iter("testcase"):  # noqa: S314 - pytest wrote it just now
+        name = f"{case.get('classname', '')}.{case.get('name', '')}".split("[")[0]
+        row = found.setdefault(name, dict(zip(COLUMNS, (name, 0, 0, 0, ""), strict=True)))
+        skipped = case.find("skipped")
+        if skipped is not None:
+            row["skipped"] += 1
+            row["why skipped"] = skipped.get("message", "")
+        elif case.find("failure") is not None or case.find("error") is not None:
+            row["failed"] += 1
+        else:
+            row["passed"] += 1
+    return list(found.values())
+
+
+_TESTS = ("pytest", "pytest_timeout", "hypothesis", "triton", "lightning", "torchmetrics")
+_TRAINING = ("lightning", "torchmetrics", "transformers")
+_BOTH = ("cuda", "cpu")
+
+CHECKS = (
+    Check("training", "Training on one device", 1.5, _training, _TRAINING, _BOTH),
+    Check("synchronisations", "Synchronisations of a step", 0.5, _synchronisations, _TRAINING),
+    Check("kernels", "Kernels: causal, head dim 128", 0.5, _kernels, devices=_BOTH),
+    Check(
+        *("replay-dense", "Replay: one causal document around a zigzag ring of 8, 32:8 heads"),
+        *(0.7, _replay_dense, (), _BOTH),
+    ),
+    Check(
+        *("replay-packed", "Replay: packed documents, 64:8 heads, 8192 tokens a rank"),
+        *(1.5, _replay_packed, (), _BOTH),
+    ),
+    Check(
+        *("tests-matrix", "Tests: every kernel in every cell"),
+        *(3.0, tests_in("test_gpu_matrix.py"), _TESTS),
+    ),
+    Check(
+        *("tests-gpu", "Tests: PyTorch's and flash-attn's kernels"),
+        *(3.0, tests_in("test_on_gpu.py"), _TESTS),
+    ),
+    Check(
+        *("tests-triton", "Tests: Triton's kernels"), *(4.0, tests_in("test_triton*.py"), _TESTS)
+    ),
+)
+"""In the order in which they run: the short ones first, so that a cut run has the most."""
