@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -135,16 +138,26 @@ def _run_apart(check: Check, device: str, folder: Path, end: float | None) -> Se
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "lightning_cp.bench.gpu_check"]
     command += ["--run", check.name, "--device", device, "--folder", str(folder)]
-    try:
-        status = subprocess.run(command, check=False, timeout=left).returncode  # noqa: S603
-        failure = f"the section's process ended with status {status} and left no result"
-    except subprocess.TimeoutExpired:
-        failure = f"cut after {left:.0f} s, when the part's time was used up"
+    failure = _wait(command, left)
     if not path.exists():
         return Section(check.name, check.title, failure=failure)
     section = Section(**json.loads(path.read_text()))
     path.unlink()
     return section
+
+
+def _wait(command: Sequence[str], limit: float | None) -> str:
+    """Run a command and its children until it ends or its seconds are used up; say which of both."""
+    process = subprocess.Popen(command, start_new_session=True)  # noqa: S603
+    try:
+        status = process.wait(limit)
+        return f"the section's process ended with status {status} and left no result"
+    except subprocess.TimeoutExpired:
+        return f"cut after {limit:.0f} s, when the part's time was used up"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _run_here(name: str, device: str, folder: Path) -> int:
@@ -158,7 +171,8 @@ def _run_here(name: str, device: str, folder: Path) -> int:
 
 _NO_GPU = (
     "gpu-check needs an NVIDIA GPU that PyTorch can use, and this machine has none "
-    "(torch.cuda.is_available() is false, or this PyTorch is built for AMD's). --device cpu rehearses the measurements."
+    "(torch.cuda.is_available() is false, or this PyTorch is built for AMD's). "
+    "--device cpu rehearses the measurements."
 )
 
 if __name__ == "__main__":

@@ -135,11 +135,11 @@ def run_tests(pattern: str, results: Path) -> Result:
     done = subprocess.run(  # noqa: S603
         command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    if not results.exists():
+    rows = outcomes(results) if results.exists() else []
+    if not rows:
         raise RuntimeError(
             f"pytest did not start (status {done.returncode}):\n{done.stdout[-4000:]}"
         )
-    rows = outcomes(results)
     text = "\n".join([table.head(COLUMNS), *(table.row(row.values()) for row in rows)])
     if done.returncode:
         raise RuntimeError(

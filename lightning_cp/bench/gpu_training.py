@@ -219,9 +219,6 @@ class _DebugMode(pl.Callback):
         if trainer.global_step == WARM_UP:
             torch.cuda.set_sync_debug_mode("warn")
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        torch.cuda.set_sync_debug_mode("default")
-
 
 def _count_steps(job: Job, engine: str) -> int:
     """Run an epoch; the number of steps in debug mode."""
@@ -237,7 +234,10 @@ def _count_steps(job: Job, engine: str) -> int:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(_Module(job), _loader(job))
+    try:
+        trainer.fit(_Module(job), _loader(job))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     return STEPS - WARM_UP
 
 
@@ -259,10 +259,7 @@ def _synchronisations() -> Iterator[Counter[str]]:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("always", ".*synchroniz.*")
         warnings.showwarning = note  # type: ignore[assignment]
-        try:
-            yield places
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        yield places
 
 
 def _place() -> str:
