@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from lightning_cp.checkpoint.failures import shown
+from lightning_cp.checkpoint.latest import saved_at, set_saved_at
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
@@ -30,9 +30,9 @@ def convert(source: Path, target: Path, *, form: str = "full") -> None:
     opened = open_checkpoint(source)
     about = opened.manifest.about if opened.manifest is not None else About()
     kept = {key: value for key, value in opened.ours.items() if key != "notes"}
-    written = opened.path.stat()
-    save_checkpoint(opened.read(), target, form=form, about=about, ours=kept, newest=False)
-    os.utime(target, ns=(written.st_atime_ns, written.st_mtime_ns))
+    written = saved_at(opened.path)
+    save_checkpoint(opened.read(), target, form=form, about=about, ours=kept)
+    set_saved_at(target, written)
 
 
 def describe(source: Path) -> str:

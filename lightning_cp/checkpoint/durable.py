@@ -108,16 +108,6 @@ def _exchange(staged: Path, target: Path, aside: Path | None) -> None:
         raise
 
 
-def replace_text(target: Path, text: str) -> None:
-    """Write a small file, in one step for whoever reads it."""
-    staged = beside(target, SAVING)
-    try:
-        write_durably(staged, text.encode())
-        put_in_place(staged, target)
-    finally:
-        discard(staged)
-
-
 def leave_note(path: Path, text: str) -> None:
     """Write a small file for a process that waits for it: all of it or nothing is there.
 

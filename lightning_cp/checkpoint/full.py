@@ -13,7 +13,6 @@ from lightning_cp.checkpoint.durable import SAVING, beside, discard, make_folder
 from lightning_cp.checkpoint.failures import failed_save
 from lightning_cp.checkpoint.full_file import write_file
 from lightning_cp.checkpoint.gathered import gather
-from lightning_cp.checkpoint.latest import point_to, staying
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.plain import Place, map_leaves
 from lightning_cp.comm.objects import World
@@ -33,7 +32,6 @@ class FullSave:
         tree: plain, its tensors on the CPU; on the first rank.
         live: storages of the state that was given, by their addresses.
         staged: what was written so far.
-        newest: ``latest`` is to name it.
     """
 
     target: Path
@@ -42,7 +40,6 @@ class FullSave:
     tree: dict[str, Any] | None
     live: frozenset[int] = frozenset()
     staged: Path | None = None
-    newest: bool = True
 
     def copy(self) -> None:
         """Take the values as they are now; what was gathered is ours already."""
@@ -72,10 +69,7 @@ class FullSave:
     def commit(self, parts: object = None) -> None:
         """Give it its name, on the first rank; one of that name is replaced in one step."""
         if self.staged is not None:
-            with staying(self.newest):
-                put_in_place(self.staged, self.target)
-            if self.newest:
-                point_to(self.target)
+            put_in_place(self.staged, self.target)
 
     def give_up(self) -> None:
         """Remove what was written so far."""

@@ -1,97 +1,80 @@
-"""``latest``: which checkpoint of a folder was completed last. It is written after everything else."""
+"""The checkpoint of a folder that was completed last: nothing but the checkpoints themselves says so."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 
-from lightning_cp.checkpoint.durable import found, replace_text
-from lightning_cp.checkpoint.failures import failed_later, shown
-from lightning_cp.checkpoint.in_the_way import require_replaceable
-from lightning_cp.comm.objects import told
+from lightning_cp.checkpoint.durable import BEFORE, found, leftovers
+from lightning_cp.checkpoint.full_file import manifest_of_file
+from lightning_cp.checkpoint.in_the_way import is_foreign
+from lightning_cp.checkpoint.manifest import NAME as MANIFEST
 from lightning_cp.errors import CheckpointError
 
-NAME = "latest"
+_NAMED = "latest"
+"""A file of earlier releases, beside the checkpoints: it named the newest one."""
 _LONGEST = 4096
-_STAYS = f"{NAME} beside it was not written and may name the one before"
-
-
-def require_name(target: Path) -> None:
-    """Refuse a checkpoint of this name, and one beside something else that has it.
-
-    Raises:
-        CheckpointError: saying which of the two.
-    """
-    if target.name == NAME:
-        raise CheckpointError(
-            f"{NAME!r} is the name of the file that says which checkpoint of a folder is the newest. Give "
-            "the checkpoint another one."
-        )
-    _require_ours(target.with_name(NAME))
-
-
-def point_to(target: Path) -> None:
-    """Say that ``target`` is the newest complete checkpoint of its folder.
-
-    Raises:
-        CheckpointError: it cannot be said, or something else has the name of the file that says so.
-    """
-    try:
-        _require_ours(target.with_name(NAME))
-        replace_text(target.with_name(NAME), target.name + "\n")
-    except (OSError, CheckpointError) as error:
-        raise failed_later(target, f"{_STAYS}: {told(error)}") from error
-
-
-@contextmanager
-def staying(wanted: bool) -> Iterator[None]:
-    """Around what gives a checkpoint its name: where that may not be on the disk, ``latest`` is not changed.
-
-    After a power cut it would name nothing, and a run would begin anew beside the checkpoint before.
-
-    Args:
-        wanted: it was going to be.
-
-    Raises:
-        CheckpointError: that of what is done, which says this too.
-    """
-    try:
-        yield
-    except CheckpointError as error:
-        if wanted:
-            raise CheckpointError(f"{error} {_STAYS}.") from error
-        raise
 
 
 def latest_checkpoint(folder: str | PathLike[str]) -> Path | None:
-    """The checkpoint that was completed last, if it is still there.
+    """The checkpoint of this package that was completed last in a folder; links do not count.
 
-    What it names has not been verified; reading it does that.
+    A ``latest`` file that an earlier release has written counts until a checkpoint is newer than that file.
+    What is found has not been verified; reading it does that.
     """
     folder = Path(folder)
-    name = _said_by(folder / NAME)
-    if name is None:
+    if not folder.is_dir():
         return None
-    path = found(folder / name)
-    return path if path.exists() else None
+    times = {path: saved_at(path) for path in _checkpoints(folder)}
+    named = _named(folder / _NAMED)
+    if named is not None:
+        times[named] = max(times.get(named, 0), (folder / _NAMED).stat().st_mtime_ns)
+    return max(times, key=lambda path: (times[path], path == named), default=None)
 
 
-def _require_ours(place: Path) -> None:
-    require_replaceable(place)
-    is_file = place.is_file() and not place.is_symlink()
-    if is_file and place.stat().st_size and _said_by(place) is None:
-        raise CheckpointError(
-            f"{shown(place)} does not name a checkpoint, so it is not replaced. That file is kept for the "
-            "name of the newest checkpoint of its folder: rename what is there, or save somewhere else."
-        )
+def saved_at(path: Path) -> int:
+    """When a checkpoint of either form was written, in nanoseconds: the time of its file or its manifest."""
+    manifest = path / MANIFEST
+    return (manifest if manifest.is_file() else path).stat().st_mtime_ns
 
 
-def _said_by(place: Path) -> str | None:
+def set_saved_at(path: Path, time: int) -> None:
+    """Have ``saved_at`` give this time."""
+    for each in (path, path / MANIFEST):
+        if each.exists():
+            os.utime(each, ns=(time, time))
+
+
+def _checkpoints(folder: Path) -> Iterator[Path]:
+    """What saves have completed there, also what a save that was killed has set aside."""
+    for path in folder.iterdir():
+        if not path.name.startswith(".") and not path.is_symlink() and _is_ours(path):
+            yield path
+    for path, (name, why) in leftovers(folder):
+        if why == BEFORE and not os.path.lexists(folder / name):
+            yield path
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a save has written it; it may be damaged all the same."""
+    if path.is_dir():
+        return not is_foreign(path)
+    try:
+        return path.is_file() and manifest_of_file(path) is not None
+    except CheckpointError:
+        return True
+
+
+def _named(place: Path) -> Path | None:
+    """What a ``latest`` file names, if that is there."""
     try:
         with place.open("rb") as file:
             name = file.read(_LONGEST).decode().strip()
     except (OSError, UnicodeDecodeError):
         return None
-    return name if name and name.isprintable() and name == Path(name).name else None
+    if not name or not name.isprintable() or name != Path(name).name:
+        return None
+    path = found(place.with_name(name))
+    return path if path.exists() else None

@@ -13,7 +13,6 @@ from lightning_cp.checkpoint.durable import sweep
 from lightning_cp.checkpoint.failures import GivenUpError, failed_save
 from lightning_cp.checkpoint.full import OURS, plan_full
 from lightning_cp.checkpoint.in_the_way import require_replaceable
-from lightning_cp.checkpoint.latest import require_name
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.plain import plain
 from lightning_cp.checkpoint.same_states import require_same_states
@@ -30,9 +29,6 @@ LIMIT = 1800.0
 
 class Save(Protocol):
     """One save, as one rank sees it."""
-
-    newest: bool
-    """It is the newest one of its folder, once it is complete."""
 
     @property
     def target(self) -> Path:
@@ -69,7 +65,6 @@ def plan(
     ours: dict[str, Any] | None = None,
     may_lack: Sequence[str] = (),
     may_differ: Collection[str] = (),
-    newest: bool = True,
 ) -> tuple[Save, list[str]]:
     """Begin a save: what is sent between ranks is sent here. Collective.
 
@@ -81,7 +76,6 @@ def plan(
         ours: noted beside the state; plain.
         may_lack: keys of the top level whose entries are left out if they cannot be written.
         may_differ: keys of the top level below which only what is spread is compared.
-        newest: ``latest`` is to name it.
 
     Returns:
         The save, and names of what was left out.
@@ -97,7 +91,6 @@ def plan(
         made = plain(tree, may_lack)
         if world.rank == 0:
             require_replaceable(target)
-            require_name(target)
             sweep(target.parent)
         return made
 
@@ -110,13 +103,11 @@ def plan(
     require_same_states(world, target, lambda: made.tree, may_differ=may_differ)
     notes = {**(ours or {}), "notes": made.notes}
     try:
-        planned = FORMS[form](made.tree, notes, target, about or About())
+        return FORMS[form](made.tree, notes, target, about or About()), made.left_out
     except CheckpointError:
         raise
     except Exception as error:
         raise failed_save(target, told(error)) from error
-    planned.newest = newest
-    return planned, made.left_out
 
 
 def _require_no_notes(tree: dict[str, Any]) -> None:

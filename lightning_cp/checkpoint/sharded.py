@@ -28,7 +28,6 @@ from lightning_cp.checkpoint.durable import (
 )
 from lightning_cp.checkpoint.failures import GivenUpError
 from lightning_cp.checkpoint.index import INDEX, index_of
-from lightning_cp.checkpoint.latest import point_to, staying
 from lightning_cp.checkpoint.manifest import NAME, About, FileEntry, Manifest, hash_of
 from lightning_cp.checkpoint.notes import leave_failure, read_note
 from lightning_cp.checkpoint.shard_file import Block, Written, write_shard
@@ -61,7 +60,6 @@ class ShardedSave:
         world: all ranks.
         blocks: what this rank writes.
         state: on the first rank, the tree as JSON holds it.
-        newest: ``latest`` is to name it.
     """
 
     target: Path
@@ -71,7 +69,6 @@ class ShardedSave:
     world: World
     blocks: list[Block]
     state: Any
-    newest: bool = True
 
     def copy(self) -> None:
         """Take the values as they are now; a shard may be the very weights that training goes on with."""
@@ -107,10 +104,7 @@ class ShardedSave:
         sync(self.staging)
         manifest = Manifest("sharded", self.save, self.about, entries)
         write_durably(self.staging / NAME, manifest.render().encode())
-        with staying(self.newest):
-            put_in_place(self.staging, self.target)
-        if self.newest:
-            point_to(self.target)
+        put_in_place(self.staging, self.target)
 
     def give_up(self) -> None:
         """Remove what was written so far."""

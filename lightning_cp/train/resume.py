@@ -12,6 +12,7 @@ from zipfile import BadZipFile, ZipFile
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from lightning_cp.checkpoint.latest import saved_at
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.run_folder import FOLDER_OF_FIRST
@@ -59,7 +60,7 @@ def newest_whole(folder: Path) -> Path | None:
     if not folder.is_dir():
         return None
     there = [path for path in folder.iterdir() if _may_be_one(path)]
-    there.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    there.sort(key=saved_at, reverse=True)
     for path in there:
         try:
             _require_whole(path)

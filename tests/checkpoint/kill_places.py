@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning_cp.checkpoint import full, full_file, sharded
+from lightning_cp.checkpoint import durable, full, full_file, sharded
 
 NAME = "last.ckpt"
 """The checkpoint that is saved."""
@@ -59,13 +59,12 @@ def while_replacing() -> None:
     _dying(Path, "replace", lambda staged, target: target.name == NAME and staged.is_dir())
 
 
-def before_latest() -> None:
-    """The checkpoint has its name, and ``latest`` still says the one before."""
-    _dying(sharded, "point_to")
-    _dying(full, "point_to")
+def after_rename() -> None:
+    """The checkpoint has its name; of a folder, the one before is still set aside."""
+    _dying(durable, "_keep_name")
 
 
 PLACES = {
     place.__name__: place
-    for place in (in_data, before_manifest, before_rename, while_replacing, before_latest)
+    for place in (in_data, before_manifest, before_rename, while_replacing, after_rename)
 }

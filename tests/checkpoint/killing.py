@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_cp.checkpoint.durable import leftovers
+from lightning_cp.checkpoint.latest import latest_checkpoint
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import Background, plan, save_checkpoint
 from lightning_cp.errors import CheckpointError
@@ -224,8 +225,9 @@ def save_again(folder: Path, form: str, background: bool, step: int, **how: Any)
 def report(folder: Path, place: str, outcome: Outcome, step: int) -> None:
     """Which of the two saves is read, after making sure that it is one of them to the last bit."""
     read = {OLD: "old", step: "new"}[read_back(folder)]
-    latest = (folder / "saved" / "latest").read_text().strip()
-    assert latest == NAME
+    latest = latest_checkpoint(folder / "saved")
+    assert latest is not None
+    assert open_checkpoint(latest).tree["step"] == {"old": OLD, "new": step}[read]
     line = {"place": place, "killed": outcome.killed, "read": read}
     print(json.dumps(line), flush=True)
 

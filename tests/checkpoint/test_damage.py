@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import re
 import shutil
@@ -14,14 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cp.checkpoint import full, full_file, sharded
-from lightning_cp.checkpoint.latest import latest_checkpoint
+from lightning_cp.checkpoint import full_file
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.errors import CheckpointError
-from tests.checkpoint.states import same, state_of
-from tests.checkpoint.test_full_disk import fails_once
+from tests.checkpoint.states import state_of
 
 FORMS = ("full", "sharded")
 SHARD = "shard-00000-of-00001.safetensors"
@@ -166,24 +162,3 @@ def test_any_changed_byte_is_found(
         refused(path if path.name == "full" else path.parent, ".")
     finally:
         path.write_bytes(SAVED[name])
-
-
-@pytest.mark.parametrize("name", ["", "missing"])
-def test_latest_is_only_a_hint(name: str, tmp_path: Path) -> None:
-    assert latest_checkpoint(tmp_path) is None
-    (tmp_path / "latest").write_text(f"{name}\n")
-    assert latest_checkpoint(tmp_path) is None
-    (tmp_path / "latest").write_text("../elsewhere\n")
-    assert latest_checkpoint(tmp_path) is None
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_latest_comes_last(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_checkpoint(state_of(1), tmp_path / "one", form=form)
-    for room in (full, sharded):
-        monkeypatch.setattr(room, "point_to", fails_once("latest", errno.EIO))
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        save_checkpoint(state_of(2), tmp_path / "two", form=form)
-    assert latest_checkpoint(tmp_path) == tmp_path / "one"
-    assert same(open_checkpoint(tmp_path / "two").read(), state_of(2))  # complete all the same
-    assert json.dumps((tmp_path / "latest").read_text()) == '"one\\n"'

@@ -58,40 +58,27 @@ def saved(target: Path, form: str, *, background: bool) -> None:
 
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("place", ["the folder", "latest"])
 def test_what_fails_after_the_rename_is_told_as_that(
-    form: str, background: bool, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_checkpoint(state_of(1), tmp_path / "a", form=form)
-    if place == "latest":
-        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/home/somebody/latest")
-        monkeypatch.setattr("lightning_cp.checkpoint.latest.replace_text", raising(full))
-    else:
-        monkeypatch.setattr(durable.os, "fsync", failing(errno.EIO, folder=tmp_path))
+    monkeypatch.setattr(durable.os, "fsync", failing(errno.EIO, folder=tmp_path))
     with pytest.raises(CheckpointError, match="a is complete and in its place, but ") as raised:
         saved(tmp_path / "a", form, background=background)
     said = str(raised.value)
     assert "cannot save" not in said
     assert "still there" not in said
     assert "/home" not in said
-    assert ("No space left" if place == "latest" else "Input/output error") in said
+    assert "may not be after a power cut: Input/output error" in said
     monkeypatch.undo()
     assert same(open_checkpoint(tmp_path / "a").read(), state_of(2))
-    assert sorted(x.name for x in tmp_path.glob("[!.]*")) == ["a", "latest"]
-
-
-def raising(error: Exception) -> Any:
-    def fail(*_: Any) -> None:
-        raise error
-
-    return fail
+    assert [x.name for x in tmp_path.glob("[!.]*")] == ["a"]
 
 
 def fails_on_the_first(rank: int, world: int) -> str:
     patch = pytest.MonkeyPatch()
     if rank == 0:
-        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "latest")
-        patch.setattr("lightning_cp.checkpoint.latest.replace_text", raising(full))
+        patch.setattr(durable.os, "fsync", failing(errno.EIO, folder=Path()))
     try:
         with pytest.raises(CheckpointError) as raised:
             save_checkpoint(state_of(1), Path("a"))
@@ -102,7 +89,7 @@ def fails_on_the_first(rank: int, world: int) -> str:
 
 def test_other_ranks_are_told_the_same() -> None:
     for said in run_ranks(2, fails_on_the_first):
-        assert "a is complete and in its place, but latest" in said
+        assert "a is complete and in its place, but may not be after a power cut" in said
         assert "cannot save" not in said
 
 
@@ -139,7 +126,7 @@ def test_leftovers_that_nobody_writes_go_after_a_day(
     monkeypatch.setattr(durable.time, "time", lambda: later)
     (staging / "shard").unlink()
     durable.sweep(tmp_path)
-    assert sorted(x.name for x in tmp_path.iterdir()) == ["b", "latest"]
+    assert [x.name for x in tmp_path.iterdir()] == ["b"]
     assert same(open_checkpoint(tmp_path / "b").read(), state_of(1))
     assert latest_checkpoint(tmp_path) == tmp_path / "b"
 
@@ -196,8 +183,8 @@ def test_a_small_file_that_cannot_be_written_says_why(
     monkeypatch.setattr(Path, "open", refusing(errno.ENOSPC))
     monkeypatch.setattr(Path, "unlink", refusing(errno.EIO))
     with pytest.raises(OSError, match="No space left on device"):
-        durable.replace_text(tmp_path / "latest", "a")
+        durable.write_durably(tmp_path / "note", b"a")
     monkeypatch.setattr(Path, "rename", refusing(errno.ENOSPC))
     monkeypatch.setattr(Path, "replace", refusing(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left on device"):
-        durable.replace_link(tmp_path / "latest", tmp_path / "a")
+        durable.replace_link(tmp_path / "last", tmp_path / "a")

@@ -36,7 +36,7 @@ def test_what_is_saved_is_read(form: str, tmp_path: Path) -> None:
         assert same(opened.read(), state_of(step))
         assert opened.manifest is not None
         assert opened.manifest.about == About(step, {"ring": 2}, "ddp")
-    assert sorted(x.name for x in tmp_path.iterdir()) == ["last.ckpt", "latest"]
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["last.ckpt"]
     assert latest_checkpoint(tmp_path) == tmp_path / "last.ckpt"
     assert latest_checkpoint(str(tmp_path)) == tmp_path / "last.ckpt"
 

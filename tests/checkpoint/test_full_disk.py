@@ -78,7 +78,7 @@ def test_a_file_that_may_not_grow_is_a_full_disk(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert same(open_checkpoint(target).read(), state_of(1))
-    assert sorted(x.name for x in tmp_path.iterdir()) == ["a.ckpt", "latest"]
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["a.ckpt"]
 
 
 def fails_in_ranks(rank: int, world_size: int, form: str, who: int) -> None:
@@ -96,7 +96,7 @@ def fails_in_ranks(rank: int, world_size: int, form: str, who: int) -> None:
         patch.undo()
         dist.barrier()
         assert torch.equal(open_checkpoint(Path("a")).read()["w"], torch.arange(8.0))
-        assert sorted(x.name for x in Path().iterdir()) == ["a", "latest"]
+        assert sorted(x.name for x in Path().iterdir()) == ["a"]
 
 
 @pytest.mark.parametrize(("form", "who"), [("full", 0), ("sharded", 0), ("sharded", 1)])

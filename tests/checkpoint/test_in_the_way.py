@@ -7,7 +7,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 
-from lightning_cp.checkpoint.latest import latest_checkpoint, point_to
+from lightning_cp.checkpoint.latest import latest_checkpoint
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.errors import CheckpointError, ConfigError
@@ -64,35 +64,6 @@ def test_nor_by_a_link(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"last\.ckpt is a folder"):
         Saver("full", in_background=False).link(tmp_path / "new", folder)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_nor_by_the_name_of_the_newest(form: str, tmp_path: Path) -> None:
-    folder_with("latest", tmp_path)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError, match="latest is a folder"):
-        save_checkpoint(state_of(1), tmp_path / "a", form=form)
-    with pytest.raises(CheckpointError, match="latest is a folder"):
-        point_to(tmp_path / "a")
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize("there", ["years of work\nmore of it", "a/b", "\0\1"])
-def test_nor_is_a_file_of_that_name_that_says_something_else(there: str, tmp_path: Path) -> None:
-    (tmp_path / "latest").write_text(there)
-    with pytest.raises(CheckpointError, match="latest does not name a checkpoint"):
-        save_checkpoint(state_of(1), tmp_path / "a")
-    assert (tmp_path / "latest").read_text() == there
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_no_checkpoint_has_the_name_of_the_file_that_names_the_newest(
-    form: str, tmp_path: Path
-) -> None:
-    with pytest.raises(CheckpointError, match="'latest' is the name of the file that"):
-        save_checkpoint(state_of(1), tmp_path / "latest", form=form)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -49,9 +49,9 @@ def test_a_kill_at_each_point_of_a_save(form: str, background: bool, tmp_path: P
         kill["killed"] for kill in found if kill["place"] != "while_replacing" or form == "sharded"
     )
     read = {kill["place"]: kill["read"] for kill in found if kill["killed"]}
-    assert read["before_latest"] == "new"
+    assert read["after_rename"] == "new"
     assert {place for place, which in read.items() if which == "old"} == set(read) - {
-        "before_latest"
+        "after_rename"
     }
 
 

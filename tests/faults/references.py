@@ -59,7 +59,7 @@ _FULL_DISK = "tests/checkpoint/test_full_disk.py::"
 _SIGNALS, _RESUME = "tests/launch/test_signals.py::", "tests/strategies/resume/"
 REFERENCES = (
     Reference(
-        "SIGKILL at each point of a save: in the data, before the manifest, the rename, `latest`",
+        "SIGKILL at each point of a save: in the data, before the manifest and the rename, after the rename",
         "one of the two checkpoints is read bit by bit, the partial one is refused by name",
         (f"{_KILLS}test_a_kill_at_each_point_of_a_save",),
     ),

@@ -44,13 +44,12 @@ CHECKPOINT_MUTANTS = (
         "Ranks look for a link that the first one is still making.",
     ),
     Mutant(
-        "latest before the name",
-        "lightning_cp/checkpoint/full.py",
-        "                put_in_place(self.staged, self.target)\n            if self.newest:\n",
-        "                point_to(self.target)\n                put_in_place(self.staged, self.target)\n"
-        "            if not self.newest:\n",
-        (f"{DAMAGE}::test_latest_comes_last[full]",),
-        "A kill leaves latest naming a checkpoint that was never completed.",
+        "the newest by its name",
+        "lightning_cp/checkpoint/latest.py",
+        "    return max(times, key=lambda path: (times[path], path == named), default=None)",
+        "    return max(times, default=None)",
+        ("tests/checkpoint/test_latest.py::test_what_was_completed_last_is_the_newest",),
+        "A run goes on from an older checkpoint than its last one.",
     ),
     Mutant(
         "sizes compared, not hashes",

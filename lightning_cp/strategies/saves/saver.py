@@ -165,8 +165,11 @@ class Saver:
             return True
 
     def _removed(self, target: Path) -> bool:
-        """Whether it is done with; a checkpoint that a link still names has to wait."""
-        if not target.exists() and not target.is_symlink():
+        """Whether it is done with; a checkpoint that a link still names has to wait, a link has not."""
+        if target.is_symlink():
+            remove(target)
+            return True
+        if not target.exists():
             return True
         if any(x.is_symlink() and x.resolve() == target.resolve() for x in target.parent.iterdir()):
             return False

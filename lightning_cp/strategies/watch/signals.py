@@ -172,7 +172,6 @@ def save_for_queue(trainer: Trainer) -> str:
     _wait_for_saves(trainer)
     if trainer.is_global_zero:
         saved.replace(final)
-        (saved.parent / "latest").unlink(missing_ok=True)
         with suppress(OSError):  # what a save that was killed has left is no harm there
             saved.parent.rmdir()
     trainer.strategy.barrier()
