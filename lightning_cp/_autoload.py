@@ -1,9 +1,9 @@
 """Teaching Lightning the names of the strategies.
 
 The registries belong to Lightning, and importing Lightning takes seconds; so where one is not loaded yet, a
-hook on the import system adds the names when it is. This file imports neither torch nor lightning: torch
-itself loads it at the end of its own import, through the entry point group ``torch.backends``, so that the
-names are known to those who never import this package. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns that off.
+hook on the import system adds the names when it is. This file does not import lightning: torch itself
+loads it at the end of its own import, through the entry point group ``torch.backends``, so that the names are
+known to those who never import this package. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns that off.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def autoload() -> None:
     """The entry point that torch loads; whatever goes wrong here must not break ``import torch``."""
     try:
         register_when_loaded()
+        _allow_plain_forms()
     except Exception:  # any: torch would refuse to be imported
         return
 
@@ -79,6 +80,15 @@ def register_when_loaded() -> None:
             waiting.add(name)
     if waiting and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder(waiting))
+
+
+def _allow_plain_forms() -> None:
+    """Have ``torch.load(weights_only=True)`` read our files that hold objects, without these."""
+    from torch.serialization import add_safe_globals
+
+    from lightning_cp.checkpoint.objects import SAFE
+
+    add_safe_globals(SAFE)
 
 
 def _register(module: ModuleType) -> None:

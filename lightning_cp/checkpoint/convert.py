@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_cp.checkpoint.failures import shown
+from lightning_cp.checkpoint.full import OBJECTS
 from lightning_cp.checkpoint.latest import saved_at, set_saved_at
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.read import open_checkpoint
@@ -29,7 +30,7 @@ def convert(source: Path, target: Path, *, form: str = "full") -> None:
         raise CheckpointError(f"{shown(target)} exists already. Remove it, or choose another name.")
     opened = open_checkpoint(source)
     about = opened.manifest.about if opened.manifest is not None else About()
-    kept = {key: value for key, value in opened.ours.items() if key != "notes"}
+    kept = {key: value for key, value in opened.ours.items() if key not in ("notes", OBJECTS)}
     written = saved_at(opened.path)
     save_checkpoint(opened.read(), target, form=form, about=about, ours=kept)
     set_saved_at(target, written)

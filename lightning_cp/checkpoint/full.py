@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from lightning_cp.checkpoint.failures import failed_save
 from lightning_cp.checkpoint.full_file import write_file
 from lightning_cp.checkpoint.gathered import gather
 from lightning_cp.checkpoint.manifest import About
+from lightning_cp.checkpoint.objects import WithObjects
 from lightning_cp.checkpoint.plain import Place, map_leaves
 from lightning_cp.comm.objects import World
 
 OURS = "lightning_cp"
 """The key of the top level under which notes are kept; plain Lightning does not look at it."""
+OBJECTS = "objects"
+"""Among the notes: keys whose values have a pickle beside their plain form."""
 
 
 @dataclass
@@ -30,6 +34,7 @@ class FullSave:
         about: for the manifest.
         world: all ranks.
         tree: plain, its tensors on the CPU; on the first rank.
+        objects: pickles of hyperparameters, by their keys.
         live: storages of the state that was given, by their addresses.
         staged: what was written so far.
     """
@@ -38,6 +43,7 @@ class FullSave:
     about: About
     world: World
     tree: dict[str, Any] | None
+    objects: Mapping[str, bytes] = field(default_factory=dict)
     live: frozenset[int] = frozenset()
     staged: Path | None = None
 
@@ -64,7 +70,8 @@ class FullSave:
             return
         make_folder(self.target.parent)
         self.staged = beside(self.target, SAVING)
-        write_file(self.tree, self.staged, self.about)
+        objects = {key: WithObjects(self.tree[key], x) for key, x in self.objects.items()}
+        write_file({**self.tree, **objects}, self.staged, self.about)
 
     def commit(self, parts: object = None) -> None:
         """Give it its name, on the first rank; one of that name is replaced in one step."""
@@ -86,7 +93,13 @@ class FullSave:
             raise
 
 
-def plan_full(tree: dict[str, Any], ours: dict[str, Any], target: Path, about: About) -> FullSave:
+def plan_full(
+    tree: dict[str, Any],
+    ours: dict[str, Any],
+    target: Path,
+    about: About,
+    objects: Mapping[str, bytes],
+) -> FullSave:
     """Bring the state together on the first rank's CPU, one tensor at a time. Collective.
 
     Args:
@@ -94,6 +107,7 @@ def plan_full(tree: dict[str, Any], ours: dict[str, Any], target: Path, about: A
         ours: what is noted beside it, plain.
         target: the file.
         about: for the manifest.
+        objects: pickles of hyperparameters, by their keys; on the first rank.
 
     Raises:
         CheckpointError: on the other ranks: the first one cannot keep a tensor.
@@ -103,11 +117,11 @@ def plan_full(tree: dict[str, Any], ours: dict[str, Any], target: Path, about: A
     gathered = gather(tree, keeps=world.rank == 0)
     live: set[int] = set()
     map_leaves(tree, lambda _, x: live.add(_storage_of(x)))
-    save = FullSave(target, about, world, None, frozenset(live))
+    save = FullSave(target, about, world, None, objects, frozenset(live))
 
     def complete() -> None:
         if world.rank == 0:
-            save.tree = {**gathered.whole(tree), OURS: ours}
+            save.tree = {**gathered.whole(tree), OURS: {**ours, OBJECTS: list(objects)}}
 
     world.together(complete, lambda said: failed_save(target, said))
     return save

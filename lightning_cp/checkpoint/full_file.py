@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import struct
 import zipfile
@@ -17,6 +18,7 @@ from typing import Any, cast
 import torch
 
 from lightning_cp.checkpoint.manifest import About, FileEntry, Manifest, hash_of, parse
+from lightning_cp.checkpoint.objects import SAFE
 from lightning_cp.errors import CheckpointError
 from lightning_cp.faults.signs import pieces
 
@@ -134,8 +136,12 @@ def verify_file(path: Path, manifest: Manifest) -> None:
         )
 
 
-def load_file(path: Path) -> Any:
+def load_file(path: Path, *, weights_only: bool = True) -> Any:
     """What is in a file: tensors mapped from it, on the CPU, nothing but plain containers around them.
+
+    Args:
+        path: the file.
+        weights_only: ``False``: a user trusts the file, so objects in it are made, which runs code of it.
 
     Raises:
         CheckpointError: it is no complete file of ``torch.save``, or would need code to be run.
@@ -147,18 +153,30 @@ def load_file(path: Path) -> Any:
             "Nothing was loaded."
         )
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        torch.serialization.add_safe_globals(SAFE)  # not for this time only, see objects.py
+        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
     except OSError:
         raise
     except Exception as error:  # zip, pickle and PyTorch each have their own
-        first = str(error).strip().splitlines() or [type(error).__name__]
-        if "Unsupported" in str(error) or "weights_only" in str(error).lower():
-            raise CheckpointError(
-                f"{path.name} holds more than tensors and plain containers, and reading that would run code "
-                f"from the file, so it is refused ({first[0][:200]}). If you trust it, open it in plain "
-                "PyTorch and save what is needed of it."
-            ) from None
-        raise CheckpointError(
-            f"{path.name} is no complete checkpoint: it is truncated, damaged, or was not written by "
-            f"torch.save ({first[0][:200]}). Nothing was loaded."
-        ) from None
+        raise CheckpointError(f"{path.name} {_why(error, weights_only)}") from None
+
+
+def _why(error: Exception, weights_only: bool) -> str:
+    """What a file is, of which PyTorch has raised an error, and what to do."""
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    if not weights_only and isinstance(error, (ImportError, AttributeError)):
+        return (
+            f"holds an object that cannot be made here ({first}). Nothing was loaded. Load it where its "
+            "class can be imported, or without weights_only=False."
+        )
+    if "Unsupported" in str(error) or "weights_only" in str(error).lower():
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        return (
+            f"holds more than tensors and plain containers ({named[1] if named else first}), and reading "
+            "that would run code from the file, so it is refused. If you trust it, say weights_only=False "
+            "where you load it."
+        )
+    return (
+        "is no complete checkpoint: it is truncated, damaged, or was not written by torch.save "
+        f"({first}). Nothing was loaded."
+    )

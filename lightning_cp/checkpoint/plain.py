@@ -55,6 +55,16 @@ def plain(tree: Any, may_lack: Sequence[str] = ()) -> Plain:
     return made
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value is written as it is, and would be read as the same kinds."""
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+    if kind in (list, tuple, set):
+        return all(map(is_plain, value))
+    return kind in (*_ATOMS, torch.Size, torch.Tensor)
+
+
 def restored(tree: Any, notes: Sequence[Sequence[Any]]) -> Any:
     """The tree with what the notes say was there; innermost first, as they were written."""
     for place, kind in notes:
@@ -68,8 +78,7 @@ def map_leaves(
     """The same plain tree with every tensor (or ``leaf``) replaced by ``visit(place, tensor)``."""
     if isinstance(tree, leaf):
         return visit(place, tree)
-    if isinstance(tree, dict):
-        kind = OrderedDict if type(tree) is OrderedDict else dict
+    if (kind := type(tree)) in (dict, OrderedDict):
         return kind((k, map_leaves(v, visit, (*place, k), leaf)) for k, v in tree.items())
     if type(tree) in (list, tuple):
         return type(tree)(map_leaves(v, visit, (*place, i), leaf) for i, v in enumerate(tree))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.checkpoint.durable import found, this_machine
 from lightning_cp.checkpoint.encode import decode
 from lightning_cp.checkpoint.failures import shown
-from lightning_cp.checkpoint.full import OURS
+from lightning_cp.checkpoint.full import OBJECTS, OURS
 from lightning_cp.checkpoint.full_file import load_file, manifest_of_file, verify_file
 from lightning_cp.checkpoint.index import INDEX, stored_in
 from lightning_cp.checkpoint.manifest import NAME as MANIFEST
@@ -91,12 +91,15 @@ class Checkpoint:
         return restored(made, self.ours.get("notes", []))
 
 
-def open_checkpoint(path: Path, world: World | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: Path, world: World | None = None, *, weights_only: bool = True
+) -> Checkpoint:
     """Verify a checkpoint and read all of it but the tensors' values.
 
     Args:
         path: a file or a folder.
         world: the ranks that open it together, who share the work of hashing; this process alone by default.
+        weights_only: ``False``: a user trusts the file, so objects in it are made, which runs code of it.
 
     Raises:
         CheckpointError: on every rank: it is missing, incomplete, damaged or no checkpoint; names the file.
@@ -114,7 +117,7 @@ def open_checkpoint(path: Path, world: World | None = None) -> Checkpoint:
             f"ranks see different checkpoints at {where}: it must be on a file system that all share, "
             "and nobody may write it meanwhile."
         )
-    return _together(place, world, lambda: _opened(place, manifest, world))
+    return _together(place, world, lambda: _opened(place, manifest, world, weights_only))
 
 
 def _machines(path: Path, world: World) -> list[str]:
@@ -144,8 +147,8 @@ def _together(path: Path, world: World, action: Callable[[], T]) -> T:
     return mine[0]
 
 
-def _opened(path: Path, manifest: Manifest | None, world: World) -> Checkpoint:
-    tree, ours = _in_folder(path, manifest) if path.is_dir() else _in_file(path)
+def _opened(path: Path, manifest: Manifest | None, world: World, weights_only: bool) -> Checkpoint:
+    tree, ours = _in_folder(path, manifest) if path.is_dir() else _in_file(path, weights_only)
     return Checkpoint(path, manifest, tree, ours, world)
 
 
@@ -211,10 +214,14 @@ def _say_which_save(
             ) from error
 
 
-def _in_file(path: Path) -> tuple[Any, dict[str, Any]]:
-    tree = load_file(path)
+def _in_file(path: Path, weights_only: bool) -> tuple[Any, dict[str, Any]]:
+    tree = load_file(path, weights_only=weights_only)
     ours = tree.pop(OURS, {}) if isinstance(tree, dict) else {}
-    return _stored(tree), ours if isinstance(ours, dict) else {}
+    ours = ours if isinstance(ours, dict) else {}
+    if not weights_only:  # objects are what the notes would make of their plain form
+        made = ours.get(OBJECTS, [])
+        ours["notes"] = [note for note in ours.get("notes", []) if note[0][0] not in made]
+    return _stored(tree), ours
 
 
 def _in_folder(path: Path, manifest: Manifest | None) -> tuple[Any, dict[str, Any]]:

@@ -14,6 +14,7 @@ from lightning_cp.checkpoint.failures import GivenUpError, failed_save
 from lightning_cp.checkpoint.full import OURS, plan_full
 from lightning_cp.checkpoint.in_the_way import require_replaceable
 from lightning_cp.checkpoint.manifest import About
+from lightning_cp.checkpoint.objects import pickled_objects
 from lightning_cp.checkpoint.plain import plain
 from lightning_cp.checkpoint.same_states import require_same_states
 from lightning_cp.checkpoint.sharded_plan import plan_sharded
@@ -74,7 +75,8 @@ def plan(
         form: ``full`` or ``sharded``.
         about: for the manifest.
         ours: noted beside the state; plain.
-        may_lack: keys of the top level whose entries are left out if they cannot be written.
+        may_lack: keys of the top level whose entries are left out if they cannot be written; in the full form
+            what is no plain container has a pickle beside its plain form.
         may_differ: keys of the top level below which only what is spread is compared.
 
     Returns:
@@ -102,8 +104,11 @@ def plan(
     made = mine[0]
     require_same_states(world, target, lambda: made.tree, may_differ=may_differ)
     notes = {**(ours or {}), "notes": made.notes}
+    objects, left_out = dict[str, bytes](), made.left_out
+    if form == "full" and world.rank == 0:
+        objects, left_out = pickled_objects(tree, may_lack)
     try:
-        return FORMS[form](made.tree, notes, target, about or About()), made.left_out
+        return FORMS[form](made.tree, notes, target, about or About(), objects), left_out
     except CheckpointError:
         raise
     except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,11 @@ _SEEN = 10.0
 
 
 def plan_sharded(
-    tree: dict[str, Any], ours: dict[str, Any], target: Path, about: About
+    tree: dict[str, Any],
+    ours: dict[str, Any],
+    target: Path,
+    about: About,
+    objects: Mapping[str, bytes],
 ) -> ShardedSave:
     """Decide who writes what, and make the folder. Collective.
 
@@ -40,11 +45,13 @@ def plan_sharded(
         ours: what is noted beside it, plain and without tensors.
         target: the checkpoint.
         about: for the manifest.
+        objects: none: this form has no pickles.
 
     Raises:
         CheckpointError: on the other ranks: one of them cannot begin.
         Exception: on that one: why it cannot.
     """
+    assert not objects
     world, staging = World(), beside(target, SAVING)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     state: dict[str, Any] = {}

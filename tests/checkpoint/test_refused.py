@@ -200,14 +200,6 @@ def test_a_foreign_file_says_what_it_would_take(tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
-@pytest.mark.parametrize("kind", [UlyssesRingStrategy, FabricStrategy])
-def test_weights_only_cannot_be_switched_off(kind: Any) -> None:
-    with pytest.raises(
-        CheckpointError, match="weights_only=False would run code from the checkpoint"
-    ):
-        kind().load_checkpoint("a", weights_only=False)
-
-
 def test_other_storage_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"local or mounted folders, got s3://"):
         local_path("s3://bucket/a")

@@ -27,7 +27,7 @@ from lightning_cp.strategies.saves.optimizers import (
     names_as_saved,
     names_of,
 )
-from lightning_cp.strategies.saves.reading import load_module, require_weights_only, spread_of
+from lightning_cp.strategies.saves.reading import load_module, spread_of
 
 State = dict[str, Any]
 Filter = Mapping[str, Callable[[str, Any], bool]]
@@ -82,7 +82,7 @@ class FabricSaves(SavesOfBoth):
             state: a dictionary of objects to be restored; one module or optimizer if the file is that one's
                 state; or nothing: then the whole of it is returned.
             strict: every key of ``state`` must be in the checkpoint, and names of modules must be the same.
-            weights_only: cannot be ``False``.
+            weights_only: ``False`` makes objects of a file that you trust, which runs code of it.
 
         Returns:
             What was not restored into ``state``: read when it is looked at, so that no rank need hold a
@@ -91,9 +91,8 @@ class FabricSaves(SavesOfBoth):
         Raises:
             CheckpointError: on every rank: it is missing, damaged or does not fit; ``state`` is as it was.
         """
-        require_weights_only(weights_only)
         self._saver.finish()
-        opened = open_checkpoint(local_path(path), World())
+        opened = open_checkpoint(local_path(path), World(), weights_only=weights_only is not False)
         if not state:
             return opened.read()
         if isinstance(state, (nn.Module, Optimizer)):

@@ -55,20 +55,6 @@ def require_ours(io: object) -> None:
         )
 
 
-def require_weights_only(weights_only: bool | None) -> None:
-    """Refuse to run code from a file.
-
-    Raises:
-        CheckpointError: that was asked for.
-    """
-    if weights_only is False:
-        raise CheckpointError(
-            "weights_only=False would run code from the checkpoint, and this strategy never does. What it "
-            "saves itself needs none. Open another program's file in plain PyTorch if you trust it, and "
-            "save its state_dict."
-        )
-
-
 def spread_of(
     modules: Mapping[str, nn.Module], optimizers: Mapping[Place, tuple[Optimizer, Sequence[str]]]
 ) -> Template:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -23,11 +23,14 @@ from lightning_cp.strategies.saves.optimizers import fitting_state, names_of
 from lightning_cp.strategies.saves.reading import (
     listed_names,
     load_module,
-    require_weights_only,
     spread_of,
 )
 
-_HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+_HYPERPARAMETERS = tuple(
+    name
+    for kind in (LightningModule, LightningDataModule)
+    for name in (kind.CHECKPOINT_HYPER_PARAMS_KEY, kind.CHECKPOINT_HYPER_PARAMS_TYPE)
+)
 _MAY_DIFFER = ("callbacks",)
 """Callbacks have seen other values: the first rank's are saved."""
 _DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -87,11 +90,16 @@ class TrainerSaves(SavesOfBoth):
     ) -> dict[str, Any]:
         """Verify a checkpoint and read it, the optimizers' state only for a fit; called on every rank.
 
+        Args:
+            checkpoint_path: the checkpoint.
+            weights_only: ``False`` makes objects of a file that you trust, which runs code of it.
+
         Raises:
             CheckpointError: on every rank: it is missing, damaged or no checkpoint.
         """
-        require_weights_only(weights_only)
-        opened = open_checkpoint(local_path(checkpoint_path), World())
+        opened = open_checkpoint(
+            local_path(checkpoint_path), World(), weights_only=weights_only is not False
+        )
         _require_trainers(opened)
         if opened.manifest is None:
             rank_zero_info(
