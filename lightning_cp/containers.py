@@ -30,6 +30,13 @@ def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]
         yield from tensors_of(item, f"{name}.{key}" if name else str(key))
 
 
+def nodes_of(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything inside a value, containers too, with its dotted name; the value itself comes first."""
+    yield name or ROOT, value
+    for key, item in items_of(value):
+        yield from nodes_of(item, f"{name}.{key}" if name else str(key))
+
+
 def map_tensors(value: Any, visit: Visit, name: str = "") -> Any:
     """The same container with every tensor replaced by ``visit(name, tensor)``; nothing is changed in place.
 

@@ -8,14 +8,11 @@ from functools import cached_property
 
 import torch
 
-from lightning_cp.batch.documents import documents_of, padding_mask_of
+from lightning_cp.batch.documents import Declared, padding_mask_of
 from lightning_cp.batch.read import WholeBatch
 from lightning_cp.batch.rules import BatchRules
 from lightning_cp.batch.shard import ShardedBatch
-from lightning_cp.containers import tensors_of
 from lightning_cp.layout import Documents
-
-TELL_DOCUMENTS = ("cu_seqlens", "segment_ids", "attention_mask", "position_ids")
 
 
 @dataclass(eq=False)
@@ -30,27 +27,37 @@ class CountedBatch:
     seq_len: int
     known: Documents | None = None
     """The documents, where a layout has them."""
-    rules: BatchRules | None = None
-    """How documents are read from ``copies``; ``None`` where that has been done."""
-    copies: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    declared: Declared = field(default_factory=Declared)
+    """What tells them elsewhere: copies on the host."""
+    mask: torch.Tensor | None = None
+    """[B, S], 0 for padding, if the batch has one: a copy on the host."""
     event: torch.cuda.Event | None = None
 
     @classmethod
     def of_whole(cls, whole: WholeBatch, rules: BatchRules) -> CountedBatch:
         """Of a batch that was not sharded."""
-        told = {n: x for n, x in tensors_of(whole.batch) if n in TELL_DOCUMENTS}
-        if not rules.reads_masks:
-            told.pop("position_ids", None)
-        copies, event = _to_host(told)
-        return cls(whole.rows, whole.seq_len, None, rules, copies, event)
+        told = dict(Declared.of(whole, rules).found)
+        return cls._on_host(whole.rows, whole.seq_len, None, told, padding_mask_of(whole.batch))
 
     @classmethod
     def of_shard(cls, part: ShardedBatch, rules: BatchRules) -> CountedBatch:
         """Of the whole of which ``part`` is this rank's."""
         mask = None if rules.reads_masks else part.padding_mask  # else it is in the documents
-        copies, event = _to_host({} if mask is None else {"attention_mask": mask})
         layout = part.layout
-        return cls(part.rows, layout.seq_len, layout.documents, None, copies, event)
+        return cls._on_host(part.rows, layout.seq_len, layout.documents, {}, mask)
+
+    @classmethod
+    def _on_host(
+        cls,
+        rows: int,
+        seq_len: int,
+        known: Documents | None,
+        told: Mapping[str, torch.Tensor],
+        mask: torch.Tensor | None,
+    ) -> CountedBatch:
+        copies, event = _to_host({**told, **({} if mask is None else {_COUNTED: mask})})
+        mask = copies.pop(_COUNTED, None)
+        return cls(rows, seq_len, known, Declared(copies), mask, event)
 
     @property
     def arrived(self) -> bool:
@@ -61,19 +68,20 @@ class CountedBatch:
     def documents(self) -> Documents:
         """The documents that attention keeps apart; one over the whole sequence if the batch tells none."""
         found = self.known
-        if self.rules is not None:
-            copied = WholeBatch(dict(self.copies), {}, self.seq_len, self.rows, None)
-            found = documents_of(copied, self.rules)
+        if found is None:
+            found = self.declared.documents(self.seq_len, self.rows if self.rows > 1 else None)
         return Documents.single(self.seq_len) if found is None else found
 
     @cached_property
     def tokens(self) -> int:
         """Tokens that are not padding: what the mask [B, S] of the batch leaves, or what documents cover."""
-        mask = padding_mask_of(self.copies)
-        if mask is not None:
-            return int((mask != 0).sum()) * (self.rows // mask.shape[0])
+        if self.mask is not None:
+            return int((self.mask != 0).sum()) * (self.rows // self.mask.shape[0])
         covered = sum(int((row[:, 1] - row[:, 0]).sum()) for row in self.documents.rows)
         return covered * (self.rows if self.documents.num_rows == 1 else 1)
+
+
+_COUNTED = "what tokens are counted by"
 
 
 def _to_host(

@@ -1,67 +1,237 @@
-"""The documents that a batch declares."""
+"""The documents that a batch declares: every declaration is read, and they have to agree."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 
+from lightning_cp.batch.declarations import (
+    MASK,
+    SEGMENTS,
+    has_boundaries,
+    last_part,
+)
+from lightning_cp.batch.noted import POSITIONS
 from lightning_cp.batch.read import WholeBatch
 from lightning_cp.batch.rules import BatchRules
 from lightning_cp.containers import tensors_of
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.labels import IGNORED_LABEL
 from lightning_cp.layout import Documents
+from lightning_cp.layout.documents import text_positions
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What tells documents in a batch, by dotted name; of tensors the last dimension is the sequence."""
+
+    found: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, whole: WholeBatch, rules: BatchRules) -> Declared:
+        """``cu_seqlens`` and ``segment_ids`` always; masks and positions if the model itself reads them."""
+        names = (*SEGMENTS, MASK, POSITIONS) if rules.reads_masks else SEGMENTS
+        found: dict[str, torch.Tensor] = {}
+        for name, x in tensors_of(whole.batch):
+            if has_boundaries(name) and name not in rules.sequence_dims:
+                found[name] = x
+            elif name in whole.dims and last_part(name) in names:
+                found[name] = x.movedim(whole.dims[name], -1)
+        return cls(found)
+
+    def called(self, *names: str) -> dict[str, torch.Tensor]:
+        """Those whose own name is among ``names``."""
+        return {name: x for name, x in self.found.items() if last_part(name) in names}
+
+    def documents(self, seq_len: int, rows: int | None) -> Documents | None:
+        """What they say, or ``None``: one document.
+
+        Args:
+            seq_len: of the whole sequence.
+            rows: of the batch, if that is known.
+
+        Raises:
+            ConfigError: declarations that contradict each other.
+            ShapeError: one that does not describe this batch.
+        """
+        said: dict[str, Documents] = {}
+        for name, x in self.found.items():
+            if has_boundaries(name):
+                said[name] = _read(name, x, rows, lambda x: Documents.from_cu_seqlens(x, seq_len))
+            elif last_part(name) in SEGMENTS:
+                said[name] = _read(name, x, rows, Documents.from_segment_ids)
+        packed = _agreed(said)
+        padded = _agreed(
+            {
+                name: _read(name, x, rows, Documents.from_padding_mask)
+                for name, x in self.called(MASK).items()
+                if not bool((x == 1).all())
+            }
+        )
+        if packed is not None:
+            if not self.called(MASK):
+                self._check_positions(packed, next(iter(said)), rows)
+            return packed if padded is None else _within(packed, padded)
+        if self.called(MASK):
+            return padded
+        return _agreed(self._of_positions(rows))
+
+    def _of_positions(self, rows: int | None) -> dict[str, Documents]:
+        said: dict[str, Documents] = {}
+        for name, x in self.called(POSITIONS).items():
+            text = _text_of(name, x, rows)
+            if text is not None:
+                said[name] = _read(name, text, rows, Documents.from_position_ids)
+            elif _restart_together(x):
+                raise ConfigError(
+                    f"{name!r} of shape {tuple(x.shape)} restart, but a model takes rows with such positions "
+                    "for one document. For packed documents put the text's positions in front, [4, rows, "
+                    "tokens], or cu_seqlens or segment_ids into the batch."
+                )
+        return said
+
+    def _check_positions(self, packed: Documents, name: str, rows: int | None) -> None:
+        for own, x in self.called(POSITIONS).items():
+            text = _text_of(own, x, rows)
+            if text is not None and _restart_elsewhere(text, packed):
+                raise ConfigError(
+                    f"{own!r} of shape {tuple(x.shape)} restart elsewhere than documents begin by {name!r}: "
+                    "one process would isolate other documents than ranks do. Have them say the same, or "
+                    "take one of them out of the batch."
+                )
 
 
 def documents_of(whole: WholeBatch, rules: BatchRules) -> Documents | None:
     """The documents that a batch declares, or ``None``: one document.
 
-    ``cu_seqlens`` (``[documents + 1]`` for all rows, or one line for each) and ``segment_ids`` are taken
-    always; a padding mask and restarting positions only if the model itself reads them.
-
     Raises:
-        ConfigError: a dense attention mask, or targets on the padding behind a row.
-        ShapeError: boundaries that do not describe this batch.
+        ConfigError: declarations that contradict each other, or targets on the padding behind a row.
+        ShapeError: a declaration that does not describe this batch.
     """
-    tensors = dict(tensors_of(whole.batch))
-    if "cu_seqlens" in tensors:
-        return Documents.from_cu_seqlens(tensors["cu_seqlens"], whole.seq_len)
-    if "segment_ids" in tensors:
-        return Documents.from_segment_ids(tensors["segment_ids"])
-    if not rules.reads_masks:
-        return None
-    mask, positions = tensors.get("attention_mask"), tensors.get("position_ids")
-    if mask is not None and mask.dim() != 2:
-        raise ConfigError(
-            f"an attention_mask of shape {tuple(mask.shape)} cannot be sharded: what can be expressed is a "
-            "2-D padding mask, packed documents (restarting position_ids, cu_seqlens or segment_ids), "
-            "causality and sliding windows."
-        )
-    if mask is not None and not bool(mask.all()):
-        _refuse_padded_targets(mask, whole.aligned_labels)
-        return Documents.from_padding_mask(mask)
-    if mask is None and positions is not None and positions.dim() == 2:
-        return Documents.from_position_ids(positions)
-    return None
+    declared = Declared.of(whole, rules)
+    rows = whole.rows if any(whole.dims.values()) else None
+    found = declared.documents(whole.seq_len, rows)
+    if found is not None and not found.is_dense:
+        for mask in declared.called(MASK).values():
+            _refuse_padded_targets(mask, whole)
+    return found
 
 
-def padding_mask_of(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+def padding_mask_of(batch: Any) -> torch.Tensor | None:
     """The batch's mask [B, S] that is 0 for padding, whether the model reads it or not."""
-    mask = tensors.get("attention_mask")
+    mask = dict(tensors_of(batch)).get(MASK)
     return mask if mask is not None and mask.dim() == 2 else None
 
 
-def _refuse_padded_targets(mask: torch.Tensor, aligned: torch.Tensor | None) -> None:
+def _read(
+    name: str, x: torch.Tensor, rows: int | None, read: Callable[[torch.Tensor], Documents]
+) -> Documents:
+    """One declaration; an error names it, and what was seen."""
+    shape = tuple(x.shape)
+    try:
+        found = read(x)
+    except ShapeError as error:
+        raise ShapeError(f"{name!r} of shape {shape} is not understood: {error}") from None
+    if rows is not None and found.num_rows not in (1, rows):
+        raise ShapeError(
+            f"{name!r} of shape {shape} describes {found.num_rows} rows, but the batch has {rows}. Give one "
+            "line for each row, or one for all."
+        )
+    return found
+
+
+def _agreed(said: Mapping[str, Documents]) -> Documents | None:
+    """The one that all say; that with a line for each row, if there is one."""
+    if not said:
+        return None
+    name, found = max(said.items(), key=lambda item: item[1].num_rows)
+    for other, documents in said.items():
+        alike = documents.shared and found.shared and _rows_alike(documents, found)
+        if documents != found and not alike:
+            raise ConfigError(
+                f"{name!r} and {other!r} declare different documents. Have them say the same, or take one of "
+                "them out of the batch."
+            )
+    return found
+
+
+def _rows_alike(a: Documents, b: Documents) -> bool:
+    return bool(np.array_equal(a.rows[0], b.rows[0]))
+
+
+def _within(packed: Documents, padded: Documents) -> Documents:
+    """The documents, without what is padding."""
+    count = max(packed.num_rows, padded.num_rows)
+    rows = [
+        _clipped(packed.rows[row % packed.num_rows], padded.rows[row % padded.num_rows])
+        for row in range(count)
+    ]
+    return Documents(rows, packed.seq_len)
+
+
+def _clipped(documents: Any, kept: Any) -> Any:
+    """Intervals, cut to the one that a mask keeps, if it keeps any."""
+    start, end = kept[0] if len(kept) else (0, 0)
+    cut = np.clip(documents, start, end)
+    return cut[cut[:, 1] > cut[:, 0]]
+
+
+def _text_of(name: str, positions: torch.Tensor, rows: int | None) -> torch.Tensor | None:
+    """The positions that tell documents; ``None`` if they are of another kind.
+
+    Raises:
+        ShapeError: a shape in which no model takes positions.
+    """
+    of_rows = positions.dim() < 3 or rows is None or positions.shape[1] in (1, rows)
+    if positions.dim() > 3 or not of_rows:
+        raise ShapeError(
+            f"{name!r} of shape {tuple(positions.shape)} are of no known form. What is known, for {rows} "
+            "rows: [rows, tokens], [tokens], and [3 or 4, rows, tokens] of models for images."
+        )
+    return text_positions(positions)
+
+
+def _restart_together(positions: torch.Tensor) -> bool:
+    """Whether all positions of some token [..., rows, S] are 0 again, and count on from there."""
+    zero = (positions == 0).flatten(0, -3).all(0)
+    return bool((~zero[:, :-2] & zero[:, 1:-1] & ~zero[:, 2:]).any())
+
+
+def _restart_elsewhere(positions: torch.Tensor, packed: Documents) -> bool:
+    """Whether positions [rows, S] restart, and not just where documents begin.
+
+    Where they run on through all rows they tell nothing. What does not count on from a restart is padding.
+    """
+    step = np.diff(positions.detach().cpu().numpy(), axis=-1)
+    restarts = (step[:, :-1] < 0) & (step[:, 1:] == 1)
+    if not restarts.any():
+        return False
+    for index in range(max(len(step), packed.num_rows)):
+        row = index % len(step)
+        starts = packed.rows[index % packed.num_rows][1:, 0]
+        at = np.flatnonzero(restarts[row]) + 1
+        if not np.isin(at, starts).all() or (step[row, starts - 1] == 1).any():
+            return True
+    return False
+
+
+def _refuse_padded_targets(mask: torch.Tensor, whole: WholeBatch) -> None:
     """In one process padding behind a row sees the row, and its loss counts; here it sees nothing.
 
     Padding before a row sees nothing in one process either, so that the target which shifting puts on
     the last of it is no error.
     """
-    if aligned is None or aligned.shape != mask.shape:
+    if whole.aligned_labels is None:
         return
-    behind = (mask == 0) & (mask.cumsum(1) > 0)
-    count = int((behind & (aligned != IGNORED_LABEL)).sum())
+    targets = (whole.aligned_labels != IGNORED_LABEL).movedim(whole.label_dim, -1)
+    behind = (mask == 0) & (mask.cumsum(-1) > 0)
+    if targets.dim() > 2:  # several of each token
+        targets = targets.flatten(1, -2).any(1)
+    count = int((behind & targets).sum())
     if count:
         raise ConfigError(
             f"{count} target(s) of this batch stand on padding (attention_mask 0 behind a row's tokens), "

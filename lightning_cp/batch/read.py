@@ -13,6 +13,14 @@ from typing import Any
 
 import torch
 
+from lightning_cp.batch.declarations import (
+    EXPRESSIBLE,
+    MASK,
+    SEGMENTS,
+    check_forms,
+    has_boundaries,
+    last_part,
+)
 from lightning_cp.batch.noted import POSITIONS
 from lightning_cp.batch.rules import KNOWN_DIMS, BatchRules
 from lightning_cp.containers import is_container, tensors_of
@@ -33,6 +41,23 @@ class WholeBatch:
     label_dim: int = 1
     """Sequence dimension of the labels."""
 
+    @property
+    def position_name(self) -> str | None:
+        """The name of the batch's positions: their own, or the only nested one, if they are sharded."""
+        found = [name for name in self.dims if last_part(name) == POSITIONS]
+        if POSITIONS in found:
+            return POSITIONS
+        return found[0] if len(found) == 1 else None
+
+    def positions_in(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """The positions among tensors of this batch or of a shard of it: the sequence last, rows before."""
+        name = self.position_name
+        if name is None:
+            return None
+        x = tensors[name]
+        x = x if self.dims[name] == x.dim() - 1 else x.movedim(self.dims[name], -1)
+        return x[None] if x.dim() == 1 else x
+
 
 def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBatch:
     """Find the sequence in a batch; moves and changes nothing.
@@ -47,12 +72,14 @@ def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBat
             "tuples, lists, named tuples and dataclasses; or override "
             "ContextParallelCallback.shard_batch."
         )
+    check_forms(batch, rules)
     tensors = dict(tensors_of(batch))
     dims = _sequence_dims(tensors, rules)
     lengths = {name: tensors[name].size(dim) for name, dim in dims.items()}
     if len(set(lengths.values())) > 1:
         raise ShapeError(
-            f"the sequences of a batch must have one length, got {lengths}. {_why_lengths(lengths)}"
+            f"the sequences of a batch must have one length, got {lengths} of shapes "
+            f"{ {name: tuple(tensors[name].shape) for name in dims} }. {_why_lengths(lengths)}"
         )
     seq_len = next(iter(lengths.values()))
     _refuse_undeclared(tensors, dims, rules, seq_len)
@@ -62,9 +89,18 @@ def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBat
             f"{rules.label_key!r} among {sorted(tensors)}. Add it, or name it: label_key='<name>' "
             "('1' for the second of a tuple)."
         )
-    rows = next((tensors[name].size(0) for name, dim in dims.items() if dim != 0), 1)
     aligned = _aligned_labels(tensors, dims, rules)
+    rows = _rows(tensors, dims)
     return WholeBatch(batch, dims, seq_len, rows, aligned, dims.get(rules.label_key, 1))
+
+
+def _rows(tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int]) -> int:
+    """1 if no tensor tells; last what may be one line for all rows, or (positions) several for each."""
+    behind = {name: x for name, x in tensors.items() if dims.get(name)}
+    for name, x in behind.items():
+        if last_part(name) not in (POSITIONS, MASK, *SEGMENTS):
+            return x.size(0)
+    return max((x.size(-2) for x in behind.values()), default=1)
 
 
 def _why_lengths(lengths: Mapping[str, int]) -> str:
@@ -128,8 +164,10 @@ def _sequence_dims(tensors: Mapping[str, torch.Tensor], rules: BatchRules) -> di
     dims: dict[str, int] = {}
     for name, x in tensors.items():
         dim = rules.sequence_dims.get(name, KNOWN_DIMS.get(name))
-        if name not in rules.sequence_dims and name == "attention_mask" and x.dim() != 2:
-            continue  # refused, with what can be expressed, when the documents are read
+        if name not in rules.sequence_dims and name == MASK and x.dim() != 2:
+            raise ConfigError(
+                f"an attention_mask of shape {tuple(x.shape)} cannot be sharded. {EXPRESSIBLE}"
+            )
         if dim is None:
             continue
         if not -x.dim() <= dim < x.dim():
@@ -156,7 +194,7 @@ def _refuse_undeclared(
     tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], rules: BatchRules, seq_len: int
 ) -> None:
     for name, x in tensors.items():
-        if name in dims or name in rules.sequence_dims or name in ("cu_seqlens", "attention_mask"):
+        if name in dims or name in rules.sequence_dims or has_boundaries(name):
             continue
         if seq_len in x.shape:
             raise ConfigError(

@@ -15,14 +15,20 @@ KNOWN_DIMS: dict[str, int] = {
     "token_type_ids": 1,
     "position_ids": -1,
     "inputs_embeds": 1,
-    "segment_ids": 1,
+    "segment_ids": -1,
+    "seq_idx": -1,
     "logits": 1,
     "last_hidden_state": 1,
     "hidden_states": 1,
 }
 """Sequence dimensions of the names that Hugging Face models use."""
 
-PAD_VALUES = {"labels": IGNORED_LABEL, "shift_labels": IGNORED_LABEL, "segment_ids": -1}
+PAD_VALUES = {
+    "labels": IGNORED_LABEL,
+    "shift_labels": IGNORED_LABEL,
+    "segment_ids": -1,
+    "seq_idx": -1,
+}
 
 
 @dataclass(frozen=True)

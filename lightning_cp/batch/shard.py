@@ -71,7 +71,7 @@ def shard_batch(
     aligned_local = None
     if aligned is not None:
         aligned_local = layout.shard(aligned, cp_rank, dim=whole.label_dim, pad_value=IGNORED_LABEL)
-    positions = tensors.get(POSITIONS)
+    positions = whole.positions_in(tensors)
     given = positions is not None
     if positions is None:
         device = tensors[next(iter(whole.dims))].device
@@ -97,7 +97,7 @@ def shard_batch(
         aligned_local,
         valid_counts(whole, layout) if valid is None else valid,
         whole.rows,
-        padding_mask_of(dict(tensors_of(whole.batch))),
+        padding_mask_of(whole.batch),
     )
 
 

@@ -90,8 +90,22 @@ class Documents:
 
     @classmethod
     def from_position_ids(cls, position_ids: torch.Tensor) -> Documents:
-        """From ``[rows, seq_len]`` positions that restart: a document begins wherever the step is not +1."""
-        positions = _rows(position_ids, "position_ids")
+        """From positions that restart: a document begins wherever the step is not +1.
+
+        Args:
+            position_ids: integers ``[rows, seq_len]`` or ``[seq_len]``; or ``[4, rows, seq_len]`` as
+                transformers stacks them for images, whose first row counts the text (``text_positions``).
+
+        Raises:
+            ShapeError: another shape, which does not tell documents; or no integers.
+        """
+        text = text_positions(position_ids)
+        if text is None:
+            raise ShapeError(
+                "position_ids tell documents as [rows, seq_len], [seq_len], or [4, rows, seq_len] with the "
+                f"text's positions first, got shape {tuple(position_ids.shape)}."
+            )
+        positions = _rows(text, "position_ids")
         seq_len = positions.shape[1]
         rows: list[Intervals] = []
         for row in positions:
@@ -112,7 +126,8 @@ class Documents:
         if other.any():
             raise ShapeError(
                 f"a padding mask must be 1 for tokens and 0 for padding, got {mask[other][0].item()}. "
-                "An additive mask (0 for tokens, -inf for padding) becomes one by `mask == 0`."
+                "An additive mask (0 for tokens, -inf for padding) becomes one by `mask == 0`; numbers of "
+                "documents are segment_ids."
             )
         kept = _rows(mask.to(torch.int64), "padding mask")
         rows: list[Intervals] = []
@@ -157,6 +172,20 @@ class Documents:
     def __repr__(self) -> str:
         counts = [row.shape[0] for row in self.rows]
         return f"Documents(rows={len(self.rows)}, documents={counts}, seq_len={self.seq_len})"
+
+
+def text_positions(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """The positions ``[rows, seq_len]`` that documents are read from, as transformers' models take them.
+
+    Models for images have several positions a token: ``[3, rows, seq_len]`` (time, height, width) tell no
+    documents; in ``[4, rows, seq_len]`` those of the text come first. ``None`` where there are none.
+    """
+    _require_tensor(position_ids, "position_ids")
+    if position_ids.dim() == 3:
+        return position_ids[0] if position_ids.shape[0] in (1, 4) else None
+    if position_ids.dim() == 1:
+        return position_ids[None]
+    return position_ids if position_ids.dim() == 2 else None
 
 
 def _frozen(row: Intervals) -> Intervals:

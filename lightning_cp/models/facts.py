@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_cp.layout import Documents, SequenceLayout
+from lightning_cp.layout.documents import text_positions
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class PositionFacts:
     from_zero: bool = True
     """They are 0, 1, 2, ... in every row, as where the batch brings none."""
     count_anew: bool = False
-    """They are anything else than 0, 1, 2, ... and a constant; in packed rows, than 0, 1, 2, ..."""
+    """Those of the text are not 0, 1, 2, ... and a constant; in packed rows, not 0, 1, 2, ..."""
     packed: bool = False
     """A row has several documents, whoever declared them."""
     longest: int = -1
@@ -43,10 +44,11 @@ def position_facts(position_ids: torch.Tensor | None, layout: SequenceLayout) ->
     if position_ids is None:
         return PositionFacts(packed=packed, longest=layout.seq_len - 1)
     ahead = position_ids - torch.arange(layout.seq_len, device=position_ids.device)
-    first = 0 if packed else ahead[..., :1]
-    said = (ahead.any().long(), (ahead != first).any().long(), position_ids.max())
+    text = text_positions(ahead)
+    anew = ahead.new_zeros(()) if text is None else (text != (0 if packed else text[..., :1])).any()
+    said = (ahead.any().long(), anew.long(), position_ids.max())
     moved, anew, longest = torch.stack(said).tolist()  # at once: of a GPU each waits for it
-    return PositionFacts(not moved, position_ids.dim() == 2 and bool(anew), packed, longest)
+    return PositionFacts(not moved, bool(anew), packed, longest)
 
 
 def _packed(documents: Documents | None) -> bool:

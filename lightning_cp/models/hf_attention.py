@@ -26,6 +26,7 @@ HARMLESS = {
     "max_length_k": "the longest of those documents",
     "cu_seqlens": "documents of the batch, which are in the layout",
     "segment_ids": "documents of the batch, which are in the layout",
+    "seq_idx": "documents of the batch, which are in the layout",
     # What models hand through to everything below them.
     "use_cache": "refused when there is a cache",
     "output_attentions": "refused when the model is called",

@@ -16,6 +16,7 @@ import torch
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import Documents, SequenceLayout
+from lightning_cp.layout.documents import text_positions
 from lightning_cp.models.hf_positions import refuse_other_positions, rows_of
 from lightning_cp.models.step_state import StepState
 
@@ -111,7 +112,8 @@ _UNDECLARED = (
 
 
 def _jumps(position_ids: torch.Tensor) -> bool:
-    return bool((position_ids.diff(dim=-1) != 1).any())
+    text = text_positions(position_ids)
+    return text is not None and bool((text.diff(dim=-1) != 1).any())
 
 
 def _caches(model: Any, given: dict[str, Any]) -> bool:

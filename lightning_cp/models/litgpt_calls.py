@@ -23,6 +23,11 @@ def check_of(model: Any, handle: SwapHandle) -> Callable[..., None]:
         state = handle.state
         if state is None:
             return
+        if state.position_ids.dim() != 2:
+            raise ConfigError(
+                f"position_ids of the batch, {tuple(state.position_ids.shape)} on this rank, have several "
+                "positions for each token, and a LitGPT model has one. Give [rows, tokens], or none."
+            )
         given = signature.bind(*args, **kwargs).arguments
         if given.get("input_pos") is not None:
             raise ConfigError(

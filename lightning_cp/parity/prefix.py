@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_cp.batch import BatchRules, WholeBatch, read_batch
+from lightning_cp.batch.declarations import SEGMENTS, has_boundaries
 from lightning_cp.containers import map_tensors, tensors_of
 from lightning_cp.labels import IGNORED_LABEL
 
@@ -66,7 +67,7 @@ def _first_with_targets(whole: WholeBatch, length: int) -> int:
 def _cut(name: str, x: torch.Tensor, whole: WholeBatch, start: int, length: int) -> torch.Tensor:
     if name in whole.dims:
         return x.narrow(whole.dims[name], start, length)
-    if name == "cu_seqlens":
+    if has_boundaries(name):
         return _boundaries(x, start, length)
     return x
 
@@ -83,7 +84,7 @@ def _boundaries(x: torch.Tensor, start: int, length: int) -> torch.Tensor:
 def without_documents(batch: Any, rules: BatchRules) -> Any | None:
     """The same tokens as one document per row; ``None`` if there are no documents."""
     names = dict(tensors_of(batch))
-    packed = [name for name in ("cu_seqlens", "segment_ids") if name in names]
+    packed = [name for name in names if has_boundaries(name) or name in SEGMENTS]
     restarts = "position_ids" in names and bool((names["position_ids"].diff(dim=-1) < 0).any())
     if not (packed or restarts) or not isinstance(batch, dict):
         return None
@@ -110,7 +111,7 @@ def with_another_first_token(batch: Any, rules: BatchRules) -> Any:
     Labels, positions, masks and documents stay.
     """
     whole = read_batch(batch, replace(rules, labels="ignore"), needs_labels=False)
-    others = ("labels", "shift_labels", "position_ids", "attention_mask", "segment_ids")
+    others = ("labels", "shift_labels", "position_ids", "attention_mask", *SEGMENTS)
     fixed = {rules.label_key, *others}
 
     def visit(name: str, x: torch.Tensor) -> torch.Tensor:

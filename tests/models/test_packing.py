@@ -208,3 +208,76 @@ def test_boundaries_that_agree_are_accepted() -> None:
 def test_the_comparison_can_tell() -> None:
     """Isolated or not makes a difference of the loss."""
     assert abs(one_process(PLAIN).loss - one_process(CACHED).loss) > 1e-3
+
+
+# -- several positions a token: models for images --------------------------------------------------
+
+
+def make_vl() -> Any:
+    """A model for images, called with text alone: its rotary positions are computed in float32."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    torch.manual_seed(3)
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    sizes: dict[str, Any] = {"vocab_size": 43, "hidden_size": 32, "intermediate_size": 48}
+    text = {**sizes, "num_hidden_layers": 2, "rope_parameters": rope, "use_cache": False}
+    tower: dict[str, Any] = {"depth": 1, "hidden_size": 16, "out_hidden_size": 32, "num_heads": 2}
+    config = Qwen2_5_VLConfig(
+        text_config={**text, **heads},
+        vision_config={**tower, "intermediate_size": 16, "fullatt_block_indexes": [0]},
+        image_token_id=40,
+        video_token_id=41,
+        vision_start_token_id=39,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config).double()
+
+
+def stacked_batch() -> dict[str, torch.Tensor]:
+    """Two documents a row; the text's positions in front of those of time, height and width."""
+    ids = make_batch(Case())["input_ids"] % 39
+    return {"input_ids": ids, "position_ids": restarting([0, 20, 37]).expand(4, *ids.shape)}
+
+
+def evaluate_stacked(rank: int, world_size: int, ulysses: int, layout: str) -> torch.Tensor:
+    """As in validation, prediction and Fabric's loops: nothing is compared beforehand."""
+    model = make_vl()
+    core = start(ulysses, world_size // ulysses, model, layout=layout)
+    try:
+        local = core.shard(stacked_batch(), needs_labels=False)
+        core.begin_step()
+        return core.unshard(model(**local).logits.detach(), {})
+    finally:
+        core.detach()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ulysses", "layout"),
+    [(2, 2, "auto"), (3, 1, "contiguous"), (4, 2, "zigzag")],
+)
+def test_packed_rows_with_several_positions_a_token(ranks: int, ulysses: int, layout: str) -> None:
+    model = make_vl()
+    want = model(**stacked_batch()).logits.detach()
+    for got in run_ranks(ranks, evaluate_stacked, ulysses, layout, timeout=20):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    one = stacked_batch()
+    one["position_ids"] = one["position_ids"][
+        1:
+    ]  # the same rotary positions, no text's: one document
+    assert (model(**one).logits - want).abs().max() > 1e-3
+
+
+def call_without_text(rank: int, world_size: int) -> None:
+    model = make_vl()
+    core = start(1, 2, model)
+    try:
+        local = core.shard(stacked_batch(), needs_labels=False)
+        core.begin_step()
+        model(input_ids=local["input_ids"], position_ids=local["position_ids"][1:])
+    finally:
+        core.detach()
+
+
+def test_a_step_that_drops_the_positions_of_the_text_is_refused() -> None:
+    match = "does not read them when it makes its mask"
+    expect_on_every_rank(2, call_without_text, error=ConfigError, match=match, timeout=20)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_cp.errors import ParityError
-from tests.parity.test_faults import FAULTS, fit, fit_packed
+from tests.parity.test_faults import FAULTS, fit
 from tests.pool import expect_on_every_rank
 from tests.strategies.small import HYBRID
 
@@ -13,7 +13,6 @@ def main() -> None:
     named = {"error": ParityError, "match": "Likely cause"}
     for name, *_ in FAULTS:
         print(_shown(name, expect_on_every_rank(4, fit, name, HYBRID, False, **named)[0]))
-    print(_shown("Other documents", expect_on_every_rank(4, fit_packed, HYBRID, **named)[0]))
 
 
 def _shown(name: str, error: ParityError) -> str:

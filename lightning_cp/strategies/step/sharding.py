@@ -123,10 +123,7 @@ def _refuse_sharded(whole: WholeBatch, before: ShardedBatch | None) -> None:
 
 def position_facts_of(whole: WholeBatch, layout: SequenceLayout) -> PositionFacts:
     """How the positions of a whole batch run, if it brings any."""
-    if "position_ids" not in whole.dims:
-        return position_facts(None, layout)
-    positions = dict(tensors_of(whole.batch))["position_ids"]
-    return position_facts(positions.movedim(whole.dims["position_ids"], -1), layout)
+    return position_facts(whole.positions_in(dict(tensors_of(whole.batch))), layout)
 
 
 def label_kind(model: nn.Module, declared: str, *, required: bool) -> str:

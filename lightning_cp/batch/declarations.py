@@ -1,0 +1,86 @@
+"""What a batch says of its sequence, under which names and in which forms: understood, or refused by name.
+
+Documents: ``cu_seqlens`` (and flash-attention's names of it) and ``segment_ids`` (or ``seq_idx``). Padding:
+``attention_mask``. Positions: ``position_ids``. A name counts wherever it stands in a batch; a nested tensor
+of another sequence is declared ``None`` in ``sequence_dims``, and then says nothing here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_cp.batch.noted import POSITIONS
+from lightning_cp.batch.rules import KNOWN_DIMS, BatchRules
+from lightning_cp.containers import nodes_of, tensors_of
+from lightning_cp.errors import ConfigError
+
+MASK = "attention_mask"
+SEGMENTS = ("segment_ids", "seq_idx")
+_BOUNDARIES = ("cu_seqlens", "cu_seq_lens")
+"""How the names begin: flash-attention's end in ``_q``, ``_k`` or ``_kv``."""
+
+EXPRESSIBLE = (
+    "What can be expressed: a 2-D padding mask, packed documents (restarting position_ids, cu_seqlens or "
+    "segment_ids), causality and sliding windows."
+)
+
+
+def last_part(name: str) -> str:
+    """The name in its own container."""
+    return name.rpartition(".")[2]
+
+
+def has_boundaries(name: str) -> bool:
+    """Whether a tensor of this dotted name holds the boundaries of documents."""
+    return last_part(name).startswith(_BOUNDARIES)
+
+
+def check_forms(batch: Any, rules: BatchRules) -> None:
+    """Refuse what stands under a known name and is no ordinary tensor.
+
+    Raises:
+        ConfigError: naming it, and what it is.
+    """
+    for name, value in nodes_of(batch):
+        if value is None or rules.sequence_dims.get(name, 0) is None:
+            continue
+        if isinstance(value, torch.Tensor):
+            _check_ordinary(name, value, rules)
+        elif last_part(name) == MASK and rules.reads_masks:
+            raise ConfigError(f"{name!r} is {_kind(value)}, which cannot be sharded. {EXPRESSIBLE}")
+        elif has_boundaries(name) or (
+            last_part(name) in (POSITIONS, *SEGMENTS) and not any(tensors_of(value))
+        ):
+            raise ConfigError(
+                f"{name!r} must be one tensor, got {_kind(value)}. Make a tensor of it in the dataset or the "
+                "collate function; rows of cu_seqlens with fewer documents repeat their last entry."
+            )
+
+
+def _check_ordinary(name: str, x: torch.Tensor, rules: BatchRules) -> None:
+    known = last_part(name) in KNOWN_DIMS or name in rules.sequence_dims or has_boundaries(name)
+    if known and not _is_ordinary(x):
+        raise ConfigError(
+            f"{name!r} is {_kind(x)}, which cannot be sharded. Give an ordinary (strided) tensor: rows "
+            "padded to one length, or packed into one row."
+        )
+
+
+def _is_ordinary(x: torch.Tensor) -> bool:
+    return not x.is_nested and x.layout is torch.strided
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        layout = str(value.layout).removeprefix("torch.")
+        return "a nested tensor" if value.is_nested else f"a tensor of layout {layout}"
+    inside = ", ".join(sorted({_of_type(item) for _, item in list(nodes_of(value))[1:]}))
+    return f"a {type(value).__name__}{f' of {inside}' if inside else ''}"
+
+
+def _of_type(item: Any) -> str:
+    if isinstance(item, torch.Tensor):
+        return f"tensors {tuple(item.shape)}" if _is_ordinary(item) else "tensors"
+    return type(item).__name__
