@@ -187,7 +187,7 @@ def void_outputs(
     visible = visible_pairs(length, causal=causal, window=window, documents=documents)
     per_query = q_BSHD.new_zeros(q_BSHD.shape[0], q_BSHD.shape[2], length).double()
     none = Attention(
-        q_BSHD.double() * 0,
+        dout_BSHD.double() * 0,
         per_query,
         q_BSHD.double() * 0,
         k_BSKD.double() * 0,

@@ -29,9 +29,9 @@ from lightning_cp.named_ranges import named
 
 
 def gather_forward(q_TBHD: torch.Tensor, keys: Keys, plan: AttentionPlan) -> Attended:
-    """Attention of this rank's queries [T, B, h, D] over the whole sequence; ``out`` like them."""
+    """Attention of this rank's queries [T, B, h, D] over the whole sequence."""
     tokens, batch, heads, _ = q_TBHD.shape
-    out = torch.empty_like(q_TBHD)
+    out = q_TBHD.new_empty(tokens, batch, heads, keys.value_dim)
     lse = q_TBHD.new_empty(batch, heads, tokens, dtype=accumulate_dtype(q_TBHD.dtype))
     peak = torch.empty_like(lse, dtype=torch.float32) if plan.scores.max_logits else None
     for block, kv in _gathered(keys, plan):
@@ -50,10 +50,10 @@ def _attend(
     q_BLHD: torch.Tensor, kv_SBKD: torch.Tensor, block: HeadBlock, plan: AttentionPlan
 ) -> Attended:
     """Attention of a block of heads over all keys in sequence order."""
-    scores = plan.scores.of_heads(*block.q)
-    state = Accumulator(q_BLHD, accumulate_dtype(q_BLHD.dtype))
+    scores, key_dim = plan.scores.of_heads(*block.q), q_BLHD.shape[3]
+    state = Accumulator(q_BLHD, accumulate_dtype(q_BLHD.dtype), kv_SBKD.shape[3] - key_dim)
     for index, call in enumerate(plan.gathered.calls(plan.exchange.forward)):
-        k, v = kernel_keys(Keys((take(kv_SBKD, call.slices),)), block.kv_of_q)
+        k, v = kernel_keys(Keys((take(kv_SBKD, call.slices),), key_dim), block.kv_of_q)
         state.widen()
         with named("chunk {} compute", index):
             plan.kernel.forward(QKV(q_BLHD, k, v), call.tiles, scores, state)
@@ -72,7 +72,7 @@ def gather_backward(
     """Gradients of this rank's queries and of its own keys and values.
 
     Returns:
-        ``dq`` [T, B, h, D], ``dk`` and ``dv`` [T, B, k, D], in the dtype of the inputs: the sum of a head is
+        ``dq``, ``dk`` and ``dv`` like q, k and v, in the dtype of the inputs: the sum of a head is
         complete once it is home, and rounded there. Only that of K/V heads which Ulysses ranks share is not,
         and stays in the accumulation dtype.
     """
@@ -89,7 +89,7 @@ def gather_backward(
         del own
         home.leave(dkv)
         del dkv  # before the next ones are made
-    return _all_heads(dq), *unpair(home.finish())
+    return _all_heads(dq), *unpair(home.finish(), keys.key_dim)
 
 
 def _all_heads(blocks_TBHD: list[torch.Tensor]) -> torch.Tensor:
@@ -106,7 +106,7 @@ def _differentiate(
     block: HeadBlock,
     plan: AttentionPlan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``dq`` like q, and the gradients [S, B, 2k, D] of all keys in sequence order."""
+    """``dq`` like q, and the gradients of all keys, pairs [S, B, k, D], in sequence order."""
     dq = GradientSum(q_BLHD, accumulate_dtype(q_BLHD.dtype))
     dkv = torch.zeros_like(kv_SBKD, dtype=dq.dtype)
     scores = plan.scores.of_heads(*block.q)
@@ -114,7 +114,10 @@ def _differentiate(
         with (
             _SliceGradients(dkv, call.slices) as into,
             KeyGradients(
-                Keys((take(kv_SBKD, call.slices),)), block.kv_of_q, dq.dtype, into=into
+                Keys((take(kv_SBKD, call.slices),), q_BLHD.shape[3]),
+                block.kv_of_q,
+                dq.dtype,
+                into=into,
             ) as (k, v, dk, dv),
             named("chunk {} compute", index),
         ):

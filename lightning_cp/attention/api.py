@@ -96,7 +96,7 @@ def context_parallel_attention(
     Args:
         q_BLHD: [batch, local tokens, heads, head dim].
         k_BLKD: [batch, local tokens, K/V heads, head dim]; heads a multiple of K/V heads.
-        v_BLKD: like ``k_BLKD``.
+        v_BLKD: like ``k_BLKD``; its head dim, which is also that of ``out``, may be another.
         mesh: the process groups.
         layout: which tokens each rank holds, and their documents.
         spec: mask and score semantics; causal by default.
@@ -112,7 +112,7 @@ def context_parallel_attention(
             without sinks: float32 [B, H, L] (no gradient).
 
     Returns:
-        ``out`` [B, L, H, D]; then the lse and the largest scores, of those the ones asked for. Tokens of
+        ``out`` [B, L, H, D of v]; then the lse and the largest scores, of those the ones asked for. Tokens of
         padding get out 0 and -inf.
 
     Raises:
@@ -173,9 +173,10 @@ def explain(
         q_BLHD.shape[2], k_BLKD.shape[2], mesh.ulysses_size
     )  # refuses heads that do not split
     if Exchange(exchange).name == "ring_flash_attn":
-        delegate(q_BLHD, layout, spec, kernel, max_logits=return_max_logits)
+        delegate(q_BLHD, v_BLKD, layout, spec, kernel, max_logits=return_max_logits)
         return THEIR_KERNELS
-    return explain_kernels(kernel, request_of(q_BLHD, spec, max_logits=return_max_logits))
+    request = request_of(q_BLHD, v_BLKD, spec, max_logits=return_max_logits)
+    return explain_kernels(kernel, request)
 
 
 def _agree_on_call(
@@ -208,13 +209,14 @@ def _facts(
     plan: AttentionPlan,
 ) -> dict[str, object]:
     """What has to be equal on all ranks, as it looks in a message."""
-    q_BLHD, k_BLKD, _ = inputs
+    q_BLHD, k_BLKD, v_BLKD = inputs
     documents = layout.documents
     names = ("batch", "local tokens", "heads", "head dim")
     reaches_back = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     return {
         **dict(zip(names, q_BLHD.shape, strict=True)),
         "K/V heads": k_BLKD.shape[2],
+        "head dim of v": v_BLKD.shape[3],
         "dtype": q_BLHD.dtype,
         "sequence length": layout.seq_len,
         "layout": f"{layout.kind}, checksum {fingerprint(layout.checksum)}",

@@ -44,6 +44,7 @@ class Delegate:
 
 def delegate(
     q_BLHD: torch.Tensor,
+    v_BLKD: torch.Tensor,
     layout: SequenceLayout,
     spec: AttentionSpec,
     kernel: str,
@@ -55,7 +56,7 @@ def delegate(
     Raises:
         ConfigError: it does not compute the call exactly, or a package is missing.
     """
-    refuse_unsupported(q_BLHD, layout, spec, kernel, max_logits=max_logits)
+    refuse_unsupported(q_BLHD, v_BLKD, layout, spec, kernel, max_logits=max_logits)
     plain, zigzag = _modules()
     if _is_zigzag(layout, spec):
         return Delegate(
@@ -66,6 +67,7 @@ def delegate(
 
 def refuse_unsupported(
     q_BLHD: torch.Tensor,
+    v_BLKD: torch.Tensor,
     layout: SequenceLayout,
     spec: AttentionSpec,
     kernel: str,
@@ -79,12 +81,14 @@ def refuse_unsupported(
     """
     if kernel not in KERNELS:
         _refuse(f"kernel={kernel!r}", "it has a kernel of its own, flash-attn 2")
-    _refuse_tensors(q_BLHD, layout, spec)
+    _refuse_tensors(q_BLHD, v_BLKD, layout, spec)
     _refuse_scores(spec, max_logits)
     _refuse_layout(layout, spec)
 
 
-def _refuse_tensors(q_BLHD: torch.Tensor, layout: SequenceLayout, spec: AttentionSpec) -> None:
+def _refuse_tensors(
+    q_BLHD: torch.Tensor, v_BLKD: torch.Tensor, layout: SequenceLayout, spec: AttentionSpec
+) -> None:
     dtype, head_dim = q_BLHD.dtype, q_BLHD.shape[3]
     if dtype not in (torch.bfloat16, torch.float16):
         _refuse(f"{dtype}", "it takes bfloat16 and float16; its float32 gradients are wrong")
@@ -95,6 +99,10 @@ def _refuse_tensors(q_BLHD: torch.Tensor, layout: SequenceLayout, spec: Attentio
         )
     if head_dim > 256 or head_dim % 8:
         _refuse(f"head dim {head_dim}", "it takes multiples of 8 up to 256")
+    if v_BLKD.shape[3] != head_dim:
+        _refuse(
+            f"head dim {v_BLKD.shape[3]} of v beside {head_dim} of q and k", "it takes equal ones"
+        )
     if q_BLHD.device.type not in DEVICE_TYPES:
         _refuse(f"device {q_BLHD.device.type}", "its kernel runs on cuda")
 

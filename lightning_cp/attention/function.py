@@ -102,7 +102,7 @@ class ContextParallelAttention(torch.autograd.Function):
     def backward(ctx: Any, dout_BLHD: torch.Tensor, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
         plan: AttentionPlan = ctx.plan
         q, out, lse, sinks, *kv = ctx.saved_tensors
-        keys = Keys(tuple(kv))
+        keys = Keys(tuple(kv), q.shape[3])
         if not ctx.exchanged:
             q, keys = to_heads(q, kv[0], kv[1], plan)
             out = q_to_heads(out, plan)

@@ -1,7 +1,7 @@
 """Keys and values: in messages, and in a kernel's shapes (ranges laid end to end, heads expanded).
 
-In a message K and V are one tensor, the *pair* [tokens, B, 2 * K/V heads, D], one head after the other (K of
-head 0, V of head 0, K of head 1, ...), so that a range of K/V heads is one slice.
+In a message K and V are one tensor, the *pair* [tokens, B, K/V heads, D of K + D of V]: K of head 0, V of
+head 0, K of head 1, ..., each as wide as it is, so that a range of K/V heads is one slice.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ HeadIndex = tuple[int, ...] | None
 """K/V head of each query head, where plain grouping does not say it (``HeadBlock.kv_of_q``)."""
 
 
-def unpair(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of K and V [..., K/V heads, D] in their pair."""
-    return kv[:, :, 0::2], kv[:, :, 1::2]
+def unpair(kv: torch.Tensor, key_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of K [..., key dim] and V in their pair."""
+    return kv[..., :key_dim], kv[..., key_dim:]
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,20 @@ class Keys:
     """Keys and values of some tokens, token-first: apart, as the caller gave them, or as a pair."""
 
     tensors: tuple[torch.Tensor, ...]
-    """``(k, v)`` [T, B, K/V heads, D], or the pair [T, B, 2 * K/V heads, D] alone."""
+    """``(k, v)`` [T, B, K/V heads, D], or their pair alone."""
+    key_dim: int
+    """D of K."""
 
     @property
     def k_and_v(self) -> tuple[torch.Tensor, ...]:
         """The two [T, B, K/V heads, D]."""
-        return unpair(self.tensors[0]) if len(self.tensors) == 1 else self.tensors
+        is_pair = len(self.tensors) == 1
+        return unpair(self.tensors[0], self.key_dim) if is_pair else self.tensors
+
+    @property
+    def value_dim(self) -> int:
+        """D of V."""
+        return self.pair_shape[3] - self.key_dim
 
     def of_heads(self, first: int, last: int) -> tuple[torch.Tensor, ...]:
         """Views of the two, of some K/V heads."""
@@ -44,15 +52,15 @@ class Keys:
     @property
     def pair_shape(self) -> tuple[int, int, int, int]:
         """Of the pair."""
-        tokens, batch, heads, dim = self.k_and_v[0].shape
-        return tokens, batch, 2 * heads, dim
+        tokens, batch, heads, _ = self.tensors[0].shape
+        return tokens, batch, heads, sum(x.shape[3] for x in self.tensors)
 
     def message(self, ranges: Ranges) -> torch.Tensor:
         """The pair of some ranges (at least one), laid end to end in dense memory."""
         if len(self.tensors) == 1:
             return take(self.tensors[0], ranges).contiguous()
         made = self.tensors[0].new_empty(num_keys(ranges), *self.pair_shape[1:])
-        for x, into in zip(self.tensors, unpair(made), strict=True):
+        for x, into in zip(self.tensors, unpair(made, self.key_dim), strict=True):
             sizes = [end - start for start, end in ranges]
             for (start, end), part in zip(ranges, into.split(sizes), strict=True):
                 part.copy_(x[start:end])
@@ -93,7 +101,7 @@ class _NewPair:
     """Memory of a pair, taken when it is first needed."""
 
     def __init__(self, keys: Keys, dtype: torch.dtype) -> None:
-        self.shape = keys.pair_shape
+        self.shape, self.key_dim = keys.pair_shape, keys.key_dim
         self._how = {"dtype": dtype, "device": keys.tensors[0].device}
 
     @cached_property
@@ -102,7 +110,7 @@ class _NewPair:
 
     def half(self, at: int) -> torch.Tensor:
         """Where the gradient of K or V lies in it, [B, keys, K/V heads, D]."""
-        return unpair(self.pair.transpose(0, 1))[at]
+        return unpair(self.pair.transpose(0, 1), self.key_dim)[at]
 
     def nothing(self) -> torch.Tensor:
         """Of no keys."""
@@ -129,7 +137,7 @@ class KeySums:
     ) -> None:
         self._new = new = _NewPair(keys, dtype)
         laters = [partial(new.half, at) for at in range(2)] if leave else [None, None]
-        places = (None, None) if into is None else unpair(into.transpose(0, 1))
+        places = (None, None) if into is None else unpair(into.transpose(0, 1), keys.key_dim)
         k, v = (
             GradientSum(x.transpose(0, 1), dtype, into=place, empty=False, later=later)
             for x, place, later in zip(keys.k_and_v, places, laters, strict=True)
@@ -138,8 +146,14 @@ class KeySums:
 
     @property
     def shape_of_key(self) -> tuple[int, ...]:
-        """[B, 2 * K/V heads, D] of the pair."""
+        """[B, K/V heads, D] of the pair."""
         return self._new.shape[1:]
+
+    def add(self, start: int, pair: torch.Tensor) -> None:
+        """Add the gradients of the tokens ``start ..``, a pair."""
+        parts = unpair(pair.transpose(0, 1), self._new.key_dim)
+        for gradient, part in zip(self.both, parts, strict=True):
+            gradient.add(ALL_ROWS, start, part)
 
     def message(self) -> torch.Tensor:
         """The pair of both sums in dense memory, which is taken no earlier than it is needed."""

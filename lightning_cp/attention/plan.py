@@ -11,7 +11,7 @@ from lightning_cp.attention.delegate import Delegate, delegate
 from lightning_cp.attention.exchange import Exchange
 from lightning_cp.attention.sinks import check_sinks
 from lightning_cp.attention.spec import AttentionSpec
-from lightning_cp.comm.all_to_all import Section
+from lightning_cp.comm.all_to_all import HeadRanges
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.kernels.api import Kernel, Request, Scores, select_kernel
 from lightning_cp.layout import (
@@ -73,14 +73,12 @@ class AttentionPlan:
         return self.heads.blocks(self.ulysses_rank, kv_heads)
 
     @cached_property
-    def message(self) -> tuple[Section, Section]:
+    def message(self) -> tuple[HeadRanges, HeadRanges]:
         """What goes to each Ulysses rank: its query heads, then K and V of the heads that these use."""
         ranks = range(self.heads.ulysses_size)
-        queries, keys = (
-            [of_rank(rank) for rank in ranks]
-            for of_rank in (self.heads.q_range, self.heads.kv_range)
-        )
-        return Section(queries), Section(keys, tensors=2)
+        return [self.heads.q_range(rank) for rank in ranks], [
+            self.heads.kv_range(rank) for rank in ranks
+        ]
 
 
 def make_plan(
@@ -105,24 +103,31 @@ def make_plan(
     check_call(q_BLHD, k_BLKD, v_BLKD, mesh, layout, spec)
     heads = HeadSplit(q_BLHD.shape[2], k_BLKD.shape[2], mesh.ulysses_size)
     whole = schedule(layout, None, spec.mask)
-    request = request_of(q_BLHD, spec, max_logits=max_logits)
+    request = request_of(q_BLHD, v_BLKD, spec, max_logits=max_logits)
     scale = spec.scale(q_BLHD.shape[3])
     every = Scores(abs(scale), spec.mask, float(spec.softcap), spec.alibi_slopes, max_logits)
     scores = every.of_heads(*heads.q_range(mesh.ulysses_rank))
     theirs: Delegate | None = None
     if exchange.name == "ring_flash_attn":
-        theirs = delegate(q_BLHD, layout, spec, kernel, max_logits=max_logits)
+        theirs = delegate(q_BLHD, v_BLKD, layout, spec, kernel, max_logits=max_logits)
         kernel = "auto"  # not called
     chosen = _select(kernel, request)
     sinks, negative = spec.sinks, scale < 0
     return AttentionPlan(*(mesh, heads, whole, scores, chosen, exchange), sinks, negative, theirs)
 
 
-def request_of(q_BLHD: torch.Tensor, spec: AttentionSpec, *, max_logits: bool = False) -> Request:
+def request_of(
+    q_BLHD: torch.Tensor, v_BLKD: torch.Tensor, spec: AttentionSpec, *, max_logits: bool = False
+) -> Request:
     """What a call asks of a kernel."""
     needs = spec.needs | ({"max_logits"} if max_logits else set())
     return Request(
-        q_BLHD.device.type, q_BLHD.dtype, q_BLHD.shape[3], _mask_kinds(spec), frozenset(needs)
+        device_type=q_BLHD.device.type,
+        dtype=q_BLHD.dtype,
+        head_dim=q_BLHD.shape[3],
+        masks=_mask_kinds(spec),
+        needs=frozenset(needs),
+        value_dim=v_BLKD.shape[3],
     )
 
 
@@ -202,12 +207,12 @@ def _misfit(
     """What does not fit, or ``None``."""
     if any(x.dim() != 4 for x in (q_BLHD, k_BLKD, v_BLKD)):
         return "q, k and v must be [batch, local tokens, heads, head dim]"
-    if not q_BLHD.shape[3]:
+    if not all(x.shape[3] for x in (q_BLHD, k_BLKD, v_BLKD)):
         return "the head dim must be at least 1"
     if len({(x.dtype, x.device) for x in (q_BLHD, k_BLKD, v_BLKD)}) > 1:
         return "q, k and v must have one dtype and one device"
-    if k_BLKD.shape != v_BLKD.shape or q_BLHD.shape[0] != k_BLKD.shape[0]:
-        return "k and v must have equal shapes, and the batch size of q"
+    if k_BLKD.shape[:3] != v_BLKD.shape[:3] or q_BLHD.shape[0] != k_BLKD.shape[0]:
+        return "k and v must have equal shapes but for their head dims, and the batch size of q"
     if q_BLHD.shape[3] != k_BLKD.shape[3]:
         return "q and k must have the same head dim"
     if q_BLHD.shape[1] != k_BLKD.shape[1]:

@@ -10,16 +10,18 @@ by log-sum-exp; each tile's backward uses the *merged* out and lse, which is exa
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from lightning_cp.attention.keys import KeyGradients, Keys, KeySums, kernel_keys, unpair
+from lightning_cp.attention.keys import KeyGradients, Keys, KeySums, kernel_keys
 from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.sinks import Attended, finish
 from lightning_cp.comm.ring import Transfer, start_transfer
 from lightning_cp.kernels.api import QKV, Merged, accumulate_dtype
 from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.kernels.sums import GradientSum, GradientSums
-from lightning_cp.layout.tiles import ALL_ROWS, Hop, Tile, num_keys
+from lightning_cp.layout.tiles import Hop, Tile, num_keys
 from lightning_cp.mesh import Axis
 from lightning_cp.named_ranges import named
 
@@ -27,7 +29,7 @@ from lightning_cp.named_ranges import named
 def ring_forward(q_TBHD: torch.Tensor, keys: Keys, plan: AttentionPlan) -> Attended:
     """Attention of this rank's queries [T, B, h, D] over the whole sequence."""
     q_BLHD = q_TBHD.transpose(0, 1)
-    state = Accumulator(q_BLHD, accumulate_dtype(q_TBHD.dtype))
+    state = Accumulator(q_BLHD, accumulate_dtype(q_TBHD.dtype), keys.value_dim)
     travel = _KeyTravel(keys, plan)
     for hop in plan.hops:
         if hop.tiles:
@@ -64,7 +66,7 @@ def ring_backward(
     """Gradients of this rank's queries and of its own keys and values.
 
     Returns:
-        ``dq`` [T, B, h, D], ``dk`` and ``dv`` [T, B, k, D]; in the accumulation dtype, or in that of the
+        ``dq``, ``dk`` and ``dv`` like q, k and v; in the accumulation dtype, or in that of the
         kernel's results where nothing had to be added to them.
     """
     merged = Merged(dout_TBHD.transpose(0, 1), out_TBHD.transpose(0, 1), lse_BHT)
@@ -118,7 +120,8 @@ class _KeyTravel:
         self._pending = self._post(hops[hop.index + 1]) if hop.index + 1 < len(hops) else None
         if hop.index == 0:
             return self._own, hop.tiles
-        return (self._own if arrived is None else Keys((arrived,))), hop.packed_tiles
+        keys = self._own if arrived is None else replace(self._own, tensors=(arrived,))
+        return keys, hop.packed_tiles
 
     def _post(self, hop: Hop) -> Transfer:
         shape = (num_keys(hop.recv), *self._own.pair_shape[1:]) if hop.recv else None
@@ -165,5 +168,4 @@ class _GradientTravel:
     def _take_in(self, received: torch.Tensor, hop: Hop) -> None:
         sizes = [end - start for start, end in hop.send]
         for (start, _), part in zip(hop.send, received.split(sizes), strict=True):
-            for gradient, x in zip(self._own.both, unpair(part.transpose(0, 1)), strict=True):
-                gradient.add(ALL_ROWS, start, x)
+            self._own.add(start, part)

@@ -27,21 +27,21 @@ def to_heads(
 
     Returns:
         ``q`` [T, B, h, D], and keys and values of T tokens, T being those of the ring rank: what was given,
-        or what came as a pair [T, B, 2k, D].
+        or what came as a pair.
     """
     if plan.heads.ulysses_size == 1:
         q, k, v = (loadable(x).transpose(0, 1) for x in (q_BLHD, k_BLKD, v_BLKD))
-        return q, Keys((k, v))
+        return q, Keys((k, v), q.shape[3])
     group, rank = plan.mesh.group(Axis.ULYSSES), plan.ulysses_rank
     keys = (k_BLKD, v_BLKD)
     if plan.mesh.ring_size == 1:
         message = scatter_heads([(q_BLHD,), keys], plan.message, rank, group)
         q, kv = message.wait()
-        return q, Keys((kv,))
+        return q, Keys((kv,), q.shape[3])
     # A ring sends the pair as it lies in memory, so there it has a message of its own.
     queries = scatter_heads([(q_BLHD,)], plan.message[:1], rank, group)
     pairs = scatter_heads([keys], plan.message[1:], rank, group)
-    return queries.wait()[0], Keys(pairs.wait())
+    return queries.wait()[0], Keys(pairs.wait(), q_BLHD.shape[3])
 
 
 def loadable(x_BLHD: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from lightning_cp.bench.settings import Settings
 from lightning_cp.bench.together import together
 from lightning_cp.bench.ways import Step
 from lightning_cp.comm.all_gather import start_all_gather, start_reduce_scatter
-from lightning_cp.comm.all_to_all import Section, scatter_heads
+from lightning_cp.comm.all_to_all import scatter_heads
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.comm.ring import start_transfer
 from lightning_cp.mesh import ContextParallelMesh
@@ -155,9 +155,9 @@ def _all_to_all(mesh: ContextParallelMesh, size: int) -> Call:
     """A head for each rank of the Ulysses group: tokens are traded for heads."""
     group, rank, ranks = mesh.group(Axis.ULYSSES), mesh.ulysses_rank, mesh.ulysses_size
     x_BLHD = _tokens(mesh, size, ranks - 1).unsqueeze(1).repeat(1, ranks, 1).unsqueeze(0)
-    section = Section([(head, head + 1) for head in range(ranks)])
+    heads = [(head, head + 1) for head in range(ranks)]
     sent = x_BLHD.nbytes // ranks * (ranks - 1)
-    return Call(lambda: scatter_heads([[x_BLHD]], [section], rank, group).wait(), sent)
+    return Call(lambda: scatter_heads([[x_BLHD]], [heads], rank, group).wait(), sent)
 
 
 def _all_gather(mesh: ContextParallelMesh, size: int) -> Call:

@@ -84,19 +84,17 @@ def start_all_gather(
 ) -> PendingShards:
     """Start gathering [T, ...] of every rank: [N*T, ...] in rank order.
 
-    Several tensors [T, B, heads, D] travel as one, head by head (head 0 of each, head 1 of each, ...). They
-    are written to their place in the result, and sent from there.
+    Several tensors [T, B, heads, D], D of any width, travel as one, head by head (head 0 of each, head 1 of
+    each, ...). They are written to their place in the result, and sent from there.
     """
     parts = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     x, ranks = parts[0], group.size()
-    shape = [ranks * len(x), *x.shape[1:]]
-    if len(parts) > 1:
-        shape[2] *= len(parts)
-    received = x.new_empty(shape)
+    dims = [part.shape[-1] for part in parts]
+    received = x.new_empty(ranks * len(x), *x.shape[1:-1], sum(dims))
     own = received.narrow(0, group.rank() * len(x), len(x))
     with named("copies"):
-        for at, part in enumerate(parts):
-            (own if len(parts) == 1 else own[:, :, at :: len(parts)]).copy_(part)
+        for place, part in zip(own.split(dims, dim=-1), parts, strict=True):
+            place.copy_(part)
     if ranks == 1:
         return PendingShards(received, own, None)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -4,9 +4,9 @@
 heads. Messages are token-first ([tokens, batch, heads, head dim]), so that what arrives from the
 ranks in order *is* the longer sequence: no permutation on the receiving side.
 
-A message has sections, one after the other along its heads: queries, say, then keys and values. The
-tensors of a section have the same heads and lie in it head by head (K of head 0, V of head 0, K of head 1,
-...), so that a range of heads is one slice.
+A message has sections, one after the other along its entries: queries, say, then keys and values. The
+tensors of a section have the same heads, of any widths, and lie in it head by head (K of head 0, V of
+head 0, K of head 1, ...), so that a range of heads is one slice.
 """
 
 from __future__ import annotations
@@ -23,16 +23,27 @@ HeadRanges = Sequence[tuple[int, int]]
 """(first, past-last) head of each rank of the group; ranges may overlap (shared K/V heads)."""
 
 
-class Section(NamedTuple):
+class _Section(NamedTuple):
     """Part of a message: some tensors of equal heads, and which of these each rank of the group has."""
 
     ranges: HeadRanges
-    tensors: int = 1
+    dims: tuple[int, ...]
+    """Entries per head of each tensor."""
 
-    def width(self, rank: int) -> int:
-        """Heads of all tensors that a rank has."""
+    @classmethod
+    def of(cls, ranges: HeadRanges, tensors: Sequence[torch.Tensor]) -> _Section:
+        """Of tensors [..., heads, D]."""
+        return cls(ranges, tuple(x.shape[-1] for x in tensors))
+
+    def shape(self, rank: int) -> tuple[int, int]:
+        """Heads that a rank has, and the entries of each in all tensors."""
         first, last = self.ranges[rank]
-        return self.tensors * (last - first)
+        return last - first, sum(self.dims)
+
+    def entries(self, rank: int) -> int:
+        """Entries per token that a rank has."""
+        heads, dim = self.shape(rank)
+        return heads * dim
 
     @property
     def num_heads(self) -> int:
@@ -41,7 +52,7 @@ class Section(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Whether the ranks' heads are equally many, and nobody else's."""
+        """Whether the ranks' heads are equally many, and no two ranks share one."""
         each = self.ranges[0][1]
         return all(heads == (at * each, (at + 1) * each) for at, heads in enumerate(self.ranges))
 
@@ -74,40 +85,41 @@ class Pending:
 
 def scatter_heads(
     tensors: Sequence[Sequence[torch.Tensor]],
-    sections: Sequence[Section],
+    ranges: Sequence[HeadRanges],
     rank: int,
     group: dist.ProcessGroup,
 ) -> Pending:
     """Start sending each rank its heads of our tokens.
 
     Args:
-        tensors: of each section, [B, L, heads, D]; all of one dtype.
-        sections: how they make up a message.
+        tensors: of each section, [B, L, heads, D], D of any width; all of one dtype.
+        ranges: of each section, the heads of each rank.
         rank: ours in the group.
         group: the ranks.
 
     Returns:
-        A transfer of one tensor ``[U*L, B, heads of rank, D]`` per section: the tokens of all ranks in order.
+        A transfer of one tensor ``[U*L, B, heads of rank, D]`` per section: the tokens of all ranks in order,
+        D being the widths of all tensors of the section.
     """
     first = tensors[0][0]
-    batch, tokens, _, dim = first.shape
-    sizes = _sizes(sections, tokens * batch * dim)
+    batch, tokens = first.shape[:2]
+    sections = [_Section.of(each, xs) for each, xs in zip(ranges, tensors, strict=True)]
+    sizes = _sizes(sections, tokens * batch)
     send = first.new_empty(sum(sizes))
     with named("copies"):
-        for span, message in _messages(send, sections, sizes, (tokens, batch, dim)):
-            parts = _parts(message, sections, span)
-            for section, part, xs in zip(sections, parts, tensors, strict=True):
-                for index, x_BLHD in enumerate(xs):
-                    part[..., index :: section.tensors, :] = _by_rank(x_BLHD, section, span)
-    widths = [section.width(rank) for section in sections]
-    received = first.new_empty(len(sizes) * tokens, batch, sum(widths), dim)
+        for span, message in _messages(send, sections, sizes, (tokens, batch)):
+            parts = _parts(message, sections, span[0])
+            for section, places, xs in zip(sections, parts, tensors, strict=True):
+                for place, x_BLHD in zip(places, xs, strict=True):
+                    place.copy_(_by_rank(x_BLHD, section, span))
+    received = first.new_empty(len(sizes) * tokens, batch, _entries(sections, rank))
     work = _start(received, send, [sizes[rank]] * len(sizes), sizes, group)
-    return Pending(received, send, work, lambda whole: whole.split(widths, dim=2))
+    return Pending(received, send, work, lambda whole: _wholes(whole, sections, rank))
 
 
 def gather_heads(
     tensors: Sequence[list[torch.Tensor]],
-    sections: Sequence[Section],
+    ranges: Sequence[HeadRanges],
     rank: int,
     group: dist.ProcessGroup,
     dtype: torch.dtype | None = None,
@@ -117,7 +129,7 @@ def gather_heads(
     Args:
         tensors: of each section, ``[U*L, B, heads of rank, D]``. The lists are emptied: what only they hold
             is freed before memory is taken for what comes.
-        sections: how they make up a message.
+        ranges: of each section, the heads of each rank.
         rank: ours in the group.
         group: the ranks.
         dtype: to send them in; their own by default.
@@ -126,36 +138,36 @@ def gather_heads(
         A transfer of every tensor of every section, ``[B, L, heads, D]``. Contributions to a head that
         several ranks hold are summed.
     """
+    sections = [_Section.of(each, xs) for each, xs in zip(ranges, tensors, strict=True)]
     with named("copies"):
-        send = _as_one(tensors, dtype or tensors[0][0].dtype)
-    total, batch, _, dim = send.shape
-    tokens = total // len(sections[0].ranges)
-    sizes = _sizes(sections, tokens * batch * dim)
+        send = _as_one(tensors, sections, rank, dtype or tensors[0][0].dtype)
+    total, batch, _ = send.shape
+    shape = (total // len(ranges[0]), batch)
+    sizes = _sizes(sections, shape[0] * batch)
     received = send.new_empty(sum(sizes))
     work = _start(received, send, sizes, [sizes[rank]] * len(sizes), group)
-    shape = (tokens, batch, dim)
     return Pending(received, send, work, lambda whole: _to_tokens(whole, sections, sizes, shape))
 
 
 def _to_tokens(
     received: torch.Tensor,
-    sections: Sequence[Section],
+    sections: Sequence[_Section],
     sizes: Sequence[int],
-    shape: tuple[int, int, int],
+    shape: tuple[int, int],
 ) -> tuple[torch.Tensor, ...]:
-    """The tensors of all sections from the messages of all ranks; ``shape`` is tokens, batch, dim."""
-    tokens, batch, dim = shape
+    """The tensors of all sections from the messages of all ranks; ``shape`` is tokens, batch."""
+    tokens, batch = shape
     gathered = [
-        [received.new_empty(batch, tokens, section.num_heads, dim) for _ in range(section.tensors)]
+        [received.new_empty(batch, tokens, section.num_heads, dim) for dim in section.dims]
         for section in sections
     ]
     filled = [0] * len(sections)  # heads below hold a value: ranges are sorted, overlaps add up
     for span, message in _messages(received, sections, sizes, shape):
-        parts = _parts(message, sections, span)
+        parts = _parts(message, sections, span[0])
         for at, (section, part) in enumerate(zip(sections, parts, strict=True)):
             shared = max(0, filled[at] - section.ranges[span[0]][0])
-            for index, x_BLHD in enumerate(gathered[at]):
-                own, came = _by_rank(x_BLHD, section, span), part[..., index :: section.tensors, :]
+            for came, x_BLHD in zip(part, gathered[at], strict=True):
+                own = _by_rank(x_BLHD, section, span)
                 own[..., shared:, :] = came[..., shared:, :]
                 if shared:
                     own[..., :shared, :] += came[..., :shared, :]
@@ -163,22 +175,30 @@ def _to_tokens(
     return tuple(x for xs in gathered for x in xs)
 
 
-def _sizes(sections: Sequence[Section], per_head: int) -> list[int]:
-    """Entries of the message that has the heads of each rank."""
-    ranks = range(len(sections[0].ranges))
-    return [per_head * sum(section.width(rank) for section in sections) for rank in ranks]
+def _sizes(sections: Sequence[_Section], rows: int) -> list[int]:
+    """Entries of the message that has the heads of each rank, for a number of tokens of all batch rows."""
+    return [rows * _entries(sections, rank) for rank in range(len(sections[0].ranges))]
 
 
-def _as_one(tensors: Sequence[list[torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
-    """A message [U*L, B, heads, D] of all sections, in contiguous memory; empties the lists."""
+def _entries(sections: Sequence[_Section], rank: int) -> int:
+    """Entries per token that a rank has in all sections."""
+    return sum(section.entries(rank) for section in sections)
+
+
+def _as_one(
+    tensors: Sequence[list[torch.Tensor]],
+    sections: Sequence[_Section],
+    rank: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """A message [U*L, B, entries] of all sections, in contiguous memory; empties the lists."""
     if [len(xs) for xs in tensors] == [1]:
-        return tensors[0].pop().to(dtype).contiguous()
-    widths = [sum(x.shape[2] for x in xs) for xs in tensors]
-    total, batch, _, dim = tensors[0][0].shape
-    message = tensors[0][0].new_empty(total, batch, sum(widths), dim, dtype=dtype)
-    for part, xs in zip(message.split(widths, dim=2), tensors, strict=True):
-        for index, x in enumerate(xs):
-            part[:, :, index :: len(xs)] = x
+        return tensors[0].pop().to(dtype).contiguous().flatten(2)
+    total, batch = tensors[0][0].shape[:2]
+    message = tensors[0][0].new_empty(total, batch, _entries(sections, rank), dtype=dtype)
+    for places, xs in zip(_parts(message, sections, rank), tensors, strict=True):
+        for place, x in zip(places, xs, strict=True):
+            place.copy_(x)
     for xs in tensors:
         xs.clear()
     return message
@@ -186,31 +206,43 @@ def _as_one(tensors: Sequence[list[torch.Tensor]], dtype: torch.dtype) -> torch.
 
 def _messages(
     buffer: torch.Tensor,
-    sections: Sequence[Section],
+    sections: Sequence[_Section],
     sizes: Sequence[int],
-    shape: tuple[int, int, int],
+    shape: tuple[int, int],
 ) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
-    """Spans of ranks, with their messages ``[ranks, tokens, batch, heads, D]``.
+    """Spans of ranks, with their messages ``[ranks, tokens, batch, entries]``.
 
-    All ranks at once where all have as many heads of their own; else one by one.
+    All ranks at once where all have as many heads, and share none; else one by one.
     """
-    tokens, batch, dim = shape
-    widths = [sum(section.width(rank) for section in sections) for rank in range(len(sizes))]
     if all(section.is_even for section in sections):
-        yield (0, len(sizes)), buffer.view(len(sizes), tokens, batch, widths[0], dim)
+        yield (0, len(sizes)), buffer.view(len(sizes), *shape, _entries(sections, 0))
         return
     for rank, message in enumerate(buffer.split(list(sizes))):
-        yield (rank, rank + 1), message.view(1, tokens, batch, widths[rank], dim)
+        yield (rank, rank + 1), message.view(1, *shape, _entries(sections, rank))
+
+
+def _wholes(
+    message: torch.Tensor, sections: Sequence[_Section], rank: int
+) -> tuple[torch.Tensor, ...]:
+    """Views [..., heads, D] of the sections of a rank's message, D being the widths of all tensors."""
+    parts = message.split([section.entries(rank) for section in sections], dim=-1)
+    return tuple(
+        part.unflatten(-1, section.shape(rank))
+        for section, part in zip(sections, parts, strict=True)
+    )
 
 
 def _parts(
-    message: torch.Tensor, sections: Sequence[Section], span: tuple[int, int]
-) -> tuple[torch.Tensor, ...]:
-    """The sections of the messages of a span of ranks."""
-    return message.split([section.width(span[0]) for section in sections], dim=3)
+    message: torch.Tensor, sections: Sequence[_Section], rank: int
+) -> tuple[tuple[torch.Tensor, ...], ...]:
+    """Views [..., heads, D] of the tensors of each section of a rank's message."""
+    wholes = _wholes(message, sections, rank)
+    return tuple(
+        whole.split(section.dims, dim=-1) for section, whole in zip(sections, wholes, strict=True)
+    )
 
 
-def _by_rank(x_BLHD: torch.Tensor, section: Section, span: tuple[int, int]) -> torch.Tensor:
+def _by_rank(x_BLHD: torch.Tensor, section: _Section, span: tuple[int, int]) -> torch.Tensor:
     """A view of the heads of a span of ranks: ``[ranks, L, B, heads of a rank, D]``."""
     first, last = section.ranges[span[0]][0], section.ranges[span[1] - 1][1]
     heads = x_BLHD[:, :, first:last].unflatten(2, (span[1] - span[0], -1))

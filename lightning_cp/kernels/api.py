@@ -124,6 +124,11 @@ def _refusal(name: str, kernel: Kernel, request: Request) -> str | None:
 
 def _shown(request: Request) -> str:
     return (
-        f"device {request.device_type}, {request.dtype}, head dim {request.head_dim}, "
+        f"device {request.device_type}, {request.dtype}, head dim {_shown_dims(request)}, "
         f"masks {listed(request.masks)}" + (f", {listed(request.needs)}" if request.needs else "")
     )
+
+
+def _shown_dims(request: Request) -> str:
+    dim, of_values = request.dims
+    return str(dim) if dim == of_values else f"{dim} of q and k, {of_values} of v"

@@ -9,7 +9,10 @@ import torch
 from lightning_cp.kernels.call_per_tile import (
     CallPerTile,
     Gradients,
+    cut,
+    cut_gradients,
     is_causal,
+    one_width,
     square_causal,
 )
 from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Scores
@@ -28,6 +31,7 @@ class AtenCpuFlash(CallPerTile):
         device_types=frozenset({"cpu"}),
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
         masks=frozenset({"full", "causal"}),
+        one_width=True,
     )
 
     def calls(self, tiles: Sequence[Tile], mask: Mask) -> Iterable[Tile]:
@@ -37,17 +41,19 @@ class AtenCpuFlash(CallPerTile):
 
     def attend(self, inputs: QKV, tile: Tile, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
         """One call; every query of a full or causal tile has a key, so lse is finite."""
-        q, k, v = (x.transpose(1, 2) for x in inputs)
+        q, k, v = (x.transpose(1, 2) for x in one_width(*inputs))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
             q, k, v, 0.0, is_causal(tile), scale=scores.softmax_scale
         )
-        return out.transpose(1, 2), lse
+        return cut(out.transpose(1, 2), inputs.v.shape[-1]), lse
 
     def differentiate(self, merged: Merged, inputs: QKV, tile: Tile, scores: Scores) -> Gradients:
         """One call; ``out`` must have q's dtype, ``lse`` float32 (float64 for float64)."""
-        q, k, v = (x.transpose(1, 2) for x in inputs)
-        dout, out = merged.dout.transpose(1, 2), merged.out.transpose(1, 2)
+        dout, out, q, k, v = (
+            x.transpose(1, 2) for x in one_width(merged.dout, merged.out, *inputs)
+        )
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             dout, q, k, v, out, merged.lse, 0.0, is_causal(tile), scale=scores.softmax_scale
         )
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+        parts = dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+        return cut_gradients(parts, inputs)

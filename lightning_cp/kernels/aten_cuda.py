@@ -46,6 +46,7 @@ class AtenCudaFlash(CallVarlen):
         masks=frozenset({"full", "causal", "band"}),
         max_head_dim=256,
         head_dim_multiple=8,
+        one_width=True,
         obstacle=lambda: before_ampere("PyTorch's FlashAttention"),
     )
 
@@ -106,7 +107,7 @@ class AtenCudaCudnn(CallPerTile):
     """``aten::_scaled_dot_product_cudnn_attention`` on [B, H, L, D]; its lse is [B, H, L, 1].
 
     cuDNN refuses a single key (a document of which a rank holds one token): the reference kernel takes
-    those. Its backward is not deterministic.
+    those. V may have another head dim than K. Its backward is not deterministic.
     """
 
     name = "aten_cuda_cudnn"
@@ -128,7 +129,7 @@ class AtenCudaCudnn(CallPerTile):
     def attend(self, inputs: QKV, tile: Tile, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
         """One call on transposed views."""
         if tile.k_len == 1:
-            state = Accumulator(inputs.q, accumulate_dtype(inputs.q.dtype))
+            state = Accumulator(inputs.q, accumulate_dtype(inputs.q.dtype), inputs.v.shape[-1])
             _SINGLE_KEY.forward(inputs, [_whole(tile)], scores, state)
             return state.result(state.dtype)
         q, k, v = (x.transpose(1, 2) for x in inputs)

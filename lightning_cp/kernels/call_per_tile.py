@@ -93,6 +93,30 @@ def replace_infinities(lse_BHL: torch.Tensor, value: float) -> torch.Tensor:
     return lse_BHL.nan_to_num(nan=torch.nan, posinf=value, neginf=value)
 
 
+def one_width(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors with zeros after the entries of those that are not the widest.
+
+    Zeros in q and k add nothing to a score; zeros in V, out and dout add entries that are 0, which ``cut``
+    takes away.
+    """
+    width = max(x.shape[-1] for x in tensors)
+    return tuple(
+        x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+        for x in tensors
+    )
+
+
+def cut(x: torch.Tensor, width: int) -> torch.Tensor:
+    """The first entries, without the memory of the others."""
+    return x if x.shape[-1] == width else x[..., :width].contiguous()
+
+
+def cut_gradients(parts: Gradients, inputs: QKV) -> Gradients:
+    """Gradients as wide as what they are of."""
+    dq, dk, dv = (cut(part, x.shape[-1]) for part, x in zip(parts, inputs, strict=True))
+    return dq, dk, dv
+
+
 def unit_strides(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Operators take any strides but the last one, which some read as 1 whatever it is."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)

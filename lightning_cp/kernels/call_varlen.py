@@ -17,7 +17,10 @@ from typing_extensions import override
 from lightning_cp.kernels.call_per_tile import (
     CallPerTile,
     Gradients,
+    cut,
+    cut_gradients,
     is_causal,
+    one_width,
     replace_infinities,
     unit_strides,
 )
@@ -57,13 +60,19 @@ class CallVarlen(CallPerTile):
     def run_forward(
         self, inputs: QKV, call: FlashCall, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``out`` like q and ``lse`` [B, H, i], or [H, T] packed; infinite without a key."""
+        """``out`` like q and ``lse`` [B, H, i], or [H, T] packed; infinite without a key.
+
+        q, k and v have one head dim.
+        """
 
     @abstractmethod
     def run_backward(
         self, merged: Merged, inputs: QKV, call: FlashCall, scores: Scores
     ) -> Gradients:
-        """The gradients; ``merged.lse`` is dense memory, which is all that operators read."""
+        """The gradients; ``merged.lse`` is dense memory, which is all that operators read.
+
+        All tensors have one head dim.
+        """
 
     @override
     def calls(self, tiles: Sequence[Tile], mask: Mask) -> Iterable[Tile]:
@@ -73,14 +82,26 @@ class CallVarlen(CallPerTile):
     @override
     def attend(self, inputs: QKV, tile: Tile, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
         """One dense call on slices of any strides but the last."""
-        out, lse = self.run_forward(inputs, _dense_call(tile, scores.mask), scores)
-        return out, replace_infinities(lse, -torch.inf)
+        return self._forward(inputs, _dense_call(tile, scores.mask), scores)
 
     @override
     def differentiate(self, merged: Merged, inputs: QKV, tile: Tile, scores: Scores) -> Gradients:
         """One dense call; ``lse`` is read as dense memory whatever its strides, so it is copied."""
         merged = merged._replace(lse=merged.lse.contiguous())
-        return self.run_backward(merged, inputs, _dense_call(tile, scores.mask), scores)
+        return self._backward(merged, inputs, _dense_call(tile, scores.mask), scores)
+
+    def _forward(
+        self, inputs: QKV, call: FlashCall, scores: Scores
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One call with tensors of any head dims; lse is -inf without a key."""
+        out, lse = self.run_forward(QKV(*one_width(*inputs)), call, scores)
+        return cut(out, inputs.v.shape[-1]), replace_infinities(lse, -torch.inf)
+
+    def _backward(self, merged: Merged, inputs: QKV, call: FlashCall, scores: Scores) -> Gradients:
+        """One call with tensors of any head dims."""
+        dout, out, *wide = one_width(merged.dout, merged.out, *inputs)
+        merged = merged._replace(dout=dout, out=out)
+        return cut_gradients(self.run_backward(merged, QKV(*wide), call, scores), inputs)
 
     @override
     def forward(
@@ -93,8 +114,7 @@ class CallVarlen(CallPerTile):
         inputs = QKV(*unit_strides(*inputs))
         for pack in packs:
             call = _packed_call(pack, device)
-            out_THD, lse_HT = self.run_forward(_taken(pack, inputs), call, scores)
-            lse_HT = replace_infinities(lse_HT, -torch.inf)
+            out_THD, lse_HT = self._forward(_taken(pack, inputs), call, scores)
             if pack.q.run is None:
                 state.add_at(*pack.q.index(device), out_THD, lse_HT)
             else:
@@ -119,7 +139,7 @@ class CallVarlen(CallPerTile):
             lse_HT = replace_infinities(pack.q.take(merged.lse.transpose(1, 2)).T, torch.inf)
             known = Merged(dout_THD, out_THD, lse_HT.contiguous())
             call = _packed_call(pack, inputs.q.device)
-            parts = self.run_backward(known, _taken(pack, inputs), call, scores)
+            parts = self._backward(known, _taken(pack, inputs), call, scores)
             for spans, gradient, part in zip(
                 (pack.q, pack.k, pack.k), gradients, parts, strict=True
             ):

@@ -57,6 +57,7 @@ class _FlashAttn(CallVarlen):
             masks=frozenset({"full", "causal", "band"}),
             max_head_dim=256,
             head_dim_multiple=8,
+            one_width=True,
             features=frozenset({"softcap"}),
             obstacle=self._obstacle,
         )

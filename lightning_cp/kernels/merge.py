@@ -44,10 +44,18 @@ class Accumulator:
 
     The first result that covers every query becomes the accumulator itself, and keeps its dtype until there
     is another: a single call per rank (Ulysses, or one hop) costs neither a merge nor a wide copy.
+
+    Args:
+        q_BLHD: the queries.
+        dtype: to merge in.
+        value_dim: entries per head of the values, and so of ``out``; as many as a query's by default.
     """
 
-    def __init__(self, q_BLHD: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, q_BLHD: torch.Tensor, dtype: torch.dtype, value_dim: int | None = None
+    ) -> None:
         self._q = q_BLHD
+        self._shape = (*q_BLHD.shape[:3], q_BLHD.shape[3] if value_dim is None else value_dim)
         self.dtype = dtype
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
@@ -74,7 +82,7 @@ class Accumulator:
         if max_BHL is not None:
             peak = self.max_logits[rows, :, queries]
             torch.maximum(peak, max_BHL.to(peak.dtype), out=peak)
-        if self._out is None and out_BLHD.shape == self._q.shape:
+        if self._out is None and out_BLHD.shape == self._shape:
             self._out, self._lse = out_BLHD, lse_BHL.to(self.dtype)
             return
         out, lse = self._buffers()
@@ -113,15 +121,21 @@ class Accumulator:
     def max_logits(self) -> torch.Tensor:
         """The largest score of each query, float32 [B, H, L]; -inf where none was given."""
         if self._max is None:
-            batch, queries, heads, _ = self._q.shape
+            batch, queries, heads, _ = self._shape
             shape = (batch, heads, queries)
             self._max = self._q.new_full(shape, -torch.inf, dtype=torch.float32)
         return self._max
 
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._out is None or self._lse is None:
-            batch, queries, heads, _ = self._q.shape
-            out = torch.zeros_like(self._q, dtype=self.dtype)
+            batch, queries, heads, _ = self._shape
+            out = self._zeros()
             self._out, self._lse = out, out.new_full((batch, heads, queries), -torch.inf)
         self._out = self._out.to(self.dtype)
         return self._out, self._lse
+
+    def _zeros(self) -> torch.Tensor:
+        """``out`` of no keys; its tokens and batch rows lie in memory in the order of the queries'."""
+        order = sorted(range(3), key=lambda dim: -self._q.stride(dim))
+        how = {"dtype": self.dtype, "device": self._q.device}
+        return torch.empty_permuted(self._shape, (*order, 3), **how).zero_()

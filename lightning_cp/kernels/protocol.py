@@ -1,8 +1,9 @@
 """The kernel protocol: attention of a list of tiles on one device, and its capabilities.
 
 Shapes: ``q_BLHD`` [batch, queries, heads, head dim]; ``k_BLKD``, ``v_BLKD`` [batch, keys, K/V
-heads, head dim], heads a multiple of K/V heads; ``out_BLHD`` like q; ``lse_BHL`` [batch, heads,
-queries], natural logarithm, float32 (float64 for float64 inputs), -inf where a query saw no key.
+heads, head dim], heads a multiple of K/V heads. The head dim of V, and so of ``out_BLHD``, may be
+another than that of q and k. ``lse_BHL`` [batch, heads, queries], natural logarithm, float32
+(float64 for float64 inputs), -inf where a query saw no key.
 """
 
 from __future__ import annotations
@@ -53,6 +54,13 @@ class Request:
     """Mask kinds of the tiles: full, causal, band."""
     needs: frozenset[str] = frozenset()
     """Beyond scale and mask: softcap, alibi, max_logits. Sinks need no kernel."""
+    value_dim: int | None = None
+    """Head dim of V; ``None``: that of q and k."""
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Head dim of q and k, and of V."""
+        return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,11 @@ class Capabilities:
     dtypes: frozenset[torch.dtype]
     masks: frozenset[str]
     max_head_dim: int | None = None
+    """Of q and k, and of V."""
     head_dim_multiple: int = 1
+    one_width: bool = False
+    """The operator takes K and V of one head dim: where they differ, the kernel pads what is narrower with
+    zeros, computes at the wider head dim, and cuts the results."""
     features: frozenset[str] = frozenset()
     """Of those that ``Request.needs`` may name."""
     obstacle: Callable[[], str | None] | None = None
@@ -78,10 +90,11 @@ class Capabilities:
             return f"runs on {listed(self.device_types)}, not {request.device_type}"
         if request.dtype not in self.dtypes:
             return f"takes {listed(map(str, self.dtypes))}, not {request.dtype}"
-        if self.max_head_dim is not None and request.head_dim > self.max_head_dim:
-            return f"takes head dims up to {self.max_head_dim}, not {request.head_dim}"
-        if request.head_dim % self.head_dim_multiple:
-            return f"takes head dims divisible by {self.head_dim_multiple}, not {request.head_dim}"
+        for dim in request.dims:
+            if self.max_head_dim is not None and dim > self.max_head_dim:
+                return f"takes head dims up to {self.max_head_dim}, not {dim}"
+            if dim % self.head_dim_multiple:
+                return f"takes head dims divisible by {self.head_dim_multiple}, not {dim}"
         if missing := request.masks - self.masks:
             return f"has no {listed(missing)} mask"
         if missing := request.needs - self.features:
@@ -91,7 +104,7 @@ class Capabilities:
 
 
 class QKV(NamedTuple):
-    """Queries [B, L, H, D], keys and values [B, S, K, D]."""
+    """Queries [B, L, H, D], keys and values [B, S, K, D]; D of the values may be another."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -102,9 +115,9 @@ class Merged(NamedTuple):
     """What backward knows of the queries: the results of *all* their tiles, and the gradient of out."""
 
     dout: torch.Tensor
-    """[B, L, H, D]."""
+    """[B, L, H, D], D as of the values."""
     out: torch.Tensor
-    """[B, L, H, D], in q's dtype."""
+    """Like it, in q's dtype."""
     lse: torch.Tensor
     """[B, H, L]."""
 

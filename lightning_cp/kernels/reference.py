@@ -63,7 +63,8 @@ class ReferenceKernel:
         for block in _query_blocks(tiles, self.block_q):
             rows, queries = batch_rows(block.row), slice(block.start, block.end)
             q = _group(q_BLHD[rows, queries], kv_heads, dtype) * scores.softmax_scale
-            softmax, slopes = _OnlineSoftmax(q), _slopes(scores, block.row, kv_heads, dtype)
+            softmax = _OnlineSoftmax(q, v_BLKD.shape[-1])
+            slopes = _slopes(scores, block.row, kv_heads, dtype)
             for part in _key_blocks(block, scores.mask, self.block_k, q.device):
                 k, v = (x[rows, part.keys].transpose(1, 2).to(dtype) for x in (k_BLKD, v_BLKD))
                 softmax.add(_bias(_cap(q @ k.mT, scores.softcap), part, slopes), v)
@@ -115,10 +116,10 @@ class _OnlineSoftmax:
     (Milakov and Gimelshein 2018, arXiv 1805.02867.)
     """
 
-    def __init__(self, q: torch.Tensor) -> None:
+    def __init__(self, q: torch.Tensor, value_dim: int) -> None:
         self._peak = q.new_full(q.shape[:-1], -torch.inf)
         self._total = q.new_zeros(q.shape[:-1])
-        self._weighted = torch.zeros_like(q)
+        self._weighted = q.new_zeros(*q.shape[:-1], value_dim)
 
     def add(self, scores: torch.Tensor, v: torch.Tensor) -> None:
         """Take in the scores [B, K, G*i, j] and the values [B, K, j, D] of some more keys."""

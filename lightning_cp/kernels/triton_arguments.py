@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_cp.kernels.protocol import Scores
+from lightning_cp.kernels.protocol import QKV, Scores
 from lightning_cp.kernels.triton_launch import Launch
 from lightning_cp.kernels.triton_tiles import Table
 
@@ -64,21 +64,26 @@ def factors(scores: Scores) -> tuple[float, float]:
     return scores.softmax_scale / math.log(2), 1.0
 
 
-def constants(
-    q_BLHD: torch.Tensor, k_BLKD: torch.Tensor, tiled: Table, scores: Scores, launch: Launch
-) -> dict[str, Any]:
+def constants(inputs: QKV, tiled: Table, scores: Scores, launch: Launch) -> dict[str, Any]:
     """What the compiler is told."""
-    head_dim = q_BLHD.shape[-1]
+    head_dim, value_dim = inputs.q.shape[-1], inputs.v.shape[-1]
     return {
-        "GROUP": q_BLHD.shape[2] // k_BLKD.shape[2],
+        "GROUP": inputs.q.shape[2] // inputs.k.shape[2],
         "IS_PER_ROW": tiled.is_per_row,
         "HAS_CAP": bool(scores.softcap),
         "HAS_SLOPES": scores.alibi_slopes is not None,
         "D": head_dim,
-        "BLOCK_D": 1 << (head_dim - 1).bit_length(),
+        "BLOCK_D": _block(head_dim),
+        "DV": value_dim,
+        "BLOCK_DV": _block(value_dim),
         "num_warps": launch.warps,
         "num_stages": launch.stages,
     }
+
+
+def _block(head_dim: int) -> int:
+    """The power of two that a head dim is padded to; tensor cores multiply at least 16 entries."""
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

@@ -56,21 +56,22 @@ def differentiate_queries(
     dq, q, dout, lse, delta, k, v, row, kv_head,
     first_query, edges, low, high, shift, slope, inner, outer,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """dq of a block of queries from the keys of a tile that it sees (``seen_range``)."""
     queries = first_query + tl.arange(0, BLOCK_Q)
     for part in tl.static_range(3):
         for at in range(edges[part], edges[part + 1], BLOCK_K):
             k_at = tokens(k, row, kv_head, at, BLOCK_K, BLOCK_D)
-            v_at = tokens(v, row, kv_head, at, BLOCK_K, BLOCK_D)
+            v_at = tokens(v, row, kv_head, at, BLOCK_K, BLOCK_DV)
             if part == 1:
                 keys = load_whole_block(k_at, D, BLOCK_D)
-                values = load_whole_block(v_at, D, BLOCK_D)
+                values = load_whole_block(v_at, DV, BLOCK_DV)
             else:
                 count = edges[part + 1] - at
                 keys = load_block(k_at, count, BLOCK_K, D, BLOCK_D)
-                values = load_block(v_at, count, BLOCK_K, D, BLOCK_D)
+                values = load_block(v_at, count, BLOCK_K, DV, BLOCK_DV)
             products = tl.dot(q, tl.trans(keys), input_precision="ieee")
             index = at + tl.arange(0, BLOCK_K)
             ahead = index[None, :] - queries[:, None]
@@ -90,7 +91,8 @@ def backward_queries(
     dout, q, k, v, out, lse, delta, dq, slopes, tiles, blocks, refs, scale, inner, outer,
     GROUP: tl.constexpr, IS_PER_ROW: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Add to dq of one block of queries of one head, over all its tiles; write its delta.
 
@@ -102,10 +104,10 @@ def backward_queries(
     first, end = tl.load(block + 1), tl.load(block + 2)
     count = end - first
     queries = load_block(tokens(q, row, head, first, BLOCK_Q, BLOCK_D), count, BLOCK_Q, D, BLOCK_D)
-    dresult = load_block(
-        tokens(dout, row, head, first, BLOCK_Q, BLOCK_D), count, BLOCK_Q, D, BLOCK_D
-    )
-    result = load_block(tokens(out, row, head, first, BLOCK_Q, BLOCK_D), count, BLOCK_Q, D, BLOCK_D)
+    dout_at = tokens(dout, row, head, first, BLOCK_Q, BLOCK_DV)
+    out_at = tokens(out, row, head, first, BLOCK_Q, BLOCK_DV)
+    dresult = load_block(dout_at, count, BLOCK_Q, DV, BLOCK_DV)
+    result = load_block(out_at, count, BLOCK_Q, DV, BLOCK_DV)
     own_delta = tl.sum(dresult.to(tl.float32) * result.to(tl.float32), 1)
     tl.store(
         numbers(delta, row, head, first, BLOCK_Q), own_delta, mask=tl.arange(0, BLOCK_Q) < count
@@ -122,7 +124,7 @@ def backward_queries(
         total = differentiate_queries(
             total, queries, dresult, own_lse, own_delta, k, v, row, head // GROUP,
             first, edges, low, high, shift, slope, inner, outer,
-            HAS_CAP, HAS_SLOPES, D, BLOCK_D, BLOCK_Q, BLOCK_K,
+            HAS_CAP, HAS_SLOPES, D, BLOCK_D, DV, BLOCK_DV, BLOCK_Q, BLOCK_K,
         )  # fmt: skip
     dq_at = tokens(dq, row, head, first, BLOCK_Q, BLOCK_D)
     add_to_block(dq_at, total * scale, count, BLOCK_Q, D, BLOCK_D)
@@ -133,7 +135,8 @@ def differentiate_keys(
     dk, dv, k, v, q, dout, lse, delta, row, head,
     first_key, edges, low, high, shift, slope, inner, outer,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys from the queries of a tile that see it, of one query head."""
     index = first_key + tl.arange(0, BLOCK_K)
@@ -141,13 +144,13 @@ def differentiate_keys(
         for at in range(edges[part], edges[part + 1], BLOCK_Q):
             count = edges[part + 1] - at
             q_at = tokens(q, row, head, at, BLOCK_Q, BLOCK_D)
-            dout_at = tokens(dout, row, head, at, BLOCK_Q, BLOCK_D)
+            dout_at = tokens(dout, row, head, at, BLOCK_Q, BLOCK_DV)
             if part == 1:
                 queries = load_whole_block(q_at, D, BLOCK_D)
-                dresult = load_whole_block(dout_at, D, BLOCK_D)
+                dresult = load_whole_block(dout_at, DV, BLOCK_DV)
             else:
                 queries = load_block(q_at, count, BLOCK_Q, D, BLOCK_D)
-                dresult = load_block(dout_at, count, BLOCK_Q, D, BLOCK_D)
+                dresult = load_block(dout_at, count, BLOCK_Q, DV, BLOCK_DV)
             own_lse = load_lse(lse, row, head, at, count, BLOCK_Q)
             own_delta = tl.load(
                 numbers(delta, row, head, at, BLOCK_Q), tl.arange(0, BLOCK_Q) < count, 0.0
@@ -171,7 +174,8 @@ def backward_keys(
     dout, q, k, v, lse, delta, dk, dv, slopes, tiles, blocks, refs, scale, inner, outer,
     GROUP: tl.constexpr, IS_PER_ROW: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Add to dk and dv of one block of keys of one K/V head, over its tiles and query heads.
 
@@ -184,10 +188,10 @@ def backward_keys(
     count = end - first
     keys = load_block(tokens(k, row, kv_head, first, BLOCK_K, BLOCK_D), count, BLOCK_K, D, BLOCK_D)
     values = load_block(
-        tokens(v, row, kv_head, first, BLOCK_K, BLOCK_D), count, BLOCK_K, D, BLOCK_D
+        tokens(v, row, kv_head, first, BLOCK_K, BLOCK_DV), count, BLOCK_K, DV, BLOCK_DV
     )
     dkeys = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    dvalues = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dvalues = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
     for ref in range(tl.load(block + 3), tl.load(block + 4)):
         tile = tiles + tl.load(refs + ref) * 7
         low, high, shift = tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6)
@@ -200,9 +204,9 @@ def backward_keys(
             dkeys, dvalues = differentiate_keys(
                 dkeys, dvalues, keys, values, q, dout, lse, delta, row, head,
                 first, edges, low, high, shift, slope, inner, outer,
-                HAS_CAP, HAS_SLOPES, D, BLOCK_D, BLOCK_Q, BLOCK_K,
+                HAS_CAP, HAS_SLOPES, D, BLOCK_D, DV, BLOCK_DV, BLOCK_Q, BLOCK_K,
             )  # fmt: skip
     dk_at = tokens(dk, row, kv_head, first, BLOCK_K, BLOCK_D)
-    dv_at = tokens(dv, row, kv_head, first, BLOCK_K, BLOCK_D)
+    dv_at = tokens(dv, row, kv_head, first, BLOCK_K, BLOCK_DV)
     add_to_block(dk_at, dkeys * scale, count, BLOCK_K, D, BLOCK_D)
-    add_to_block(dv_at, dvalues, count, BLOCK_K, D, BLOCK_D)
+    add_to_block(dv_at, dvalues, count, BLOCK_K, DV, BLOCK_DV)

@@ -34,8 +34,6 @@ from lightning_cp.kernels.triton_launch import Launches, launches
 from lightning_cp.kernels.triton_tiles import table
 from lightning_cp.layout.tiles import ALL_ROWS, Tile
 
-HEAD_DIMS = frozenset({32, 64, 96, 128, 256})
-
 
 @dataclass(frozen=True)
 class TritonCapabilities(Capabilities):
@@ -53,9 +51,6 @@ class TritonCapabilities(Capabilities):
                 "runs on cuda (for tests on cpu, in Triton's interpreter: TRITON_INTERPRET=1), "
                 f"not {request.device_type}"
             )
-        if request.head_dim not in HEAD_DIMS:
-            sizes = ", ".join(map(str, sorted(HEAD_DIMS)))
-            return f"takes head dims {sizes}, not {request.head_dim}"
         return super().refusal(request)
 
 
@@ -91,6 +86,7 @@ class TritonFA2:
             device_types=frozenset({"cuda", "cpu"}),
             dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
             masks=frozenset({"full", "causal", "band"}),
+            max_head_dim=256,
             features=frozenset({"softcap", "alibi", "max_logits"}),
             obstacle=lambda: before_ampere("triton"),
             only_by_name=frozenset({"cpu"}),
@@ -101,14 +97,14 @@ class TritonFA2:
     ) -> None:
         """Attend within all tiles in one launch, and merge the result into ``state`` at once."""
         q_BLHD, k_BLKD, v_BLKD = inputs
-        launch = self._launches(q_BLHD).forward
-        batch, _, heads, head_dim = q_BLHD.shape
+        launch = self._launches(inputs).forward
+        batch, _, heads, _ = q_BLHD.shape
         tiled = table(tiles, scores.mask, batch, "queries", launch.own, q_BLHD.device)
         if tiled is None:
             return
         q, k, v = (by_head(x) for x in unit_strides(q_BLHD, k_BLKD, v_BLKD))
         start, end = tiled.span
-        shape = (batch, end - start, heads, head_dim)
+        shape = (batch, end - start, heads, v_BLKD.shape[-1])
         make = torch.empty if tiled.is_gapless else torch.zeros
         out = make(shape, dtype=torch.float32, device=q_BLHD.device)
         lse = out.new_full((batch, heads, end - start), -torch.inf)
@@ -127,7 +123,7 @@ class TritonFA2:
                 HAS_TOP=top is not None,
                 BLOCK_Q=launch.own,
                 BLOCK_K=launch.step,
-                **constants(q_BLHD, k_BLKD, tiled, scores, launch),
+                **constants(inputs, tiled, scores, launch),
             )
         state.add(ALL_ROWS, start, out, lse, top)
 
@@ -141,7 +137,7 @@ class TritonFA2:
     ) -> None:
         """Add all tiles' gradients: dq in one launch, then dk and dv in one."""
         (dout_BLHD, out_BLHD, lse_BHL), (q_BLHD, k_BLKD, v_BLKD) = merged, inputs
-        launch = self._launches(q_BLHD)
+        launch = self._launches(inputs)
         batch, _, heads, _ = q_BLHD.shape
         device, mask = q_BLHD.device, scores.mask
         by_query = table(tiles, mask, batch, "queries", launch.queries.own, device)
@@ -168,7 +164,7 @@ class TritonFA2:
                 *multiply,
                 BLOCK_Q=launch.queries.own,
                 BLOCK_K=launch.queries.step,
-                **constants(q_BLHD, k_BLKD, by_query, scores, launch.queries),
+                **constants(inputs, by_query, scores, launch.queries),
             )
             code.backward_keys[grid(by_key, k_BLKD.shape[2], batch)](
                 dout,
@@ -183,11 +179,11 @@ class TritonFA2:
                 *multiply,
                 BLOCK_Q=launch.keys.step,
                 BLOCK_K=launch.keys.own,
-                **constants(q_BLHD, k_BLKD, by_key, scores, launch.keys),
+                **constants(inputs, by_key, scores, launch.keys),
             )
 
-    def _launches(self, q_BLHD: torch.Tensor) -> Launches:
-        return self.blocks or launches(q_BLHD.dtype, q_BLHD.shape[-1])
+    def _launches(self, inputs: QKV) -> Launches:
+        return self.blocks or launches(inputs.q.dtype, max(x.shape[-1] for x in inputs))
 
 
 def _device_code() -> Any:

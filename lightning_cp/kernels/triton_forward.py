@@ -23,21 +23,22 @@ def attend(
     weighted, total, peak, q, k, v, row, kv_head,
     first_query, edges, low, high, shift, slope, inner, outer,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Pass over the keys of a tile that a block of queries sees (``seen_range``)."""
     queries = first_query + tl.arange(0, BLOCK_Q)
     for part in tl.static_range(3):
         for at in range(edges[part], edges[part + 1], BLOCK_K):
             k_at = tokens(k, row, kv_head, at, BLOCK_K, BLOCK_D)
-            v_at = tokens(v, row, kv_head, at, BLOCK_K, BLOCK_D)
+            v_at = tokens(v, row, kv_head, at, BLOCK_K, BLOCK_DV)
             if part == 1:
                 keys = load_whole_block(k_at, D, BLOCK_D)
-                values = load_whole_block(v_at, D, BLOCK_D)
+                values = load_whole_block(v_at, DV, BLOCK_DV)
             else:
                 count = edges[part + 1] - at
                 keys = load_block(k_at, count, BLOCK_K, D, BLOCK_D)
-                values = load_block(v_at, count, BLOCK_K, D, BLOCK_D)
+                values = load_block(v_at, count, BLOCK_K, DV, BLOCK_DV)
             scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * inner
             index = at + tl.arange(0, BLOCK_K)
             ahead = index[None, :] - queries[:, None]
@@ -65,7 +66,8 @@ def forward(
     q, k, v, out, lse, top, slopes, tiles, blocks, refs, span_start, inner, outer,
     GROUP: tl.constexpr, IS_PER_ROW: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HAS_TOP: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head, over all its tiles: out, log-sum-exp and row maximum.
 
@@ -81,7 +83,7 @@ def forward(
     slope = 0.0
     if HAS_SLOPES:
         slope = tl.load(slopes.at + row * slopes.batch + head * slopes.head) * 1.4426950408889634
-    weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    weighted = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     peak = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     for ref in range(tl.load(block + 3), tl.load(block + 4)):
@@ -91,12 +93,12 @@ def forward(
         weighted, total, peak = attend(
             weighted, total, peak, queries, k, v, row, head // GROUP,
             first, edges, low, high, shift, slope, inner, outer,
-            HAS_CAP, HAS_SLOPES, D, BLOCK_D, BLOCK_Q, BLOCK_K,
+            HAS_CAP, HAS_SLOPES, D, BLOCK_D, DV, BLOCK_DV, BLOCK_Q, BLOCK_K,
         )  # fmt: skip
     here = tl.arange(0, BLOCK_Q) < end - first
     divisor = tl.where(total == 0.0, 1.0, total)
-    out_at = tokens(out, row, head, first - span_start, BLOCK_Q, BLOCK_D)
-    store_block(out_at, weighted / divisor[:, None], end - first, BLOCK_Q, D, BLOCK_D)
+    out_at = tokens(out, row, head, first - span_start, BLOCK_Q, BLOCK_DV)
+    store_block(out_at, weighted / divisor[:, None], end - first, BLOCK_Q, DV, BLOCK_DV)
     lse_at = numbers(lse, row, head, first - span_start, BLOCK_Q)
     tl.store(lse_at, (peak + tl.log2(divisor)) * 0.6931471805599453, mask=here)
     if HAS_TOP:

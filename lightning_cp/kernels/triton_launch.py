@@ -51,6 +51,6 @@ _SINGLE = {
 
 
 def launches(dtype: torch.dtype, head_dim: int) -> Launches:
-    """The blocks of a dtype and head dim; 96 is padded to 128."""
+    """The blocks of a dtype and the wider head dim of K and V, padded to a power of two."""
     sizes = _SINGLE if dtype == torch.float32 else _HALF
     return next(sizes[size] for size in sorted(sizes) if head_dim <= size)

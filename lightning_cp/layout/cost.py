@@ -25,6 +25,7 @@ class Heads(NamedTuple):
     query: int
     kv: int
     dim: int
+    """Entries per head; the mean of K and V where these have different ones."""
 
     def of_ulysses_rank(self, ulysses_size: int) -> Heads:
         """Those that a rank computes; key/value heads are sent to every rank that uses them.

@@ -49,6 +49,8 @@ def attention_memory(
     kv_heads_per_gather: int | None = 1,
     forward_execution: str = "two_kernel",
     backward_execution: str = "two_kernel",
+    value_dim: int | None = None,
+    one_width: bool = False,
 ) -> tuple[int, int]:
     """Peak bytes of ``cp_rank`` in (forward, backward) of one attention call, above what it is given.
 
@@ -57,21 +59,24 @@ def attention_memory(
         heads: how heads are split over the Ulysses ranks.
         cp_rank: ring rank times ``ulysses_size`` plus Ulysses rank.
         batch: rows of the batch.
-        head_dim: entries per head.
+        head_dim: entries per head of q and k.
         itemsize: bytes per entry of q, k and v.
         accumulate_itemsize: bytes per entry of accumulated results and gradients (4, or 8 for float64).
         exchange: ``ring`` or ``all_gather``.
         kv_heads_per_gather: of ``all_gather``.
         forward_execution: of ``all_gather``.
         backward_execution: of ``all_gather``.
+        value_dim: entries per head of v; as many as of q and k by default.
+        one_width: the kernel pads what is narrower of K and V.
 
     Raises:
         ConfigError: another exchange.
     """
     ring_rank, ulysses_rank = divmod(cp_rank, heads.ulysses_size)
     sizes = Sizes(
-        *(batch, head_dim, itemsize, accumulate_itemsize),
-        *(heads.local_heads, heads.num_local_kv(ulysses_rank)),
+        *(batch, head_dim, head_dim if value_dim is None else value_dim),
+        *(itemsize, accumulate_itemsize),
+        *(heads.local_heads, heads.num_local_kv(ulysses_rank), one_width),
     )
     tokens = plan.layout.ring_len
     if exchange == "ring":
@@ -100,15 +105,15 @@ def _ring(hops: Sequence[Hop], sizes: Sizes, tokens: int, *, paired: bool) -> tu
     """The peaks over all hops, and over what is rounded at the end; keys may be a pair from the beginning."""
     forward: list[int] = []
     backward: list[int] = []
-    accumulator, rounded = sizes.accumulator(tokens), sizes.rounds * sizes.q(tokens)
+    accumulator, rounded = sizes.accumulator(tokens), sizes.rounds * sizes.out(tokens)
     gradients = sizes.q(tokens, wide=True) + sizes.kv(tokens, wide=True)
     for hop, after in pairwise([*hops, None]):
         assert hop is not None
         before = hops[hop.index - 1] if hop.index else None
         posted = _posted(after, sizes, paired=paired)
         queries, used = _largest(hop.tiles, sizes.batch, tokens)
-        kernel = sizes.for_kernel(used, backward=True)
-        result = sizes.result(queries) + sizes.for_kernel(used)
+        kernel = sizes.for_kernel(queries, used, backward=True)
+        result = sizes.result(queries) + sizes.for_kernel(queries, used)
         if (
             before is None and len(hop.tiles) == 1
         ):  # its results are the sums, until there are others
@@ -123,9 +128,9 @@ def _ring(hops: Sequence[Hop], sizes: Sizes, tokens: int, *, paired: bool) -> tu
     if len(hops) > 1:
         forward.append(accumulator + sizes.kv(_arrived(hops[-1])) + rounded)
         # The first to come home widen ours: those of K, then those of V.
-        widened = sizes.rounds * sizes.kv(tokens) // 2
+        widened = sizes.rounds * sizes.v(tokens)
         backward.append(gradients + sizes.kv(num_keys(hops[-1].send), wide=True) + widened)
-        backward.append(gradients + rounded + sizes.rounds * sizes.kv(tokens))
+        backward.append(gradients + sizes.rounds * (sizes.q(tokens) + sizes.kv(tokens)))
     return max(forward), sizes.lse(tokens) + max(backward)
 
 
@@ -182,9 +187,10 @@ class _Gather:
             around = self._posted(index + 1) + block.accumulator(self._tokens)
             for call in self._gathered.calls(execution):
                 keys, queries, _ = _of_call(call, block)
-                called = _copied(call, block) + block.result(queries) + block.for_kernel(keys)
+                called = _copied(call, block) + block.result(queries)
+                called += block.for_kernel(queries, keys)
                 peaks.append(block.kv(self._every) + around + called)
-            rounded = block.rounds * block.q(self._tokens)
+            rounded = block.rounds * block.out(self._tokens)
             peaks.append(block.kv(self._every) + around + rounded)
         return sum(block.result(self._tokens) for block in self._blocks) + max(peaks)
 
@@ -203,7 +209,8 @@ class _Gather:
             own = block.q(tokens, wide=True) + block.kv(self._every)
             for call in self._gathered.calls(execution):
                 given, asked, used = _of_call(call, block)
-                results = block.q(asked) + block.for_kernel(min(used, given), backward=True)
+                kernel = block.for_kernel(asked, min(used, given), backward=True)
+                results = block.q(asked) + kernel
                 copied = _copied(call, block) + _copied(call, block, wide=True)
                 peaks.append(around + before + own + copied + results)
             came = sum(keys[:index]) - home
@@ -246,14 +253,14 @@ def _around(
     ``found`` are the gradients that come out of that. Of each exchange count what is given with what is
     sent, what is sent with what is received, and that with it put in order.
     """
-    of_head = tokens // heads.ulysses_size * sizes.batch * sizes.head_dim
-    pair = 2 * heads.num_kv_heads * of_head
-    sent = 2 * sum(heads.num_local_kv(rank) for rank in range(heads.ulysses_size)) * of_head
-    q, kv = sizes.q(tokens), sizes.kv(tokens)
+    of_head = tokens // heads.ulysses_size * sizes.batch * (sizes.head_dim + sizes.value_dim)
+    pair = heads.num_kv_heads * of_head
+    sent = sum(heads.num_local_kv(rank) for rank in range(heads.ulysses_size)) * of_head
+    q, out, kv = sizes.q(tokens), sizes.out(tokens), sizes.kv(tokens)
     before = q + sent * sizes.itemsize + q + kv
-    after = q + kv + sizes.lse(tokens) + 3 * q
+    after = q + kv + sizes.lse(tokens) + 3 * out
     wire = sizes.wide if heads.shares_kv else sizes.itemsize
     message, back = q + kv // sizes.itemsize * wire, q + sent * wire
     in_order = q + pair * wire + (wire != sizes.itemsize) * pair * sizes.itemsize
     home = max(found + message, message + back, back + in_order)
-    return max(before, q + kv + inside[0], after), max(2 * q, q + inside[1], home)
+    return max(before, q + kv + inside[0], after), max(2 * out, out + inside[1], home)

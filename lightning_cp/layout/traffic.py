@@ -1,11 +1,12 @@
 """Messages and bytes that one rank sends for one attention call, from the schedule's own integers.
 
-Notation: L local tokens, B batch rows, D head dim. A Ulysses all-to-all sends what the *other*
-ranks of the group receive; the share a rank keeps never leaves it. Formulas: per call, forward
-``(U-1)/U (2A + 2K r)`` for Ulysses and keys times bytes per key for the ring, where A and K are the
-bytes of the local queries and keys and r how often a K/V head is needed; an all-gather sends all keys
-to all R - 1 others, ``2K(R-1)``, and in backward their gradients come home (Jacobs et al. 2023,
-arXiv 2309.14509; Liu et al. 2023, arXiv 2310.01889).
+Notation: L local tokens, B batch rows, D head dim (V may have another than q and k). A Ulysses
+all-to-all sends what the *other* ranks of the group receive; the share a rank keeps never leaves it.
+Formulas: per call, forward ``(U-1)/U (2A + 2K r)`` for Ulysses and keys times bytes per key for the
+ring, where 2A are the bytes of the local queries and of out, 2K those of the local keys and values, and
+r how often a K/V head is needed; an all-gather sends all keys to all R - 1 others, ``2K(R-1)``, and in
+backward their gradients come home (Jacobs et al. 2023, arXiv 2309.14509; Liu et al. 2023, arXiv
+2310.01889).
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ def attention_traffic(
     accumulate_itemsize: int,
     exchange: str = "ring",
     kv_heads_per_gather: int | None = 1,
+    value_dim: int | None = None,
 ) -> tuple[Traffic, Traffic]:
     """What ``cp_rank`` sends in (forward, backward) of one attention call.
 
@@ -78,18 +80,19 @@ def attention_traffic(
         heads: how heads are split over the Ulysses ranks.
         cp_rank: ring rank times ``ulysses_size`` plus Ulysses rank.
         batch: rows of the batch.
-        head_dim: entries per head.
+        head_dim: entries per head of q and k.
         itemsize: bytes per entry of q, k and v.
         accumulate_itemsize: bytes per entry of accumulated gradients (4, or 8 for float64).
         exchange: ``ring`` or ``all_gather``.
         kv_heads_per_gather: of ``all_gather``.
+        value_dim: entries per head of v; as many as of q and k by default.
 
     Raises:
         ConfigError: another exchange.
     """
     ring_rank, ulysses_rank = divmod(cp_rank, heads.ulysses_size)
-    per_head = batch * head_dim
-    per_key = 2 * heads.num_local_kv(ulysses_rank) * per_head
+    pair = batch * (head_dim + (head_dim if value_dim is None else value_dim))
+    per_key = heads.num_local_kv(ulysses_rank) * pair
     if exchange == "ring":
         over_ring = _ring(plan, ring_rank, per_key, itemsize, accumulate_itemsize)
     elif exchange != "all_gather":
@@ -102,15 +105,15 @@ def attention_traffic(
     wire = accumulate_itemsize if heads.shares_kv else itemsize
     if heads.ulysses_size == 1:
         return over_ring
-    tokens = plan.layout.local_len * per_head
+    pairs = plan.layout.local_len * pair
     others = [rank for rank in range(heads.ulysses_size) if rank != ulysses_rank]
-    like_q = len(others) * heads.local_heads * tokens  # q, out, dout and dq alike
-    kv_out = sum(2 * heads.num_local_kv(rank) for rank in others) * tokens
-    dkv_home = len(others) * 2 * heads.num_local_kv(ulysses_rank) * tokens
+    q_and_out = len(others) * heads.local_heads * pairs  # dq and dout alike
+    kv_out = sum(heads.num_local_kv(rank) for rank in others) * pairs
+    dkv_home = len(others) * heads.num_local_kv(ulysses_rank) * pairs
     # Out and dout, and one message with everything else where that may travel together.
     messages = 3 if plan.layout.ring_size > 1 else 2, 3 if wire != itemsize else 2
-    forward = Traffic(messages[0], (2 * like_q + kv_out) * itemsize)
-    backward = Traffic(messages[1], 2 * like_q * itemsize + dkv_home * wire)
+    forward = Traffic(messages[0], (q_and_out + kv_out) * itemsize)
+    backward = Traffic(messages[1], q_and_out * itemsize + dkv_home * wire)
     return over_ring[0] + forward, over_ring[1] + backward
 
 

@@ -37,17 +37,20 @@ Tell = Callable[[AttentionCall, torch.Tensor], None]
 """Told of a call and its output."""
 
 
-def shared_call(plan: AttentionPlan, q_BLHD: torch.Tensor, sharing: int) -> AttentionCall:
+def shared_call(
+    plan: AttentionPlan, q_BLHD: torch.Tensor, out_BLHD: torch.Tensor, sharing: int
+) -> AttentionCall:
     """A call that came through context parallelism.
 
     Args:
         plan: how it is executed.
         q_BLHD: this rank's queries, before Ulysses.
+        out_BLHD: what it returned, as wide as its values.
         sharing: tensor-parallel ranks, each of which has heads of its own.
     """
     rows, _, heads, dim = q_BLHD.shape
     length, mask = plan.schedule.layout.seq_len, plan.schedule.mask
-    return AttentionCall(rows, length, mask, heads * sharing, dim, dim)
+    return AttentionCall(rows, length, mask, heads * sharing, dim, out_BLHD.shape[3])
 
 
 def observe_calls(model: nn.Module, tell: Tell) -> Callable[[], None]:

@@ -157,7 +157,7 @@ class SwapHandle:
             )
 
         plan = partial(plan_by_kernel, make) if max_logits else partial(make, False)
-        request = request_of(q, spec, max_logits=max_logits)
+        request = request_of(q, v, spec, max_logits=max_logits)
         made = plan() if request in self.requests else self.checks.agreed("an attention call", plan)
         self.requests[request] = None
         state.plans[call] = (

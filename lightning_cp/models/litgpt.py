@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lightning_cp.attention.spec import AttentionSpec
@@ -53,8 +52,9 @@ def litgpt_heads(model: Any) -> Heads:
     """The heads of a LitGPT model, as its attention calls have them."""
     config = model.config
     dims = [_head_dim(part) for _, part in _attention_of(model)]
-    values = getattr(config, "v_head_dim", None) if config.latent_attention else None
-    return Heads(config.n_head, config.n_query_groups, max([*dims, values or 1]))
+    of_keys = max([*dims, 1])
+    of_values = config.v_head_dim if config.latent_attention else of_keys
+    return Heads(config.n_head, config.n_query_groups, (of_keys + of_values) // 2)
 
 
 def swap_litgpt(model: Any, handle: SwapHandle) -> Swap:
@@ -160,8 +160,7 @@ def _attend(
 ) -> torch.Tensor:
     """[B, L, H, Dv] of q, k [B, H, L, D] and v [B, H, L, Dv], whose heads are repeated for each query head.
 
-    One of each group is given on, by stride. Where values have another size than keys (latent attention), the
-    smaller ones are padded with zeros, which change neither scores nor what is cut from the result.
+    One of each group is given on, by stride.
     """
     if mask is not None:
         raise ConfigError(
@@ -170,17 +169,8 @@ def _attend(
             "(cu_seqlens or segment_ids in the batch)."
         )
     repeats = k.shape[1] // config.n_query_groups
-    size = max(q.shape[-1], v.shape[-1])
-    q_BLHD, k_BLKD, v_BLKD = (
-        _padded(x.transpose(1, 2), size) for x in (q, k[:, ::repeats], v[:, ::repeats])
-    )
-    return handle.attention(q_BLHD, k_BLKD, v_BLKD, spec)[..., : v.shape[-1]]
-
-
-def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
-    """[..., size] of [..., D]; no copy where D is that."""
-    missing = size - x.shape[-1]
-    return F.pad(x, (0, missing)) if missing else x
+    q_BLHD, k_BLKD, v_BLKD = (x.transpose(1, 2) for x in (q, k[:, ::repeats], v[:, ::repeats]))
+    return handle.attention(q_BLHD, k_BLKD, v_BLKD, spec)
 
 
 def _spec(part: Any) -> AttentionSpec:

@@ -21,7 +21,7 @@ class ScheduledWork:
 
     def note(self, plan: AttentionPlan, q_BLHD: torch.Tensor, out_BLHD: torch.Tensor) -> None:
         """A call with these queries was made; follow it to its backward."""
-        forward, backward = _traffic(plan, q_BLHD)
+        forward, backward = _traffic(plan, q_BLHD, out_BLHD)
         stash, pairs = current_stash(), _pairs(plan, q_BLHD)
         self.calls += 1
         if (
@@ -53,7 +53,9 @@ class ScheduledWork:
         }
 
 
-def _traffic(plan: AttentionPlan, q_BLHD: torch.Tensor) -> tuple[Traffic, Traffic]:
+def _traffic(
+    plan: AttentionPlan, q_BLHD: torch.Tensor, out_BLHD: torch.Tensor
+) -> tuple[Traffic, Traffic]:
     batch, _, _, dim = q_BLHD.shape
     return attention_traffic(
         plan.schedule,
@@ -61,6 +63,7 @@ def _traffic(plan: AttentionPlan, q_BLHD: torch.Tensor) -> tuple[Traffic, Traffi
         plan.mesh.cp_rank,
         batch=batch,
         head_dim=dim,
+        value_dim=out_BLHD.shape[3],
         itemsize=q_BLHD.dtype.itemsize,
         accumulate_itemsize=accumulate_dtype(q_BLHD.dtype).itemsize,
         exchange=plan.exchange.name,

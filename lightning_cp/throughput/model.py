@@ -144,7 +144,7 @@ class CountedModel:
     ) -> None:
         if not self.work.counts:
             return
-        call = shared_call(plan, q_BLHD, 1)
+        call = shared_call(plan, q_BLHD, out_BLHD, 1)
         size = plan.mesh.tp_size
         if size > 1:
             call = self._with_heads(call, size)

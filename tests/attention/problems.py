@@ -62,6 +62,8 @@ class Problem:
     sinks: bool = False
     max_logits: bool = False
     """Whether the largest score of each query is asked for too."""
+    value_dim: int | None = None
+    """Head dim of v; that of q and k by default."""
 
     @property
     def shape(self) -> Sequences:
@@ -117,17 +119,19 @@ class Problem:
         generator = torch.Generator().manual_seed(7)
         heads, kv_heads = self.heads
 
-        def draw(count: int) -> torch.Tensor:
-            shape = (BATCH, self.shape.length, count, self.head_dim)
+        def draw(count: int, dim: int) -> torch.Tensor:
+            shape = (BATCH, self.shape.length, count, dim)
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
 
-        return draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
+        dim, of_values = self.head_dim, self.value_dim or self.head_dim
+        of_keys = draw(heads, dim), draw(kv_heads, dim)
+        return *of_keys, draw(kv_heads, of_values), draw(heads, of_values)
 
     def __str__(self) -> str:
         heads = "{}/{} heads".format(*self.heads)
         mask = "causal" if self.causal else "full"
         window = "" if self.window == (-1, -1) else f", window {self.window}"
-        names = ("scale", "softcap", "alibi", "sinks", "max_logits")
+        names = ("scale", "softcap", "alibi", "sinks", "max_logits", "value_dim")
         scores = "".join(f", {name} {getattr(self, name)}" for name in names if getattr(self, name))
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.sequences}, {mask}{window}, {heads}{scores}, {dtype}"

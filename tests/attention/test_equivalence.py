@@ -48,7 +48,7 @@ def default_cells(grid: Grid, kernel: str) -> list[Problem]:
     if kernel == "reference":
         cells += [Problem(heads["gqa"], "rows", window=window) for window in WINDOWS]
         cells.append(Problem(last, "dense", causal=False, window=WINDOWS[1]))
-    cells += scores_cells(grid, kernel)
+    cells += [*scores_cells(grid, kernel), *width_cells(grid, kernel)]
     return list(dict.fromkeys([*matrix_cells(grid, kernel), *cells]))
 
 
@@ -78,6 +78,23 @@ def scores_cells(grid: Grid, kernel: str) -> list[Problem]:
     cells.append(Problem(pairs["gqa"], "short", **EVERY))
     for dtype in DTYPES[1:]:
         cells.append(Problem(pairs["gqa"], "rows", dtype=dtype, **EVERY))
+    return cells
+
+
+def width_cells(grid: Grid, kernel: str) -> list[Problem]:
+    """Values narrower and wider than keys: every split of heads, kind of sequence, dtype and feature."""
+    heads = HEADS[grid.ulysses]
+    cells = [
+        Problem(pair, name, causal=name != "packed", value_dim=dim)
+        for (pair, name), dim in product(
+            zip(heads.values(), ("dense", "packed", "rows", "short"), strict=False), (5, 12)
+        )
+    ]
+    cells += [Problem(heads["gqa"], "rows", dtype=dtype, value_dim=4) for dtype in DTYPES[1:]]
+    if kernel == "reference":
+        cells.append(Problem(heads["gqa"], "rows", window=(9, -1), value_dim=3, **EVERY))
+    else:
+        cells.append(Problem(heads["mqa"], "rows", sinks=True, value_dim=16))
     return cells
 
 

@@ -111,15 +111,18 @@ def test_what_cuda_could_not_load_at_once_is_copied() -> None:
         assert loadable(on_cpu) is on_cpu
 
 
-def test_a_message_has_keys_and_values_head_by_head() -> None:
-    k, v = torch.randn(2, 6, 2, 3, 4)
-    apart, pair = Keys((k, v)), Keys((torch.stack([k, v], dim=3).flatten(2, 3),))
+@pytest.mark.parametrize("value_dim", [4, 2, 7])
+def test_a_message_has_keys_and_values_head_by_head(value_dim: int) -> None:
+    k, v = torch.randn(6, 2, 3, 4), torch.randn(6, 2, 3, value_dim)
+    apart, pair = Keys((k, v), 4), Keys((torch.cat([k, v], dim=3),), 4)
+    assert apart.pair_shape == pair.pair_shape == (6, 2, 3, 4 + value_dim)
+    assert apart.value_dim == pair.value_dim == value_dim
     for ranges in [((1, 4),), ((0, 2), (5, 6))]:
         wanted = [torch.cat([x[a:b] for a, b in ranges]) for x in (k, v)]
         for keys in (apart, pair):
             message = keys.message(ranges)
             assert message.is_contiguous()
-            assert all(map(torch.equal, unpair(message), wanted))
+            assert all(map(torch.equal, unpair(message, 4), wanted))
     assert pair.message(((1, 4),)).data_ptr() == pair.tensors[0][1:].data_ptr()  # no copy
 
 

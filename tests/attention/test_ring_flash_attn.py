@@ -148,6 +148,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a device without its kernel": ({"q": Q.to("meta")}, "device meta: its kernel runs on cuda"),
     "head dim": ({"q": Q[..., :6]}, "head dim 6: it takes multiples of 8 up to 256"),
+    "another width of v": (
+        {"v": torch.zeros(2, 8, 4, 16, dtype=torch.bfloat16)},
+        "head dim 16 of v beside 8 of q and k: it takes equal ones",
+    ),
     "window": (
         {"spec": AttentionSpec(window=(5, 0))},
         r"window=\(5, 0\): it applies the window to each hop by itself. Use exchange='ring'",
@@ -185,8 +189,9 @@ def test_refused_by_name(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
     given: dict[str, Any] = {"q": Q, "layout": ZIGZAG, "spec": CAUSAL, "kernel": "auto"} | changes
     q, layout, spec, kernel = (given.pop(name) for name in ("q", "layout", "spec", "kernel"))
+    v = given.pop("v", q)
     with pytest.raises(ConfigError, match="exchange='ring_flash_attn' cannot do " + match):
-        delegate(q, layout, spec, kernel, **given)
+        delegate(q, v, layout, spec, kernel, **given)
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,10 +200,10 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         r"pip install lightning-cp\[flash\]"
     )
     with on_cpu("none"), pytest.raises(ConfigError, match=match):
-        delegate(Q, ZIGZAG, CAUSAL, "auto")
+        delegate(Q, Q, ZIGZAG, CAUSAL, "auto")
     monkeypatch.setattr(delegation.importlib.util, "find_spec", lambda name: None)
     with on_cpu(), pytest.raises(ConfigError, match=match):
-        delegate(Q, ZIGZAG, CAUSAL, "auto")
+        delegate(Q, Q, ZIGZAG, CAUSAL, "auto")
 
 
 def attend_float32(rank: int, world_size: int) -> None:
@@ -214,9 +219,9 @@ def test_every_rank_refuses_before_data_moves() -> None:
 def test_single_documents_and_the_rings_it_chooses() -> None:
     single = replace(ZIGZAG, documents=Documents.single(32))
     with on_cpu():
-        zigzag = delegate(Q, single, CAUSAL, "flash_attn")
-        plain = delegate(Q, PLAIN, CAUSAL, "auto")
-        full = delegate(Q, ZIGZAG, AttentionSpec(causal=False), "auto")
+        zigzag = delegate(Q, Q, single, CAUSAL, "flash_attn")
+        plain = delegate(Q, Q, PLAIN, CAUSAL, "auto")
+        full = delegate(Q, Q, ZIGZAG, AttentionSpec(causal=False), "auto")
     assert zigzag.forward.__name__ == "zigzag_ring_flash_attn_forward"
     assert plain.backward.__name__ == "ring_flash_attn_backward"
     assert full.forward.__name__ == "ring_flash_attn_forward"

@@ -80,6 +80,7 @@ def planned(problem: Problem, grid: Grid, rank: int) -> tuple[Traffic, Traffic]:
         rank,
         batch=BATCH,
         head_dim=problem.head_dim,
+        value_dim=problem.value_dim,
         itemsize=problem.dtype.itemsize,
         accumulate_itemsize=accumulate_dtype(problem.dtype).itemsize,
         exchange=grid.exchange.name,
@@ -93,7 +94,11 @@ def problems_of(grid: Grid) -> list[Problem]:
     found = [Problem(heads["gqa"], *part) for part in product(SEQUENCES, (True, False))]
     found += [Problem(pair, "rows", dtype=dtype) for pair, dtype in product(heads.values(), DTYPES)]
     windows = [("dense", True, (6, -1)), ("long", True, (9, -1)), ("rows", False, (5, 9))]
-    return [*found, *(Problem(heads["gqa"], *part) for part in windows)]
+    found += [Problem(heads["gqa"], *part) for part in windows]
+    return [
+        *found,
+        *(Problem(pair, "rows", value_dim=dim) for pair in heads.values() for dim in (3, 11)),
+    ]
 
 
 @pytest.mark.parametrize("grid", rarely(*GRIDS))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_cp.attention.keys import unpair
 from lightning_cp.comm.all_gather import all_gather, start_all_gather, start_reduce_scatter
-from lightning_cp.comm.all_to_all import Section, gather_heads, scatter_heads
+from lightning_cp.comm.all_to_all import gather_heads, scatter_heads
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.comm.ring import start_transfer
 from lightning_cp.layout import HeadSplit
@@ -107,11 +107,14 @@ def test_gradients_add_up_in_rank_order() -> None:
 
 
 def gather_several(rank: int, world_size: int) -> None:
-    """Two tensors travel as one, head by head."""
-    pairs = [draw(source, 2, TOKENS, 1, 3, DIM) for source in range(world_size)]
-    whole = start_all_gather(tuple(pairs[rank]), world()).wait()
-    for at in range(2):
-        assert torch.equal(whole[:, :, at::2], torch.cat([pair[at] for pair in pairs]))
+    """Two tensors travel as one, head by head, each as wide as it is."""
+    pairs = [
+        [draw(2 * source + at, TOKENS, 1, 3, dim) for at, dim in enumerate((DIM, 5))]
+        for source in range(world_size)
+    ]
+    whole = start_all_gather(pairs[rank], world()).wait()
+    for at, got in enumerate(unpair(whole, DIM)):
+        assert torch.equal(got, torch.cat([pair[at] for pair in pairs]))
 
 
 def scatter_in_another_order(rank: int, world_size: int) -> None:
@@ -174,19 +177,18 @@ def scatter(rank: int, world_size: int, num_heads: int, num_kv_heads: int) -> tu
     ranges = head_ranges(num_heads, num_kv_heads, world_size)
     first, last = ranges[rank]
     x = draw(rank, BATCH, TOKENS, num_kv_heads, DIM)
-    section = Section(ranges)
-    (heads,) = scatter_heads([(x,)], [section], rank, world()).wait()
+    (heads,) = scatter_heads([(x,)], [ranges], rank, world()).wait()
     every = [draw(source, BATCH, TOKENS, num_kv_heads, DIM) for source in range(world_size)]
     assert torch.equal(heads, torch.cat(every, dim=1)[:, :, first:last].transpose(0, 1))
 
-    (back,) = gather_heads([[heads]], [section], rank, world()).wait()
+    (back,) = gather_heads([[heads]], [ranges], rank, world()).wait()
     holders = [sum(a <= head < b for a, b in ranges) for head in range(num_kv_heads)]
     torch.testing.assert_close(back, x * torch.tensor(holders).view(-1, 1), rtol=1e-15, atol=0)
     if num_heads == num_kv_heads:
         assert torch.equal(back, x)
 
     y = draw(100 + rank, *heads.shape)
-    (adjoint,) = gather_heads([[y]], [section], rank, world()).wait()
+    (adjoint,) = gather_heads([[y]], [ranges], rank, world()).wait()
     return dot(heads, y), dot(x, adjoint)
 
 
@@ -211,11 +213,10 @@ def test_heads_are_scattered_and_gathered_by_adjoints(
 def scatter_strided(rank: int, world_size: int, dtype: torch.dtype) -> None:
     ranges = head_ranges(4, 4, world_size)
     x = draw(rank, BATCH, 4, TOKENS, DIM).to(dtype).transpose(1, 2)
-    section = Section(ranges)
-    (heads,) = scatter_heads([(x,)], [section], rank, world()).wait()
+    (heads,) = scatter_heads([(x,)], [ranges], rank, world()).wait()
     assert heads.dtype == dtype
     strided = heads.transpose(0, 1).contiguous().transpose(0, 1)
-    (back,) = gather_heads([[strided]], [section], rank, world()).wait()
+    (back,) = gather_heads([[strided]], [ranges], rank, world()).wait()
     assert torch.equal(back, x)
 
 
@@ -224,28 +225,29 @@ def test_strided_heads_come_back_in_every_dtype(dtype: torch.dtype) -> None:
     run_ranks(2, scatter_strided, dtype)
 
 
-def together(rank: int, world_size: int, num_heads: int, num_kv_heads: int) -> None:
+def together(rank: int, world_size: int, num_heads: int, num_kv_heads: int, value_dim: int) -> None:
     """Queries, keys and values in one message: what comes is what comes one by one."""
-    queries = Section(head_ranges(num_heads, num_heads, world_size))
-    keys = Section(head_ranges(num_heads, num_kv_heads, world_size), tensors=2)
+    queries = head_ranges(num_heads, num_heads, world_size)
+    keys = head_ranges(num_heads, num_kv_heads, world_size)
     q, k, v = (
-        draw(10 * rank + at, BATCH, TOKENS, heads, DIM)
-        for at, heads in enumerate((num_heads, num_kv_heads, num_kv_heads))
+        draw(10 * rank + at, BATCH, TOKENS, heads, dim)
+        for at, (heads, dim) in enumerate(
+            ((num_heads, DIM), (num_kv_heads, DIM), (num_kv_heads, value_dim))
+        )
     )
     q_TBHD, kv_TBKD = scatter_heads([(q,), (k, v)], [queries, keys], rank, world()).wait()
     alone = [
-        scatter_heads([(x,)], [section._replace(tensors=1)], rank, world()).wait()[0]
-        for x, section in ((q, queries), (k, keys), (v, keys))
+        scatter_heads([(x,)], [ranges], rank, world()).wait()[0]
+        for x, ranges in ((q, queries), (k, keys), (v, keys))
     ]
-    for got, want in zip((q_TBHD, kv_TBKD[:, :, 0::2], kv_TBKD[:, :, 1::2]), alone, strict=True):
+    for got, want in zip((q_TBHD, *unpair(kv_TBKD, DIM)), alone, strict=True):
         assert torch.equal(got, want)
 
     narrow = torch.float32
     pending = gather_heads([alone[:1], alone[1:]], [queries, keys], rank, world(), narrow)
     dq, dk, dv = pending.wait()
-    for got, sent, section in zip((dq, dk, dv), alone, (queries, keys, keys), strict=True):
-        wire, section = sent.to(narrow), section._replace(tensors=1)
-        (want,) = gather_heads([[wire]], [section], rank, world()).wait()
+    for got, sent, ranges in zip((dq, dk, dv), alone, (queries, keys, keys), strict=True):
+        (want,) = gather_heads([[sent.to(narrow)]], [ranges], rank, world()).wait()
         assert got.dtype == narrow
         assert torch.equal(got, want)
 
@@ -254,18 +256,20 @@ def together(rank: int, world_size: int, num_heads: int, num_kv_heads: int) -> N
     ("world_size", "num_heads", "num_kv_heads"),
     [(2, 4, 4), (2, 6, 3), (4, 8, 4), (4, 12, 3), (4, 8, 1)],
 )
+@pytest.mark.parametrize("value_dim", [DIM, DIM - 2, DIM + 3])
 def test_one_message_brings_what_several_bring(
-    world_size: int, num_heads: int, num_kv_heads: int
+    world_size: int, num_heads: int, num_kv_heads: int, value_dim: int
 ) -> None:
-    run_ranks(world_size, together, num_heads, num_kv_heads)
+    run_ranks(world_size, together, num_heads, num_kv_heads, value_dim)
 
 
 def empty_batch(rank: int, world_size: int, num_kv_heads: int) -> None:
-    section = Section(head_ranges(4, num_kv_heads, world_size), tensors=2)
+    ranges = head_ranges(4, num_kv_heads, world_size)
+    first, last = ranges[rank]
     x = torch.zeros(0, TOKENS, num_kv_heads, DIM)
-    (heads,) = scatter_heads([(x, x)], [section], rank, world()).wait()
-    assert heads.shape == (world_size * TOKENS, 0, section.width(rank), DIM)
-    for back in gather_heads([list(unpair(heads))], [section], rank, world()).wait():
+    (heads,) = scatter_heads([(x, x)], [ranges], rank, world()).wait()
+    assert heads.shape == (world_size * TOKENS, 0, last - first, 2 * DIM)
+    for back in gather_heads([list(unpair(heads, DIM))], [ranges], rank, world()).wait():
         assert back.shape == x.shape
 
 

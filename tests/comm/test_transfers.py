@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.comm.all_gather import PendingShards, start_all_gather, start_reduce_scatter
-from lightning_cp.comm.all_to_all import Section, scatter_heads
+from lightning_cp.comm.all_to_all import scatter_heads
 from lightning_cp.comm.ring import start_transfer
 from tests.pool import run_ranks
 
@@ -90,8 +90,7 @@ def hold_scattered(rank: int, world_size: int) -> None:
         return Unfinished()
 
     with mock.patch.object(dist, "all_to_all_single", post):
-        section = Section([(0, 1), (1, 2)])
-        pending = scatter_heads([(torch.ones(1, 2, 2, 3),)], [section], 0, world())
+        pending = scatter_heads([(torch.ones(1, 2, 2, 3),)], [[(0, 1), (1, 2)]], 0, world())
     assert sent[0]() is not None, "the send buffer was given up while the exchange was under way"
     pending.wait()
     assert sent[0]() is None, "the send buffer is kept after the exchange"

@@ -1,8 +1,9 @@
 """Compile our Triton kernels for a GPU that need not be there; prints what each one takes.
 
-    python -m tests.kernels.compile_triton 80 float16 64
+    python -m tests.kernels.compile_triton 80 float16 64 64
 
-for compute capability 8.0. Each line: kernel, bytes of shared memory, warps.
+for compute capability 8.0, with head dims of q and k, and of v. Each line: kernel, bytes of shared
+memory, warps.
 """
 
 from __future__ import annotations
@@ -52,18 +53,19 @@ def compile_only(capability: int) -> None:
     JITFunction.run = compiled  # type: ignore[method-assign]
 
 
-def main(capability: int, dtype: torch.dtype, head_dim: int) -> None:
+def main(capability: int, dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
     compile_only(capability)
-    q, k = (torch.zeros(2, 64, heads, head_dim, dtype=dtype) for heads in (4, 2))
-    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, k))
+    shapes = ((4, head_dim), (2, head_dim), (2, value_dim), (4, value_dim))
+    q, k, v, out = (torch.zeros(2, 64, *shape, dtype=dtype) for shape in shapes)
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
     scores = Scores(0.1, Mask(), 30.0, torch.ones(4), max_logits=True)
     tiles = [Tile(ALL_ROWS, 0, 64, 0, 64, 0, "causal")]
     kernel, lse = TritonFA2(), torch.zeros(2, 4, 64)
-    inputs, gradients = QKV(q, k, k), GradientSums.of(dq, dk, dv)
-    kernel.forward(inputs, tiles, scores, Accumulator(q, torch.float32))
-    kernel.backward(Merged(q, q, lse), inputs, tiles, scores, gradients)
+    inputs, gradients = QKV(q, k, v), GradientSums.of(dq, dk, dv)
+    kernel.forward(inputs, tiles, scores, Accumulator(q, torch.float32, value_dim))
+    kernel.backward(Merged(out, out, lse), inputs, tiles, scores, gradients)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]))
+    main(int(sys.argv[1]), getattr(torch, sys.argv[2]), *map(int, sys.argv[3:5]))
     print("compiled with triton", triton.__version__)

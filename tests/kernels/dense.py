@@ -51,6 +51,8 @@ class Problem:
     batch: int = 2
     how: oracle.Scores = oracle.PLAIN
     """What is done to scaled scores; sinks are no kernel's matter."""
+    value_dim: int | None = None
+    """Head dim of v; that of q and k by default."""
 
     @property
     def documents(self) -> Documents | None:
@@ -73,12 +75,14 @@ class Problem:
         generator = torch.Generator().manual_seed(7)
         heads, kv_heads = self.heads
 
-        def draw(count: int) -> torch.Tensor:
-            shape = (self.batch, self.seq_len, count, self.head_dim)
+        def draw(count: int, dim: int) -> torch.Tensor:
+            shape = (self.batch, self.seq_len, count, dim)
             drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
             return drawn.to(self.dtype)
 
-        return draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
+        dim, of_values = self.head_dim, self.value_dim or self.head_dim
+        of_keys = draw(heads, dim), draw(kv_heads, dim)
+        return *of_keys, draw(kv_heads, of_values), draw(heads, of_values)
 
 
 @lru_cache(maxsize=256)
@@ -142,7 +146,7 @@ class Rank:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``out`` and ``lse`` of this rank's queries."""
         queries = self.layout.shard(q, self.rank)
-        state = self.state = Accumulator(queries, accumulate_dtype(self.dtype))
+        state = self.state = Accumulator(queries, accumulate_dtype(self.dtype), v.shape[3])
         for hop in self.hops:
             keys, values = self._received(hop, k), self._received(hop, v)
             inputs = QKV(queries, keys, values)
@@ -190,7 +194,7 @@ def run(
     """The kernel's answer for one list of tiles over q, k, v and dout."""
     q, k, v, dout = tensors
     scores = Scores(SCALE, mask)
-    state = Accumulator(q, accumulate_dtype(q.dtype))
+    state = Accumulator(q, accumulate_dtype(q.dtype), v.shape[3])
     inputs, gradients = QKV(q, k, v), GradientSums.of(*(_zeros(x) for x in (q, k, v)))
     kernel.forward(inputs, tiles, scores, state)
     out, lse = state.result(q.dtype)

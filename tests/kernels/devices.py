@@ -69,7 +69,7 @@ class OnDevice:
 
     def forward(self, inputs: QKV, tiles: Any, scores: Scores, state: Any) -> None:
         there = QKV(*(x.to(self.device) for x in inputs))
-        partial = Accumulator(there.q, torch.float32)
+        partial = Accumulator(there.q, torch.float32, there.v.shape[3])
         self.kernel.forward(there, tiles, self._moved(scores), partial)
         out, lse = partial.result(torch.float32)
         state.add(ALL_ROWS, 0, out.cpu(), lse.cpu())

@@ -138,6 +138,7 @@ def attend_all(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention 2 forward, dense or packed: ``out`` like q, ``lse`` [B, H, L] or [H, T]."""
     _check_dense(q, k, v)
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1], "the operator takes one head dim"
     hides, longest = _hides(mask), sizes[2:]
     if sizes[0] is None:
         assert longest == (q.shape[1], k.shape[1])
@@ -166,6 +167,7 @@ def differentiate_all(
 ) -> Results:
     """FlashAttention 2 backward, dense or packed."""
     _check_dense(q, k, v, dout, out)
+    assert len({x.shape[-1] for x in (q, k, v, dout, out)}) == 1
     assert lse.is_contiguous()
     assert not bool((lse == -torch.inf).any())
     hides, longest = _hides(mask), sizes[2:]

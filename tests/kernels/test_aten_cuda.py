@@ -24,6 +24,7 @@ from tests.kernels.dense import Problem, check, in_dtype, is_wrong, run, sharded
 from tests.kernels.emulated import cuda_operators_on_cpu
 
 FLASH, CUDNN = AtenCudaFlash(), AtenCudaCudnn()
+ALWAYS = AtenCudaFlash(packs.PackRule(fewest=1))
 
 
 @pytest.fixture
@@ -51,6 +52,17 @@ def test_flash_asks_for_what_the_schedule_says(
 def test_cudnn_asks_for_what_the_schedule_says(mask: str, documents: str, layout: str) -> None:
     problem = Problem(MASKS[mask], HEADS["gqa"], DOCUMENTS[documents], seq_len=SEQ_LEN)
     check(sharded(problem, CUDNN, LAYOUTS[layout]), problem)
+
+
+@pytest.mark.usefixtures("_emulated")
+@pytest.mark.parametrize("value_dim", [8, 24])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("kernel", [FLASH, ALWAYS, CUDNN], ids=["flash", "packed", "cudnn"])
+def test_values_of_another_width(kernel: Kernel, documents: str, value_dim: int) -> None:
+    """FlashAttention's operators take one head dim, cuDNN's two."""
+    parts = Mask(), HEADS["gqa"], DOCUMENTS[documents]
+    problem = Problem(*parts, seq_len=SEQ_LEN, head_dim=16, value_dim=value_dim)
+    check(sharded(problem, kernel, LAYOUTS["2_zigzag"]), problem)
 
 
 @pytest.mark.usefixtures("_emulated")

@@ -6,6 +6,7 @@ The last tests show that the cells can fail: each breaks one thing and must turn
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,6 +53,20 @@ def test_equals_dense_in_lower_precision(
     answer = sharded(problem, chosen, LAYOUTS["3_zigzag"])
     assert answer.out.dtype == dtype
     assert {x.dtype for x in answer[1:]} == {torch.float32}
+    check(answer, problem)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("value_dim", [1, 5, 12])
+@pytest.mark.parametrize("layout", ["1", "3_zigzag"])
+@pytest.mark.parametrize(("kernel", "mask"), KERNEL_MASKS)
+def test_values_of_another_width(
+    kernel: str, mask: str, layout: str, value_dim: int, dtype: torch.dtype
+) -> None:
+    chosen, problem = cell(kernel, mask, "gqa", "rows")
+    problem = replace(problem, value_dim=value_dim, dtype=dtype)
+    answer = sharded(problem, chosen, LAYOUTS[layout])
+    assert answer.out.is_contiguous()
     check(answer, problem)
 
 

@@ -53,6 +53,14 @@ def test_half_precision(dtype: torch.dtype, version: str) -> None:
     check(sharded(problem, KERNELS[version](), LAYOUTS["2_zigzag"]), problem)
 
 
+@pytest.mark.parametrize("value_dim", [8, 24])
+@pytest.mark.parametrize("rule", [PackRule(), ALWAYS], ids=["rule", "always"])
+def test_values_of_another_width(rule: PackRule, value_dim: int, version: str) -> None:
+    how = {"intervals": DOCUMENTS["rows"], "head_dim": 16, "value_dim": value_dim}
+    problem = Problem(Mask(window=(7, -1)), **how)
+    check(sharded(problem, KERNELS[version](rule), LAYOUTS["2_zigzag"]), problem)
+
+
 @pytest.mark.parametrize("rule", [PackRule(), ALWAYS], ids=["rule", "always"])
 def test_softcap(rule: PackRule, version: str) -> None:
     plain = Problem(Mask(), intervals=DOCUMENTS["rows"])
@@ -110,7 +118,7 @@ def test_red_when_the_window_is_lost(version: str, monkeypatch: pytest.MonkeyPat
         ("2.8.3", "auto", replace(BF16, needs=frozenset({"softcap"})), "flash_attn_2"),
         ("3", "auto", BF16, "flash_attn_3"),
         ("3.old", "flash_attn", replace(BF16, masks=WINDOW, head_dim=256), "flash_attn_3"),
-        ("3", "auto", replace(BF16, head_dim=20), "reference"),
+        ("3", "auto", replace(BF16, head_dim=264), "reference"),
     ],
 )
 def test_chosen(package: str, name: str, request_: Request, chosen: str) -> None:

@@ -1,8 +1,9 @@
 """Every kernel of CUDA devices in every cell of dtype, head dim, heads, mask, window and documents: 576.
 
 A cell agrees with the float64 oracle as far as PyTorch's CPU operator does in the same dtype (out twice its
-error in norm, gradients three times), or is refused by the kernel's own capabilities. Without a device the
-cells are counted, and some of them run on the CPU operator, so that what judges them is judged itself.
+error in norm, gradients three times), or is refused by the kernel's own capabilities. A few more cells have
+values of another head dim than keys. Without a device the cells are counted, and some of them run on the CPU
+operator, so that what judges them is judged itself.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Cell:
     causal: bool
     window: bool
     documents: str
+    value_dim: int | None = None
+    """Head dim of v; that of q and k by default."""
 
     @property
     def mask(self) -> Mask:
@@ -58,6 +61,7 @@ class Cell:
             *(self.mask, HEADS[self.heads], FULL_SIZE[self.documents], self.dtype),
             seq_len=SEQ_LEN,
             head_dim=self.head_dim,
+            value_dim=self.value_dim,
         )
 
     @property
@@ -66,23 +70,36 @@ class Cell:
         kinds = {"full", "causal", "band"} if self.window else {"full"}
         kinds |= {"causal"} if self.causal else set()
         device = "cpu" if self.kernel == "aten_cpu_flash" else "cuda"
-        return Request(device, self.dtype, self.head_dim, frozenset(kinds))
+        masks = frozenset(kinds)
+        return Request(device, self.dtype, self.head_dim, masks, value_dim=self.value_dim)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         mask = f"{'causal' if self.causal else 'full'}{' window' if self.window else ''}"
-        return f"{self.kernel}-{dtype}-{self.head_dim}-{self.heads}-{mask}-{self.documents}"
+        dims = f"{self.head_dim}" + (f"/{self.value_dim}" if self.value_dim else "")
+        return f"{self.kernel}-{dtype}-{dims}-{self.heads}-{mask}-{self.documents}"
 
 
 CELLS = [
     Cell(*parts)
     for parts in product(NAMES, DTYPES, (64, 128), HEADS, (True, False), (False, True), FULL_SIZE)
 ]
+OTHER_WIDTHS = [
+    Cell(name, dtype, dim, heads, True, window, documents, of_values)
+    for name in NAMES
+    for dtype, dim, of_values, heads, window, documents in (
+        (torch.bfloat16, 192, 128, "mha", False, "rows"),  # DeepSeek V2 and V3
+        (torch.bfloat16, 192, 128, "gqa", True, "packed"),  # MiMo V2
+        (torch.float16, 128, 64, "gqa", False, "packed"),
+        (torch.bfloat16, 64, 128, "mqa", False, "dense"),
+    )
+]
 ON_CPU = [
+    Cell("aten_cpu_flash", torch.bfloat16, 64, "gqa", True, False, "rows", 32),
     Cell("aten_cpu_flash", torch.bfloat16, 64, "gqa", True, False, "rows"),
     Cell("aten_cpu_flash", torch.float16, 64, "mqa", False, False, "packed"),
 ]
-HERE = CELLS if torch.cuda.is_available() else ON_CPU
+HERE = [*CELLS, *OTHER_WIDTHS] if torch.cuda.is_available() else ON_CPU
 """What can run here."""
 
 

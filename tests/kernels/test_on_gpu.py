@@ -45,7 +45,7 @@ class OnGpu:
         self, inputs: QKV, tiles: Sequence[Tile], scores: Scores, state: Accumulator
     ) -> None:
         there = QKV(*(x.cuda() for x in inputs))
-        partial = Accumulator(there.q, torch.float32)
+        partial = Accumulator(there.q, torch.float32, there.v.shape[3])
         self._kernel.forward(there, tiles, scores, partial)
         state.add(ALL_ROWS, 0, *(x.cpu() for x in partial.result(torch.float32)))
 
@@ -88,26 +88,36 @@ def test_cells(dtype: torch.dtype, mask: str, rule: str, name: str) -> None:
         check(sharded(problem, kernel_of(name, rule), layout), problem)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (128, 64), (64, 96)])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_cudnn_cells(dtype: torch.dtype, mask: str, heads: str, head_dim: int) -> None:
+def test_cudnn_cells(
+    dtype: torch.dtype, mask: str, heads: str, head_dim: int, value_dim: int
+) -> None:
     """Documents of one token among them, which are a single key."""
     cudnn = AtenCudaCudnn()
-    reason = cudnn.capabilities.refusal(Request("cuda", dtype, head_dim, frozenset(MASKS)))
+    wanted = Request("cuda", dtype, head_dim, frozenset(MASKS), value_dim=value_dim)
+    reason = cudnn.capabilities.refusal(wanted)
     if reason is not None:
         pytest.skip(f"aten_cuda_cudnn {reason}")
     for documents, layout in product(DOCUMENTS.values(), LAYOUTS.values()):
-        problem = Problem(MASKS[mask], HEADS[heads], documents, dtype, SEQ_LEN, head_dim)
+        problem = Problem(
+            *(MASKS[mask], HEADS[heads], documents, dtype, SEQ_LEN, head_dim), value_dim=value_dim
+        )
         check(sharded(problem, OnGpu(cudnn), layout), problem)
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim"),
+    [(32, 32), (64, 64), (96, 96), (128, 128), (256, 256), (192, 128), (64, 128)],
+)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("mask", [Mask(), Mask(window=(20, -1))], ids=str)
-def test_many_short_documents(mask: Mask, rule: str, head_dim: int, name: str) -> None:
-    problem = replace(LONG, mask=mask, head_dim=head_dim)
+def test_many_short_documents(
+    mask: Mask, rule: str, head_dim: int, value_dim: int, name: str
+) -> None:
+    problem = replace(LONG, mask=mask, head_dim=head_dim, value_dim=value_dim)
     for layout in ("1", "3_zigzag"):
         layout_of = replace(LAYOUTS[layout], seq_len=problem.seq_len)
         check(sharded(problem, kernel_of(name, rule), layout_of), problem)

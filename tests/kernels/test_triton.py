@@ -15,7 +15,6 @@ import torch
 
 from lightning_cp.kernels.aten import AtenCpuFlash
 from lightning_cp.kernels.reference import ReferenceKernel
-from lightning_cp.kernels.triton_fa2 import HEAD_DIMS
 from lightning_cp.layout.sequence import SequenceLayout
 from lightning_cp.layout.tiles import Mask
 from tests import oracle
@@ -131,13 +130,26 @@ def test_head_groups(heads: tuple[int, int], device: str) -> None:
     check(device, problem_on(device, "causal", "dense", heads=heads, seq_len=seq_len), ranks=1)
 
 
-@pytest.mark.parametrize("head_dim", sorted(HEAD_DIMS))
+HEAD_DIMS = [(dim, dim) for dim in (20, 32, 64, 96, 128, 256)]
+"""Of q and k, and of v."""
+OTHER_WIDTHS = [(192, 128), (64, 96), (8, 40)]
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [*HEAD_DIMS, *OTHER_WIDTHS])
 @pytest.mark.parametrize(("device", "dtype"), with_dtypes(INTERPRETED[:1], DTYPES))
-def test_head_dims(device: str, head_dim: int, dtype: torch.dtype) -> None:
+def test_head_dims(device: str, head_dim: int, value_dim: int, dtype: torch.dtype) -> None:
     """On a device with the blocks of each dtype; in the interpreter one dtype stands for all."""
     seq_len = 40 if device == "cpu" else 531
-    how = {"head_dim": head_dim, "dtype": dtype, "seq_len": seq_len, "batch": 1}
-    check(device, problem_on(device, "causal", "dense", **how), ranks=1)
+    how = {"head_dim": head_dim, "value_dim": value_dim, "dtype": dtype, "seq_len": seq_len}
+    check(device, problem_on(device, "causal", "dense", batch=1, **how), ranks=1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("value_dim", [16, 48])
+def test_values_of_another_width(value_dim: int, device: str) -> None:
+    """In a window of packed rows, capped and biased, of grouped heads."""
+    how = slopes(device, 2, softcap=2.0)
+    check(device, problem_on(device, "window", "rows", how=how, value_dim=value_dim))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -17,14 +17,22 @@ SHARED_MEMORY = 99 * 1024
 @pytest.mark.slow
 @pytest.mark.skipif(not is_installed(), reason="needs Triton")
 @pytest.mark.parametrize(
-    ("capability", "dtype", "head_dim"),
-    [(80, "float16", 96), (80, "float32", 64), (90, "bfloat16", 128), (90, "bfloat16", 256)],
+    ("capability", "dtype", "head_dim", "value_dim"),
+    [
+        (80, "float16", 96, 96),
+        (80, "float32", 64, 64),
+        (90, "bfloat16", 128, 128),
+        (90, "bfloat16", 256, 256),
+        (80, "bfloat16", 192, 128),
+        (90, "bfloat16", 192, 128),
+        (80, "float32", 64, 128),
+    ],
 )
-def test_compiles(capability: int, dtype: str, head_dim: int) -> None:
+def test_compiles(capability: int, dtype: str, head_dim: int, value_dim: int) -> None:
     command = [sys.executable, "-m", "tests.kernels.compile_triton", str(capability), dtype]
     environment = {key: x for key, x in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [*command, str(head_dim)],
+        [*command, str(head_dim), str(value_dim)],
         env=environment,
         capture_output=True,
         text=True,

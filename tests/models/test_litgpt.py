@@ -237,4 +237,4 @@ def test_costs_are_estimated_for_its_heads_and_windows() -> None:
     assert expected_mask(gemma).window[0] == -1
     assert expected_mask(mistral).window[0] == 10
     heads = [expected_heads(model) for model in (gemma, latent)]
-    assert [(one.query, one.kv, one.dim) for one in heads if one] == [(4, 2, 8), (4, 4, 10)]
+    assert [(one.query, one.kv, one.dim) for one in heads if one] == [(4, 2, 8), (4, 4, 9)]

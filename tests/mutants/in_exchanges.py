@@ -21,8 +21,8 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "keys and values swapped",
         KEYS,
-        "return kv[:, :, 0::2], kv[:, :, 1::2]",
-        "return kv[:, :, 1::2], kv[:, :, 0::2]",
+        "return kv[..., :key_dim], kv[..., key_dim:]",
+        "return kv[..., -key_dim:], kv[..., :-key_dim]",
         (modes("ulysses 2"),),
         "Shapes are equal, and a model learns something anyway.",
     ),
@@ -37,8 +37,8 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "gradients of keys stay abroad",
         RING,
-        "gradient.add(ALL_ROWS, start, x)",
-        "gradient.add(ALL_ROWS, start, torch.zeros_like(x))",
+        "self._own.add(start, part)",
+        "self._own.add(start, torch.zeros_like(part))",
         (RING_2,),
         "The loss is right; keys learn from local queries only.",
     ),
@@ -61,8 +61,8 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "send buffer of an all-to-all given up",
         ALL_TO_ALL,
-        "return Pending(received, send, work, lambda whole: whole.split(widths, dim=2))",
-        "return Pending(received, None, work, lambda whole: whole.split(widths, dim=2))",
+        "return Pending(received, send, work, lambda whole: _wholes(whole, sections, rank))",
+        "return Pending(received, None, work, lambda whole: _wholes(whole, sections, rank))",
         (
             "tests/comm/test_transfers.py::test_the_buffer_of_an_all_to_all_lives_until_it_was_waited_for",
         ),
@@ -71,8 +71,8 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "values sent in the place of keys",
         ALL_TO_ALL,
-        "part[..., index :: section.tensors, :] = _by_rank",
-        "part[..., (1 - index) * (section.tensors > 1) :: section.tensors, :] = _by_rank",
+        "for place, x_BLHD in zip(places, xs, strict=True):",
+        "for place, x_BLHD in zip(places, xs[::-1], strict=True):",
         ("tests/comm/test_collectives.py::test_one_message_brings_what_several_bring",),
         "Shapes are equal, and only a message of several tensors shows it.",
     ),

@@ -36,6 +36,14 @@ KERNEL_MUTANTS = (
         "-inf - -inf: NaN in every row of padding, and from there in the loss.",
     ),
     Mutant(
+        "padding kept, values cut",
+        PER_TILE,
+        "x[..., :width].contiguous()",
+        "x[..., -width:].contiguous()",
+        ("tests/kernels/test_exactness.py::test_values_of_another_width",),
+        "Where V has another head dim than K, results are shifted, and some are zeros.",
+    ),
+    Mutant(
         "first result kept in half precision",
         MERGE,
         "        self._out = self._out.to(self.dtype)\n",

@@ -90,7 +90,7 @@ def calls_of(rank: int, world: int, name: str) -> tuple[Counter[Any], Counter[An
     step(case, model, batch)
     shared: Counter[Any] = Counter()
     core = start(1, 1, model, token_weighting="global")
-    core.listen(lambda plan, q, out: shared.update([facts_of(shared_call(plan, q, 1))]))
+    core.listen(lambda plan, q, out: shared.update([facts_of(shared_call(plan, q, out, 1))]))
     try:
         local = core.shard(batch, needs_labels=True)
         core.begin_step()
