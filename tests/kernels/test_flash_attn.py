@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_half_precision(dtype: torch.dtype, version: str) -> None:
 @pytest.mark.parametrize("value_dim", [8, 24])
 @pytest.mark.parametrize("rule", [PackRule(), ALWAYS], ids=["rule", "always"])
 def test_values_of_another_width(rule: PackRule, value_dim: int, version: str) -> None:
-    how = {"intervals": DOCUMENTS["rows"], "head_dim": 16, "value_dim": value_dim}
+    how: dict[str, Any] = {"intervals": DOCUMENTS["rows"], "head_dim": 16, "value_dim": value_dim}
     problem = Problem(Mask(window=(7, -1)), **how)
     check(sharded(problem, KERNELS[version](rule), LAYOUTS["2_zigzag"]), problem)
 
