@@ -37,6 +37,10 @@ class CheckpointError(LightningCPError, RuntimeError):
     """A checkpoint that is missing, incomplete, damaged or belongs to something else."""
 
 
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint of that path."""
+
+
 def without_home(text: str) -> str:
     """A text that goes to other ranks, or into a report: ``~`` stands for the home directory."""
     try:

@@ -25,7 +25,7 @@ from lightning_cp.checkpoint.shard_file import said_by
 from lightning_cp.checkpoint.sharded import STATE
 from lightning_cp.checkpoint.tensors import Stored, fill, like, stored_whole
 from lightning_cp.comm.objects import World, told
-from lightning_cp.errors import CheckpointError
+from lightning_cp.errors import CheckpointError, MissingCheckpointError
 
 _OPENING = "opening a checkpoint"
 T = TypeVar("T")
@@ -102,7 +102,8 @@ def open_checkpoint(
         weights_only: ``False``: a user trusts the file, so objects in it are made, which runs code of it.
 
     Raises:
-        CheckpointError: on every rank: it is missing, incomplete, damaged or no checkpoint; names the file.
+        MissingCheckpointError: a FileNotFoundError too: it is not there.
+        CheckpointError: on every rank: it is incomplete, damaged or no checkpoint; names the file.
     """
     named, world = Path(path), world or _alone()
     machines = _machines(named, world)
@@ -142,6 +143,8 @@ def _together(path: Path, world: World, action: Callable[[], T]) -> T:
                 f"{shown(path)} was refused by another rank ({said.rstrip('.')})."
             ),
         )
+    except MissingCheckpointError:
+        raise
     except OSError as error:
         raise _unreadable(path, error) from None
     return mine[0]
@@ -176,7 +179,7 @@ def _require_there(path: Path) -> None:
         there = f" That folder has: {', '.join(near[:5])}{more}." if near else ""
         if path.is_symlink():
             there = f" It is a link to {path.readlink().name}, which is not there.{there}"
-        raise CheckpointError(f"there is no checkpoint {shown(path)}.{there}")
+        raise MissingCheckpointError(f"there is no checkpoint {shown(path)}.{there}")
 
 
 def _beside(path: Path) -> list[str]:

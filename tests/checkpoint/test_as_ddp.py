@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_cp import UlyssesRingStrategy
 from lightning_cp.errors import CheckpointError
+from tests.checkpoint.states import same
 from tests.checkpoint.test_objects import Conf
 from tests.pool import run_ranks
 from tests.strategies.small import trainer_of
@@ -109,3 +112,63 @@ def keeps_hyperparameters(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_hyperparameters_are_those_of_ddp(world_size: int) -> None:
     run_ranks(world_size, keeps_hyperparameters)
+
+
+def saves_before_a_run(rank: int, world_size: int) -> None:
+    found: list[Any] = []
+    for name in BOTH:
+        trainer = boring_trainer(world_size, name, max_epochs=1)
+        torch.manual_seed(0)
+        trainer.strategy.connect(BoringModel())
+        trainer.save_checkpoint(f"{name}.ckpt")
+        dist.barrier()
+        saved: Any = torch.load(f"{name}.ckpt")
+        saved.pop("lightning_cp", None)
+        found.append(saved)
+    assert same(found[1], found[0])
+    again = boring_trainer(world_size, "ours", max_epochs=1)
+    with pytest.warns(UserWarning, match="no state of optimizers") if rank == 0 else nullcontext():
+        again.fit(BoringModel(), ckpt_path="ours.ckpt")
+    assert again.global_step == 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_trainer_saves_before_any_run(world_size: int) -> None:
+    run_ranks(world_size, saves_before_a_run)
+
+
+class Saves(pl.Callback):
+    """As soon as it can; and is asked for a state."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.asked = name, 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        trainer.save_checkpoint(f"{self.name}.ckpt")
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"a": 1}
+
+
+def saves_in_setup(rank: int, world_size: int) -> None:
+    for name in BOTH:
+        saves = Saves(name)
+        boring_trainer(world_size, name, max_epochs=1, callbacks=[saves]).fit(BoringModel())
+        assert Path(f"{name}.ckpt").is_file()
+        assert saves.asked == 1  # at saves only, not in each step
+
+
+def test_a_callback_saves_in_setup() -> None:
+    run_ranks(2, saves_in_setup)
+
+
+def finds_nothing(rank: int, world_size: int) -> None:
+    for name in BOTH:
+        with pytest.raises(FileNotFoundError, match=r"missing\.ckpt"):
+            goes_on(world_size, name, "missing.ckpt")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_missing_checkpoint_is_a_file_that_is_not_found(world_size: int) -> None:
+    run_ranks(world_size, finds_nothing)

@@ -27,6 +27,7 @@ def weights_came_back(folder: Path) -> dict[str, Any]:
     """What the process that the user works in has after a fit, and perhaps more."""
     first: Any = torch.load(folder / "0.pt")
     assert torch.equal(first["weights"], expected()["weights"])
+    assert torch.equal(first["saved"], first["weights"])
     assert first["loss"] == expected()["losses"][-1]
     return first
 

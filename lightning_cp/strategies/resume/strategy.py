@@ -18,8 +18,10 @@ class ResumesExactly:
         return TrainerResume()
 
     def save_checkpoint(self: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save with what an exact resume needs; all ranks come here."""
-        self._resume.add_to(checkpoint, self._trainer, self._core, self.root_device)
+        """Save with what an exact resume needs, if a run has begun in this process; all ranks come here."""
+        trainer = self.lightning_module._trainer
+        if trainer is not None and self._core.mesh_sizes:
+            self._resume.add_to(checkpoint, trainer, self._core, self.root_device)
         super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

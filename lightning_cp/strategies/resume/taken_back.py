@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
+from contextlib import suppress
 from copy import deepcopy
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -105,29 +107,44 @@ def _persistent(modules: Iterable[nn.Module]) -> Iterator[tuple[_Owned, torch.Te
                 yield (part, name), buffer
 
 
-class PlainStates:
-    """States of callbacks that are numbers and strings in containers; not of those that keep files."""
+class CallbackStates:
+    """What callbacks that have a state had as attributes: numbers and strings, in containers and dataclasses.
+
+    ``state_dict`` itself is called when something is saved, as Lightning calls it, on a copy of the callback
+    that has these attributes: it may be slow, or be counted. Callbacks that keep files are left alone.
+    """
 
     def __init__(self) -> None:
-        self._others: set[int] = set()
+        self._kept: list[tuple[Any, dict[str, Any]]] = []
 
-    def of(self, trainer: Trainer) -> dict[str, Any]:
-        """Copies of them; a callback whose state was found to hold more is not asked again."""
-        states: dict[str, Any] = {}
+    def keep(self, trainer: Trainer) -> None:
+        """Copy them."""
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        for callback in callbacks:
-            if isinstance(callback, Checkpoint) or id(callback) in self._others:
-                continue
-            if getattr(callback, OF_STEPS, False):
-                continue
-            try:
-                state = _copied(callback.state_dict())
-            except _NotPlainError:
-                self._others.add(id(callback))
-                continue
-            if state:
-                states[callback.state_key] = state
-        return states
+        self._kept = [(each, _plain_attributes(each)) for each in callbacks if _is_followed(each)]
+
+    def states(self) -> dict[str, Any]:
+        """The states of then, of callbacks whose state holds nothing else."""
+        found: dict[str, Any] = {}
+        for callback, attributes in self._kept:
+            then = object.__new__(type(callback))
+            then.__dict__ = {**callback.__dict__, **attributes}
+            state = then.state_dict()
+            if state and _is_plain(state):
+                found[callback.state_key] = state
+        return found
+
+
+def _is_followed(callback: Any) -> bool:
+    has_state = type(callback).state_dict is not Callback.state_dict
+    return has_state and not isinstance(callback, Checkpoint) and not getattr(callback, OF_STEPS, 0)
+
+
+def _plain_attributes(callback: Any) -> dict[str, Any]:
+    copies: dict[str, Any] = {}
+    for name, value in callback.__dict__.items():
+        with suppress(_NotPlainError):
+            copies[name] = _copied(value)
+    return copies
 
 
 class _NotPlainError(Exception):
@@ -157,4 +174,6 @@ def _is_plain(state: Any) -> bool:
         return all(_is_plain(key) and _is_plain(value) for key, value in state.items())
     if isinstance(state, list | tuple):
         return all(_is_plain(value) for value in state)
+    if is_dataclass(state) and not isinstance(state, type):
+        return all(_is_plain(value) for value in vars(state).values())
     return isinstance(state, _PLAIN)

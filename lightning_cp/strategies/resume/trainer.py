@@ -19,7 +19,7 @@ from lightning_cp.strategies.resume.buckets import lay_out, orders_of
 from lightning_cp.strategies.resume.place import at_pass
 from lightning_cp.strategies.resume.random_state import Moment
 from lightning_cp.strategies.resume.record import Point, Record, point_of, record_of
-from lightning_cp.strategies.resume.taken_back import Buffers, PlainStates
+from lightning_cp.strategies.resume.taken_back import Buffers, CallbackStates
 from lightning_cp.strategies.step.run_mesh import RunMesh
 
 KEY = "lightning_cp_resume"
@@ -32,7 +32,6 @@ class _Window:
 
     point: Point
     counts: dict[str, Any]
-    callbacks: dict[str, Any]
 
 
 class TrainerResume:
@@ -42,7 +41,7 @@ class TrainerResume:
         self._window: _Window | None = None
         self._stepped = True
         self._before_validation: Moment | None = None
-        self._buffers, self._callbacks = Buffers(), PlainStates()
+        self._buffers, self._callbacks = Buffers(), CallbackStates()
         self._loaded: Record | None = None
         self._point: Point | None = None
         self._to_place: list[dict[str, Any]] = []
@@ -58,10 +57,10 @@ class TrainerResume:
         waiting = 1 + loops.ahead(trainer)
         # Also for windows of one batch: some hook may save between its beginning and its step.
         self._buffers.keep([trainer.lightning_module])
+        self._callbacks.keep(trainer)
         self._window = _Window(
             Point.now(device, _places(trainer, waiting)),
             loops.counts(trainer),
-            self._callbacks.of(trainer),
         )
 
     def steps(self) -> None:
@@ -129,7 +128,7 @@ class TrainerResume:
 
     def _go_back(self, checkpoint: dict[str, Any], window: _Window) -> None:
         checkpoint["loops"] = loops.go_back(checkpoint["loops"], window.counts)
-        checkpoint["callbacks"] = {**checkpoint["callbacks"], **window.callbacks}
+        checkpoint["callbacks"] = {**checkpoint["callbacks"], **self._callbacks.states()}
         checkpoint["state_dict"] = self._buffers.put_back(checkpoint["state_dict"])
 
     # -- resuming --------------------------------------------------------------------------------

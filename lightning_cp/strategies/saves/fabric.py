@@ -63,7 +63,7 @@ class FabricSaves(SavesOfBoth):
         for run in (obj for obj in state.values() if isinstance(obj, RunState)):
             run.take_back(tree, modules)
         step = next((state[k] for k in _STEPS if type(state.get(k)) is int), None)
-        sizes = {str(axis): size for axis, size in self.mesh.sizes.items()} if modules else {}
+        sizes = self._core.mesh_sizes if modules else {}
         about = About(step, sizes, self._core.settings.data_parallel)
         kinds = {key: kinds_of(optimizer) for key, optimizer in optimizers.items()}
         self._saver.save(tree, path, about, {"parameters": names, "kinds": kinds})

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -57,33 +58,33 @@ class TrainerSaves(SavesOfBoth):
     def save_checkpoint(
         self: Any, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Save the Trainer's state; called on every rank.
+        """Save the Trainer's state; called on every rank, or where there are none: before and after a run.
 
         Raises:
             CheckpointError: on every rank: it cannot be written; or this rank is leaving with an error, and
                 the others are not going to take part.
         """
-        trainer = self.lightning_module.trainer
-        if trainer.state.status == TrainerStatus.INTERRUPTED and World().size > 1:
+        if not dist.is_initialized() and not self.is_global_zero:
+            return  # ranks do not know each other yet, and would all write the file
+        trainer = self.lightning_module._trainer
+        interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        if interrupted and World().size > 1:
             raise CheckpointError(f"{Path(filepath).name} is not saved: {ALONE}")
         self._require_local(storage_options)
         self._require_complete([self.lightning_module])
         named = dict(self.lightning_module.named_parameters())
         names = [names_of(optimizer, named) for optimizer in self.optimizers]
         kinds = [kinds_of(optimizer) for optimizer in self.optimizers]
+        step = checkpoint.get("global_step")
         self._saver.save(
             checkpoint,
             filepath,
-            self._about(checkpoint.get("global_step")),
+            About(step, self._core.mesh_sizes, self._core.settings.data_parallel),
             {"parameters": listed_names(names), "kinds": listed_names(kinds)},
             may_lack=_HYPERPARAMETERS,
             may_differ=_MAY_DIFFER,
             wait=not self._trains_on,
         )
-
-    def _about(self: Any, step: int | None) -> About:
-        sizes = {str(axis): size for axis, size in self.mesh.sizes.items()}
-        return About(step, sizes, self._core.settings.data_parallel)
 
     def load_checkpoint(
         self: Any, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -153,11 +154,18 @@ class TrainerSaves(SavesOfBoth):
             if before is not None:
                 self.lightning_module.load_state_dict(before, strict=False)
             raise
-        for optimizer, state in zip(self.optimizers, states, strict=True):
+        for optimizer, state in zip(self.optimizers, states, strict=bool(states)):
             optimizer.load_state_dict(state)
 
     def _fitting_states(self: Any, checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
         states = checkpoint.get("optimizer_states", [])
+        if not states and self.optimizers:
+            self._saver.say_once(
+                "the checkpoint has no state of optimizers, as it was saved before a run or by the program "
+                "that had started the ranks: the optimizers begin anew. Save in the run, by ModelCheckpoint "
+                "or a hook, to have their state."
+            )
+            return []
         if len(states) != len(self.optimizers):
             raise CheckpointError(
                 f"the checkpoint has the state of {len(states)} optimizers, the module has "

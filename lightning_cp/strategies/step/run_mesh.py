@@ -38,6 +38,12 @@ class RunMesh:
             )
         return self._mesh
 
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """Ranks of each axis by its name; empty before there is a mesh."""
+        sizes = {} if self._mesh is None else self._mesh.sizes
+        return {str(axis): size for axis, size in sizes.items()}
+
     def data_rank(self, global_rank: int, world_size: int) -> int:
         """Which sample this rank works on; known before the mesh, as those that share it are the inner."""
         if self._mesh is not None:

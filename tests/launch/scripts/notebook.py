@@ -13,7 +13,9 @@ class Mine(Tiny):
 module = Mine()
 trainer = pl.Trainer(strategy="ulysses_ring_fork", devices=2, **QUIET)
 trainer.fit(module, text())
-torch.save({"weights": weights(module), "loss": float(trainer.callback_metrics["loss"])}, "0.pt")
+trainer.save_checkpoint("saved.ckpt")
+result = {"weights": weights(module), "loss": float(trainer.callback_metrics["loss"])}
+torch.save({**result, "saved": weights(Mine.load_from_checkpoint("saved.ckpt"))}, "0.pt")
 
 trainer = pl.Trainer(strategy="ulysses_ring_fork", devices=2, **QUIET)
 trainer.fit(module, text())

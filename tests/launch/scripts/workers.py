@@ -18,6 +18,8 @@ if __name__ == "__main__":  # spawned workers import this file
     trainer.fit(module, text())
     result: dict[str, Any] = {"weights": weights(module)}
     result["loss"] = float(trainer.callback_metrics["loss"])
+    trainer.save_checkpoint(Path(out) / "saved.ckpt")
+    result["saved"] = weights(Tiny.load_from_checkpoint(Path(out) / "saved.ckpt"))
     if then == ["predict"]:
         result["predictions"] = trainer.predict(module, text())
     torch.save(result, Path(out) / "0.pt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from lightning_cp.strategies.resume.taken_back import Buffers, PlainStates
+from lightning_cp.strategies.resume.taken_back import Buffers, CallbackStates
 from tests.strategies.resume.runs import Statistics
 
 
@@ -90,36 +91,49 @@ def test_copies_are_made_once() -> None:
     assert len(places) == 1
 
 
-class Keeps(pl.Callback):
-    """Has some state, and counts how often it is asked for it."""
+@dataclass
+class Total:
+    """A callback's own record."""
 
-    def __init__(self, state: dict[str, Any]) -> None:
-        self.state, self.asked = state, 0
+    rows: int = 0
+
+
+class Keeps(pl.Callback):
+    """Has some state, and counts how often any is asked for it."""
+
+    asked = 0
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+        self.total = Total()
 
     @property
     def state_key(self) -> str:
         return f"{id(self)}"
 
     def state_dict(self) -> dict[str, Any]:
-        self.asked += 1
-        return self.state
+        Keeps.asked += 1
+        return {**self.state, "rows": self.total.rows} if self.state else {}
 
 
-def test_states_of_callbacks_are_copied_if_they_are_numbers_and_strings() -> None:
-    plain = Keeps({"a": [1, (2.0, "x")], "b": OrderedDict(c=[None, True])})
-    whole, empty = Keeps({"a": [1, torch.ones(1)]}), Keeps({})
+def test_states_of_callbacks_are_those_of_the_beginning_and_asked_for_when_saved() -> None:
+    plain = Keeps(a=[1, (2.0, "x")], b=OrderedDict(c=[None, True]))
+    whole, empty, silent = Keeps(a=[1, torch.ones(1)]), Keeps(), pl.Callback()
     trainer = pl.Trainer(
-        callbacks=[plain, whole, empty, ModelCheckpoint()],
+        callbacks=[plain, whole, empty, silent, ModelCheckpoint()],
         logger=False,
         enable_progress_bar=False,
         accelerator="cpu",
     )
-    states = PlainStates()
+    states, Keeps.asked = CallbackStates(), 0
     for _ in range(3):
-        states.of(trainer)
-    found = states.of(trainer)
+        states.keep(trainer)
     plain.state["a"].append(3)
     plain.state["b"]["c"].append(3)
-    assert found == {plain.state_key: {"a": [1, (2.0, "x")], "b": {"c": [None, True]}}}
-    assert states.of(trainer) == {plain.state_key: plain.state}
-    assert whole.asked == 1, "a state that holds tensors may be large, or gathered from ranks"
+    plain.total.rows += 1
+    assert Keeps.asked == 0
+    then = {"a": [1, (2.0, "x")], "b": {"c": [None, True]}, "rows": 0}
+    assert states.states() == {plain.state_key: then}
+    assert Keeps.asked == 3
+    states.keep(trainer)
+    assert states.states() == {plain.state_key: {**plain.state, "rows": 1}}
