@@ -150,3 +150,41 @@ def test_what_is_the_trainers() -> None:
         UlyssesRingStrategy(parity_check="first_batch")
     UlyssesRingStrategy()  # a warning would be an error here
     UlyssesRingStrategy(parity_check="off")
+
+
+class Counting(Network):
+    """Ranks have other values in a buffer until DistributedDataParallel gives them the first one's."""
+
+    scale: torch.Tensor
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__(plain)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        loss = super().forward(batch) * self.scale
+        self.scale += 0.1 * torch.distributed.get_rank()
+        return loss
+
+
+def counted(rank: int, world_size: int, checked: bool) -> torch.Tensor:
+    fabric = fabric_of(world_size, RING)
+    fabric.launch()
+    strategy: Any = fabric.strategy
+    network = Counting(modules.Healthy())
+    set_up: Any = fabric.setup(network, torch.optim.SGD(network.parameters(), lr=0.05))
+    model, optimizer = set_up
+    for at in range(3):
+        batch = default_collate(modules.rows(6)[2 * at : 2 * at + 2])
+        if checked:
+            strategy.check_parity(batch, model)
+        fabric.backward(model(strategy.shard_batch(batch)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([weights(network), network.scale.reshape(1)])
+
+
+def test_buffers_are_sent_as_without() -> None:
+    want = run_ranks(2, counted, False, timeout=60)
+    got = run_ranks(2, counted, True, timeout=60)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -82,8 +82,10 @@ class Engine(Protocol):
         """After backward: complete gradients, and refuse those that stayed on their ranks."""
         ...
 
-    def wrappers(self) -> list[nn.Module]:
-        """What is called in place of the user's modules, where that is something else."""
+    def aside(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A block whose steps do not belong to the run: an engine that does not shard remembers none of
+        them, and leaves their gradients on their ranks.
+        """
         ...
 
     def unreduced(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import ref
 
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.strategies.arguments.settings import Settings
+from lightning_cp.strategies.engines.aliases import aliases
 from lightning_cp.strategies.engines.averages import average_present
 from lightning_cp.strategies.engines.buckets import bucket_options
 from lightning_cp.strategies.engines.comm_hooks import CommHook
@@ -88,9 +89,16 @@ class DDPEngine:
         assert isinstance(wrapped, DistributedDataParallel)
         prepare_for_backward(wrapped, loss)
 
-    def wrappers(self) -> list[nn.Module]:
-        """Those that are called in place of the user's modules."""
-        return list(self._alive())
+    @contextmanager
+    def aside(self, model: nn.Module) -> Iterator[None]:
+        """Other parameters are in the place of those that are averaged, and wrappers are as they were."""
+        with ExitStack() as stack:
+            for wrapped in self._alive():
+                synced = wrapped.require_forward_param_sync
+                stack.callback(setattr, wrapped, "require_forward_param_sync", synced)
+                stack.enter_context(wrapped.no_sync())
+            stack.enter_context(aliases(model))
+            yield
 
     def unreduced(self) -> Iterable[tuple[nn.Parameter, torch.Tensor]]:
         """None: all that there is of gradients is in ``grad``."""

@@ -12,7 +12,7 @@ In each the gradient of a parameter is added over all ranks of ``loss``, then di
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -204,9 +204,9 @@ class ShardedEngine:
         for root in self._alive():
             root.finish_backward()
 
-    def wrappers(self) -> list[nn.Module]:
-        """None: the user's modules are called themselves."""
-        return []
+    def aside(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Parameters have to be gathered, so a step is as any other; it leaves nothing."""
+        return nullcontext()
 
     def unreduced(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """What ``accumulating`` has left on this rank, whole."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from lightning.fabric import wrappers
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.strategies.engines import Engine
@@ -51,20 +49,11 @@ class FabricParity:
         runner = Runner(
             *(self.core, self.engine, self.models, step, dtypes),
             backward=partial(_as_fabric_does, backward),
-            unsynced=self._unsynced,
         )
         try:
             return self._told(ParityCheck(runner, self.core.settings.parity_tokens).run(batch))
         except CannotRun as why:
             raise ConfigError(f"check_parity cannot compare this step: {why}.") from None
-
-    @contextmanager
-    def _unsynced(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for wrapped in self.engine.wrappers():
-                if isinstance(wrapped, DistributedDataParallel):
-                    stack.enter_context(wrapped.no_sync())
-            yield
 
     def _told(self, line: str) -> str:
         rank_zero_info(line)

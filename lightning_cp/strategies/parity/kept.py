@@ -14,8 +14,13 @@ from torchmetrics import Metric
 
 from lightning_cp.strategies.generators import GENERATORS, set_state, state_of
 
-_OF_EVERY_MODULE = {*vars(nn.Module()), *vars(LightningModule()), "training"}
-"""Attributes that PyTorch and Lightning keep; all others are a module's own: counters, lists of losses."""
+_PARTS = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict)}
+"""Dicts that every module has: of its hooks, submodules, parameters and buffers."""
+_OF_EVERY_MODULE = ({*vars(nn.Module()), *vars(LightningModule()), "training"} - _PARTS) | {
+    "_parameters",
+    "_buffers",
+}
+"""Attributes that are not looked at; all others are put back: hooks, and a module's own, such as counters."""
 _CONTAINERS = (list, deque, dict, defaultdict, OrderedDict, Counter, set)
 LARGEST = 2**26
 """Bytes of a tensor that is copied: what a step changes in place is small; data that it holds is not."""
@@ -80,12 +85,15 @@ def keep_attributes(module: nn.Module) -> Any:
     own = vars(module)
     kept = {name: Kept.of(value) for name, value in own.items() if name not in _OF_EVERY_MODULE}
     states = _states_of(module) if isinstance(module, Metric) else {}
+    parameters = set(module._parameters)  # their values are the engine's matter
 
     def put_back() -> None:
         for name in [name for name in own if name not in kept and name not in _OF_EVERY_MODULE]:
             del own[name]
         own.update({name: value.back() for name, value in kept.items()})
         own.update(states)
+        for name in module._parameters.keys() - parameters:
+            del module._parameters[name]
 
     return put_back
 

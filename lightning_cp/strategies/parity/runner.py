@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +49,6 @@ class Runner:
         dtypes: that it computes in, besides those of parameters.
         wide: the same step in the parameters' own dtype, where ``step`` has autocast.
         backward: how a loss goes back, where precision has a say in it.
-        unsynced: while within, wrappers of the engine leave gradients on their ranks.
         everything: records what passes through all modules, for where a difference begins.
         plain_loss: instead of the step's own loss, the mean square of the last output along the sequence.
         seed: added to the run's: other random numbers.
@@ -64,7 +62,6 @@ class Runner:
     dtypes: frozenset[torch.dtype] = frozenset()
     wide: Step | None = None
     backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward
-    unsynced: Callable[[], AbstractContextManager[Any]] = nullcontext
     everything: bool = False
     plain_loss: bool = False
     seed: int | None = None
@@ -82,6 +79,7 @@ class Runner:
         with (
             self.core.alone(batch) as isolated,
             untouched(self.model, seed=self.seed),
+            self.engine.aside(self.model),
             Drawn(self.model) as drawn,
         ):
             loss, found = self._together(batch, lambda: self._forward_alone(batch))
@@ -103,7 +101,7 @@ class Runner:
             rounded_otherwise(self.model, self.rounding),
             shifting_by_themselves(self.model, batch, given),
         ):
-            loss = self._loss(self._called(given))
+            loss = self._loss(self.step(given))
         if self.plain_loss:
             x = _last(found)
             loss = plain_loss(x, None, padding_mask_of(dict(tensors_of(batch))), x.shape[1])
@@ -156,7 +154,12 @@ class Runner:
             ConfigError: as a step of training does.
         """
         core = self.core
-        with core.aside(), untouched(self.model, seed=self.seed), Drawn(self.model) as drawn:
+        with (
+            core.aside(),
+            untouched(self.model, seed=self.seed),
+            self.engine.aside(self.model),
+            Drawn(self.model) as drawn,
+        ):
             local = core.shard(copied(batch), needs_labels=True)
             assert core.part is not None
             part = Part(core.part.layout, core.mesh.cp_rank, core.part.rows, core.part.padding_mask)
@@ -189,7 +192,7 @@ class Runner:
                 recording(self.model, core.listen, everything=self.everything) as found,
                 core.gathering(),
             ):
-                loss = self._loss(self._called(local))
+                loss = self._loss(self.step(local))
             core.require_intercepted()
             weighted = self._weighted(loss, found, part)
             found.follow_last()
@@ -212,10 +215,6 @@ class Runner:
             return loss, mean.double()
         core.require_loss(loss)
         return core.scale_loss(loss), core.average(loss.detach()).double()
-
-    def _called(self, batch: Any) -> Any:
-        with self.unsynced():
-            return self.step(batch)
 
     def _loss(self, output: Any) -> torch.Tensor:
         loss = output.get("loss") if isinstance(output, Mapping) else output

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_cp.callback import ContextParallelCallback
@@ -59,7 +60,7 @@ class TrainerParity:
             wide = _step_of(module, nullcontext)
         runner = Runner(self._core, self._engine, module, step, dtypes, wide)
         try:
-            with _without_loggers(module.trainer):
+            with _unwatched(module.trainer):
                 self.healthy = ParityCheck(runner, self._core.settings.parity_tokens).run(batch)
         except CannotRun as why:
             self._say_left_out(str(why))
@@ -92,14 +93,15 @@ class TrainerParity:
 
 
 @contextmanager
-def _without_loggers(trainer: Any) -> Iterator[None]:
-    """What a step writes to its loggers by itself is written by nobody, as in Lightning's tuner."""
-    kept = trainer.loggers
-    trainer.loggers = [DummyLogger() for _ in kept]
+def _unwatched(trainer: Any) -> Iterator[None]:
+    """A step that writes to its loggers or profiler by itself writes to others, as in Lightning's tuner."""
+    loggers, profiler = trainer.loggers, trainer.profiler
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    trainer.profiler = PassThroughProfiler()
     try:
         yield
     finally:
-        trainer.loggers = kept
+        trainer.loggers, trainer.profiler = loggers, profiler
 
 
 def _step_of(module: Any, context: Callable[[], AbstractContextManager[Any]]) -> Step:

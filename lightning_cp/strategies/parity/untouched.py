@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._C._autograd import _toggle_collection_dynamic
+from torch.profiler import ProfilerActivity
 
 from lightning_cp.comm.local import local_part
 from lightning_cp.logs.token_mean import RATIO_HOOK
@@ -32,6 +34,7 @@ def untouched(model: nn.Module, *, seed: int | None = None) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(_same_random_numbers(model, seed))
+        stack.enter_context(_unprofiled(model))
         # Nothing is compiled for a prefix's lengths, in what backward recomputes neither.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in model.modules():
@@ -40,7 +43,7 @@ def untouched(model: nn.Module, *, seed: int | None = None) -> Iterator[None]:
         stack.callback(_keep_frozen(model))
         stack.callback(_keep_caches(model))
         stack.callback(_keep_modes(model))
-        stack.callback(_keep_gradients(model))
+        stack.callback(_keep_parameters(model))
         stack.callback(_unmute(model))
         model.eval()  # ranks would drop out others than one process
         yield
@@ -58,6 +61,20 @@ def _same_random_numbers(model: nn.Module, seed: int | None) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+@contextmanager
+def _unprofiled(model: nn.Module) -> Iterator[None]:
+    """A profiler of PyTorch that records now leaves out what is done within."""
+    kinds = {ProfilerActivity.CPU} | ({ProfilerActivity.CUDA} if _cuda_devices(model) else set())
+    if not torch.autograd._profiler_enabled():
+        yield
+        return
+    _toggle_collection_dynamic(False, kinds)
+    try:
+        yield
+    finally:
+        _toggle_collection_dynamic(True, kinds)
 
 
 class Drawn:
@@ -131,14 +148,22 @@ def _keep_modes(model: nn.Module) -> Any:
     return put_back
 
 
-def _keep_gradients(model: nn.Module) -> Any:
-    kept = [(p, p.grad) for p in model.parameters()]
-    for p, _ in kept:
+def _keep_parameters(model: nn.Module) -> Any:
+    """Their gradients, which of them are trained, and what is called when a gradient has come."""
+    kept = [(p, p.grad, p.requires_grad) for p in model.parameters()]
+    hooks = [p._post_accumulate_grad_hooks for p, *_ in kept]
+    called = [(each, dict(each)) for each in hooks if each]
+    for p, *_ in kept:
         p.grad = None
+    for each, _ in called:
+        each.clear()
 
     def put_back() -> None:
-        for p, gradient in kept:
+        for p, gradient, trained in kept:
             p.grad = gradient
+            p.requires_grad_(trained)
+        for each, then in called:
+            each.update(then)
 
     return put_back
 
