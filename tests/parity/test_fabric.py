@@ -162,7 +162,7 @@ class Counting(Network):
         self.register_buffer("scale", torch.ones(()))
 
     def forward(self, batch: Any) -> torch.Tensor:
-        loss = super().forward(batch) * self.scale
+        loss = super().forward(batch) * self.scale.clone()
         self.scale += 0.1 * torch.distributed.get_rank()
         return loss
 
