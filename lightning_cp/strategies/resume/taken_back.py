@@ -107,6 +107,10 @@ def _persistent(modules: Iterable[nn.Module]) -> Iterator[tuple[_Owned, torch.Te
                 yield (part, name), buffer
 
 
+_OTHER = object()
+"""Stands for an attribute that is not copied."""
+
+
 class CallbackStates:
     """What callbacks that have a state had as attributes: numbers and strings, in containers and dataclasses.
 
@@ -127,7 +131,10 @@ class CallbackStates:
         found: dict[str, Any] = {}
         for callback, attributes in self._kept:
             then = object.__new__(type(callback))
-            then.__dict__ = {**callback.__dict__, **attributes}
+            now = callback.__dict__
+            then.__dict__ = {
+                name: now.get(name, x) if x is _OTHER else x for name, x in attributes.items()
+            }
             state = then.state_dict()
             if state and _is_plain(state):
                 found[callback.state_key] = state
@@ -140,7 +147,8 @@ def _is_followed(callback: Any) -> bool:
 
 
 def _plain_attributes(callback: Any) -> dict[str, Any]:
-    copies: dict[str, Any] = {}
+    """All that it has, by name; for those that are something else ``_OTHER``."""
+    copies: dict[str, Any] = dict.fromkeys(callback.__dict__, _OTHER)
     for name, value in callback.__dict__.items():
         with suppress(_NotPlainError):
             copies[name] = _copied(value)

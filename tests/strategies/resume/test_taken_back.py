@@ -101,7 +101,7 @@ class Total:
 class Keeps(pl.Callback):
     """Has some state, and counts how often any is asked for it."""
 
-    asked = 0
+    asked = late = 0
 
     def __init__(self, **state: Any) -> None:
         self.state = state
@@ -113,7 +113,7 @@ class Keeps(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         Keeps.asked += 1
-        return {**self.state, "rows": self.total.rows} if self.state else {}
+        return {**self.state, "rows": self.total.rows, "late": self.late} if self.state else {}
 
 
 def test_states_of_callbacks_are_those_of_the_beginning_and_asked_for_when_saved() -> None:
@@ -131,9 +131,10 @@ def test_states_of_callbacks_are_those_of_the_beginning_and_asked_for_when_saved
     plain.state["a"].append(3)
     plain.state["b"]["c"].append(3)
     plain.total.rows += 1
+    plain.late += 1  # an attribute of the class until now
     assert Keeps.asked == 0
-    then = {"a": [1, (2.0, "x")], "b": {"c": [None, True]}, "rows": 0}
+    then = {"a": [1, (2.0, "x")], "b": {"c": [None, True]}, "rows": 0, "late": 0}
     assert states.states() == {plain.state_key: then}
     assert Keeps.asked == 3
     states.keep(trainer)
-    assert states.states() == {plain.state_key: {**plain.state, "rows": 1}}
+    assert states.states() == {plain.state_key: {**plain.state, "rows": 1, "late": 1}}
