@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class FullSave:
         objects: pickles of hyperparameters, by their keys.
         live: storages of the state that was given, by their addresses.
         staged: what was written so far.
+        elsewhere: writes and completes it instead, in another place than a file of this machine.
     """
 
     target: Path
@@ -46,6 +47,7 @@ class FullSave:
     objects: Mapping[str, bytes] = field(default_factory=dict)
     live: frozenset[int] = frozenset()
     staged: Path | None = None
+    elsewhere: Callable[[dict[str, Any], About], None] | None = None
 
     def copy(self) -> None:
         """Take the values as they are now; what was gathered is ours already."""
@@ -68,10 +70,14 @@ class FullSave:
         """
         if self.tree is None:
             return
+        objects = {key: WithObjects(self.tree[key], x) for key, x in self.objects.items()}
+        tree = {**self.tree, **objects}
+        if self.elsewhere is not None:
+            self.elsewhere(tree, self.about)
+            return
         make_folder(self.target.parent)
         self.staged = beside(self.target, SAVING)
-        objects = {key: WithObjects(self.tree[key], x) for key, x in self.objects.items()}
-        write_file({**self.tree, **objects}, self.staged, self.about)
+        write_file(tree, self.staged, self.about)
 
     def commit(self, parts: object = None) -> None:
         """Give it its name, on the first rank; one of that name is replaced in one step."""

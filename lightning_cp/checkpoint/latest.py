@@ -11,6 +11,7 @@ from lightning_cp.checkpoint.durable import BEFORE, found, leftovers
 from lightning_cp.checkpoint.full_file import manifest_of_file
 from lightning_cp.checkpoint.in_the_way import is_foreign
 from lightning_cp.checkpoint.manifest import NAME as MANIFEST
+from lightning_cp.checkpoint.store import is_store
 from lightning_cp.errors import CheckpointError
 
 _NAMED = "latest"
@@ -23,7 +24,15 @@ def latest_checkpoint(folder: str | PathLike[str]) -> Path | None:
 
     A ``latest`` file that an earlier release has written counts until a checkpoint is newer than that file.
     What is found has not been verified; reading it does that.
+
+    Raises:
+        CheckpointError: the folder is in a store.
     """
+    if is_store(folder):
+        raise CheckpointError(
+            f"{folder} is in a store, whose files do not tell which checkpoint is the newest. Name the "
+            "checkpoint by its path."
+        )
     folder = Path(folder)
     if not folder.is_dir():
         return None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,12 +31,11 @@ SAFE: list[Any] = [(plain_only, f"{whole.__module__}.{whole.__qualname__}")]
 """For ``torch.serialization.add_safe_globals``: what ``weights_only=True`` makes of the name ``whole``."""
 
 
-@dataclass(frozen=True)
 class WithObjects:
-    """A value of a tree as it is written."""
+    """A value of a tree as it is written; no dataclass, as Lightning takes those apart."""
 
-    plain: Any
-    pickled: bytes
+    def __init__(self, plain: Any, pickled: bytes) -> None:
+        self.plain, self.pickled = plain, pickled
 
     def __reduce__(self) -> tuple[Any, ...]:
         return whole, (self.plain, self.pickled)

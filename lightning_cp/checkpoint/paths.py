@@ -1,4 +1,4 @@
-"""Where checkpoints may be: on file systems of this machine."""
+"""Paths of file systems of this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def local_path(path: str | PathLike[str]) -> Path:
     given: Any = path
     if not isinstance(given, str | PathLike) or not str(given):
         raise ConfigError(f"a checkpoint is given by its path, got {given!r}.")
-    text = str(given).removeprefix("file://")
+    text = str(given).removeprefix("file://").removeprefix("local://")
     if "://" in text:
         raise CheckpointError(
             "checkpoints are written to and read from local or mounted folders, got "

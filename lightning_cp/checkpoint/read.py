@@ -71,7 +71,7 @@ class Checkpoint:
 
     def alone(self) -> Checkpoint:
         """The same for this rank to read by itself."""
-        return replace(self, world=_alone())
+        return replace(self, world=alone())
 
     def _read(self, tree: Any, template: Template) -> Any:
         targets: dict[str, torch.Tensor] = {}
@@ -105,7 +105,7 @@ def open_checkpoint(
         MissingCheckpointError: a FileNotFoundError too: it is not there.
         CheckpointError: on every rank: it is incomplete, damaged or no checkpoint; names the file.
     """
-    named, world = Path(path), world or _alone()
+    named, world = Path(path), world or alone()
     machines = _machines(named, world)
     near = [rank for rank, machine in enumerate(machines) if machine == machines[world.rank]]
     share = slice(near.index(world.rank), None, len(near))
@@ -155,7 +155,8 @@ def _opened(path: Path, manifest: Manifest | None, world: World, weights_only: b
     return Checkpoint(path, manifest, tree, ours, world)
 
 
-def _alone() -> World:
+def alone() -> World:
+    """A world of this process."""
     world = World()
     world.size, world.rank = 1, 0
     return world
@@ -217,8 +218,17 @@ def _say_which_save(
             ) from error
 
 
+def checkpoint_of(path: Path, tree: Any, *, weights_only: bool = True) -> Checkpoint:
+    """What a plugin has read already, so that nothing is known of a file's bytes."""
+    return Checkpoint(path, None, *_apart(tree, weights_only), alone())
+
+
 def _in_file(path: Path, weights_only: bool) -> tuple[Any, dict[str, Any]]:
-    tree = load_file(path, weights_only=weights_only)
+    return _apart(load_file(path, weights_only=weights_only), weights_only)
+
+
+def _apart(tree: Any, weights_only: bool) -> tuple[Any, dict[str, Any]]:
+    """What was saved, and what the saver noted beside it."""
     ours = tree.pop(OURS, {}) if isinstance(tree, dict) else {}
     ours = ours if isinstance(ours, dict) else {}
     if not weights_only:  # objects are what the notes would make of their plain form

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_cp.checkpoint.durable import sweep
 from lightning_cp.checkpoint.failures import GivenUpError, failed_save
-from lightning_cp.checkpoint.full import OURS, plan_full
+from lightning_cp.checkpoint.full import OURS, FullSave, plan_full
 from lightning_cp.checkpoint.in_the_way import require_replaceable
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.objects import pickled_objects
@@ -66,6 +66,7 @@ def plan(
     ours: dict[str, Any] | None = None,
     may_lack: Sequence[str] = (),
     may_differ: Collection[str] = (),
+    elsewhere: Callable[[dict[str, Any], About], None] | None = None,
 ) -> tuple[Save, list[str]]:
     """Begin a save: what is sent between ranks is sent here. Collective.
 
@@ -78,6 +79,7 @@ def plan(
         may_lack: keys of the top level whose entries are left out if they cannot be written; in the full form
             what is no plain container has a pickle beside its plain form.
         may_differ: keys of the top level below which only what is spread is compared.
+        elsewhere: writes a full checkpoint on the first rank, in another place than a file of this machine.
 
     Returns:
         The save, and names of what was left out.
@@ -91,7 +93,7 @@ def plan(
     def begin() -> Any:
         _require_no_notes(tree)
         made = plain(tree, may_lack)
-        if world.rank == 0:
+        if world.rank == 0 and elsewhere is None:
             require_replaceable(target)
             sweep(target.parent)
         return made
@@ -108,7 +110,10 @@ def plan(
     if form == "full" and world.rank == 0:
         objects, left_out = pickled_objects(tree, may_lack)
     try:
-        return FORMS[form](made.tree, notes, target, about or About(), objects), left_out
+        planned = FORMS[form](made.tree, notes, target, about or About(), objects)
+        if isinstance(planned, FullSave):
+            planned.elsewhere = elsewhere
+        return planned, left_out
     except CheckpointError:
         raise
     except Exception as error:

@@ -21,6 +21,7 @@ from lightning_cp.errors import CheckpointError
 from tests.checkpoint.states import same
 from tests.checkpoint.test_objects import Conf
 from tests.pool import run_ranks
+from tests.pool.environment import PoolEnvironment
 from tests.strategies.small import trainer_of
 
 pytestmark = [
@@ -32,11 +33,12 @@ pytestmark = [
 BOTH = ("ddp", "ours")
 
 
-def boring_trainer(world_size: int, name: str, **options: Any) -> pl.Trainer:
-    """Two batches an epoch, with DDP, or with ours where no sequence is shared."""
+def boring_trainer(world_size: int, name: str, io: Any = None, **options: Any) -> pl.Trainer:
+    """Two batches an epoch, with DDP, or with ours where no sequence is shared; ``io``: a plugin."""
     sizes: dict[str, Any] = {"context_parallel_size": 1, "data_parallel_size": world_size}
     strategy: Any = "ddp" if name == "ddp" else UlyssesRingStrategy(**sizes)
-    quiet = {"limit_train_batches": 2, "limit_val_batches": 0, **options}
+    plugins = [PoolEnvironment(), *([] if io is None else [io])]
+    quiet = {"limit_train_batches": 2, "limit_val_batches": 0, "plugins": plugins, **options}
     return trainer_of(world_size, {}, strategy=strategy, **quiet)
 
 

@@ -19,8 +19,9 @@ from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
+from lightning_cp.strategies.saves.elsewhere import PlainCheckpointIO
 from lightning_cp.strategies.saves.fabric import _restore
-from lightning_cp.strategies.saves.reading import PlainCheckpointIO, load_module
+from lightning_cp.strategies.saves.reading import load_module
 from lightning_cp.strategies.saves.saver import Saver, local_path
 from tests.checkpoint.states import same, state_of
 
@@ -190,7 +191,7 @@ def test_no_file_runs_code(place: str, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError):
             load_file(path)
         with pytest.raises(CheckpointError):
-            PlainCheckpointIO().load_checkpoint(path, weights_only=False)
+            PlainCheckpointIO().load_checkpoint(path)
     assert not trace.exists()
 
 
@@ -217,10 +218,14 @@ def test_settings_are_checked(kind: Any) -> None:
         kind(checkpoint="both")
     with pytest.raises(ConfigError, match="async_save must be True or False, got 'yes'"):
         kind(async_save="yes")
-    with pytest.raises(ConfigError, match="so Own would never be asked"):
-        kind(checkpoint_io=Own())
-    with pytest.raises(ConfigError, match="so Own would never be asked"):
-        kind().checkpoint_io = Own()
+    with pytest.raises(
+        ConfigError, match="written by all ranks, and Own writes what one process has"
+    ):
+        kind(checkpoint="sharded", checkpoint_io=Own())
+    with pytest.raises(
+        ConfigError, match="written by all ranks, and Own writes what one process has"
+    ):
+        kind(checkpoint="sharded").checkpoint_io = Own()
 
 
 def test_only_checkpoints_are_removed(tmp_path: Path) -> None:

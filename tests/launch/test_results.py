@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_cp.strategies.launch.results import receiving, sending_whole
-from lightning_cp.strategies.saves.reading import PlainCheckpointIO
+from lightning_cp.strategies.saves.elsewhere import PlainCheckpointIO
 
 
 class Module(nn.Module):

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.paths import local_path
-from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.remainder import Remainder
 from lightning_cp.checkpoint.same_states import require_same_states
 from lightning_cp.comm.objects import World
 from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.strategies.resume.fabric import RunState
+from lightning_cp.strategies.saves.elsewhere import open_anywhere, writer
 from lightning_cp.strategies.saves.front import SavesOfBoth
 from lightning_cp.strategies.saves.kinds import kinds_of
 from lightning_cp.strategies.saves.optimizers import (
@@ -51,9 +51,12 @@ class FabricSaves(SavesOfBoth):
                 weights are not all there.
             ConfigError: ``state`` is no dictionary.
         """
-        self._require_local(storage_options)
+        elsewhere = writer(self._checkpoint_io, path, storage_options)
         require_same_states(
-            World(), local_path(path), lambda: _dictionary(state), (nn.Module, Optimizer, _Stateful)
+            World(),
+            local_path(path) if elsewhere is None else Path(path),
+            lambda: _dictionary(state),
+            (nn.Module, Optimizer, _Stateful),
         )
         modules, optimizers = _modules(state), _optimizers(state)
         self._require_complete(modules.values() or self._models)
@@ -66,7 +69,9 @@ class FabricSaves(SavesOfBoth):
         sizes = self._core.mesh_sizes if modules else {}
         about = About(step, sizes, self._core.settings.data_parallel)
         kinds = {key: kinds_of(optimizer) for key, optimizer in optimizers.items()}
-        self._saver.save(tree, path, about, {"parameters": names, "kinds": kinds})
+        self._saver.save(
+            tree, path, about, {"parameters": names, "kinds": kinds}, elsewhere=elsewhere
+        )
 
     def load_checkpoint(
         self: Any,
@@ -92,7 +97,7 @@ class FabricSaves(SavesOfBoth):
             CheckpointError: on every rank: it is missing, damaged or does not fit; ``state`` is as it was.
         """
         self._saver.finish()
-        opened = open_checkpoint(local_path(path), World(), weights_only=weights_only is not False)
+        opened = open_anywhere(self._checkpoint_io, path, weights_only)
         if not state:
             return opened.read()
         if isinstance(state, (nn.Module, Optimizer)):

@@ -9,9 +9,9 @@ from torch import nn
 
 from lightning_cp.checkpoint.pretrained.incomplete import require_complete
 from lightning_cp.comm.objects import World
-from lightning_cp.errors import CheckpointError
+from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.strategies.replaced import Replaced
-from lightning_cp.strategies.saves.reading import PlainCheckpointIO, require_ours
+from lightning_cp.strategies.saves.elsewhere import PlainCheckpointIO, adopted, is_plugin
 from lightning_cp.strategies.saves.saver import Saver
 
 
@@ -25,8 +25,8 @@ class SavesOfBoth:
     _saver: Saver
 
     def _prepare_saves(self) -> None:
-        require_ours(self._checkpoint_io)
         settings = self._core.settings
+        self.checkpoint_io = self._checkpoint_io
         self._saver = Saver(settings.checkpoint, in_background=settings.async_save)
         self._adopted = Replaced()
         self._saved_names: dict[str, list[str]] = {}
@@ -34,15 +34,19 @@ class SavesOfBoth:
 
     @property
     def checkpoint_io(self) -> Any:
-        """What Lightning moves between its own processes with; checkpoints do not go through it."""
+        """A user's plugin, which has full checkpoints; else what Lightning moves weights with."""
         if self._checkpoint_io is None:
             self._checkpoint_io = PlainCheckpointIO()
         return self._checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: Any) -> None:
-        require_ours(io)
-        self._checkpoint_io = io
+        if is_plugin(io) and self._core.settings.checkpoint == "sharded":
+            raise ConfigError(
+                f"checkpoint='sharded' is written by all ranks, and {type(io).__name__} writes what one "
+                "process has. Leave the plugin out, or use checkpoint='full'."
+            )
+        self._checkpoint_io = adopted(io)
 
     @staticmethod
     def _require_complete(modules: Iterable[nn.Module]) -> None:
@@ -54,16 +58,9 @@ class SavesOfBoth:
 
         World().together(complete, lambda said: CheckpointError(f"nothing is saved: {said}"))
 
-    @staticmethod
-    def _require_local(storage_options: object) -> None:
-        if storage_options is not None:
-            raise CheckpointError(
-                "storage_options are for remote storage, and checkpoints are local."
-            )
-
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, after the one that replaces it is complete; called on every rank."""
-        self._saver.remove(filepath)
+        self._saver.remove(filepath, self._checkpoint_io)
 
     def wait_for_saves(self) -> None:
         """Wait until the save in the background is complete. Collective.

@@ -3,56 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_cp.checkpoint.compare import require_same
-from lightning_cp.checkpoint.full_file import load_file
 from lightning_cp.checkpoint.plain import Place
 from lightning_cp.checkpoint.read import Template
 from lightning_cp.checkpoint.tensors import Stored, fill, like, stored_whole
-from lightning_cp.errors import CheckpointError, ConfigError
+from lightning_cp.errors import CheckpointError
 from lightning_cp.strategies.saves.optimizers import names_as_saved, parameters_of
-
-
-class PlainCheckpointIO(TorchCheckpointIO):
-    """For what Lightning moves between its own processes; never runs code from a file.
-
-    Not by way of further copies in memory, as Lightning's writes and reads.
-    """
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        torch.save(checkpoint, path)
-
-    @override
-    def load_checkpoint(
-        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        return load_file(Path(path))
-
-
-def require_ours(io: object) -> None:
-    """Refuse a plugin that would write checkpoints in another way.
-
-    Raises:
-        ConfigError: naming what to use instead.
-    """
-    if io is not None and type(io) not in (PlainCheckpointIO, TorchCheckpointIO):
-        raise ConfigError(
-            "checkpoints are written by this strategy itself, atomically and verified, so "
-            f"{type(io).__name__} would never be asked. Leave the plugin out; async_save=True "
-            "saves in the background."
-        )
 
 
 def spread_of(

@@ -15,8 +15,10 @@ from lightning_cp.checkpoint.in_the_way import is_foreign, require_replaceable
 from lightning_cp.checkpoint.manifest import About
 from lightning_cp.checkpoint.paths import local_path
 from lightning_cp.checkpoint.save import Background, finish, plan
+from lightning_cp.checkpoint.store import SHARDED, is_store
 from lightning_cp.comm.objects import World, told
 from lightning_cp.errors import CheckpointError
+from lightning_cp.strategies.saves.elsewhere import Write, remove_anywhere
 
 _log = logging.getLogger("lightning_cp")
 
@@ -44,6 +46,7 @@ class Saver:
         *,
         may_lack: Sequence[str] = (),
         may_differ: Collection[str] = (),
+        elsewhere: Write | None = None,
         wait: bool = False,
     ) -> None:
         """Save a state. Collective.
@@ -55,13 +58,16 @@ class Saver:
             ours: noted beside the state.
             may_lack: keys whose entries are left out if they cannot be written, which is said once.
             may_differ: keys in which ranks may have others; the first one's are saved.
+            elsewhere: writes it on the first rank, in another place than a file of this machine.
             wait: not in the background, whatever was set.
 
         Raises:
             CheckpointError: on every rank: it cannot be written, or the last one in the background was not.
         """
         self.finish()
-        target = local_path(path)
+        if elsewhere is not None and self._form == "sharded":
+            raise CheckpointError(f"cannot save {path}. {SHARDED}")
+        target = local_path(path) if elsewhere is None else Path(path)
         planned, left_out = plan(
             tree,
             target,
@@ -70,6 +76,7 @@ class Saver:
             ours=ours,
             may_lack=may_lack,
             may_differ=may_differ,
+            elsewhere=elsewhere,
         )
         self._say_left_out(left_out)
         if self._in_background and not wait:
@@ -118,13 +125,16 @@ class Saver:
         if running is not None and not running.wait(seconds):
             _log.error("the save of %s did not end within %g s", shown(running.target), seconds)
 
-    def remove(self, path: str | Path) -> None:
+    def remove(self, path: str | Path, io: Any = None) -> None:
         """Remove a checkpoint once nothing needs it any more; called on every rank, done by the first.
 
         One that cannot be removed is no reason to end a run: that is said, once.
+
+        Args:
+            path: of the checkpoint.
+            io: a plugin that has written it, if any has.
         """
-        target = local_path(path)
-        self._soon(lambda: self._remove(target))
+        self._soon(lambda: self._remove(path, io))
 
     def link(self, to: str | Path, link: str | Path) -> None:
         """Have a link point to a checkpoint once that is complete. Collective.
@@ -157,11 +167,12 @@ class Saver:
                 if not done:
                     self._later.append(action)
 
-    def _remove(self, target: Path) -> bool:
+    def _remove(self, path: str | Path, io: Any) -> bool:
         try:
-            return self._removed(target)
-        except OSError as error:
-            self.say_once(f"{shown(target)} cannot be removed: {told(error)}. The run goes on.")
+            return remove_anywhere(io, path) or self._removed(local_path(path))
+        except Exception as error:  # stores and plugins have their own
+            name = path if is_store(path) else shown(Path(path))
+            self.say_once(f"{name} cannot be removed: {told(error)}. The run goes on.")
             return True
 
     def _removed(self, target: Path) -> bool:

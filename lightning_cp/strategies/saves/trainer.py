@@ -13,11 +13,11 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_cp.checkpoint.manifest import About
-from lightning_cp.checkpoint.paths import local_path
-from lightning_cp.checkpoint.read import Checkpoint, open_checkpoint
+from lightning_cp.checkpoint.read import Checkpoint
 from lightning_cp.comm.objects import World
 from lightning_cp.errors import CheckpointError
 from lightning_cp.strategies.saves.callbacks import ALONE, adopt_callbacks
+from lightning_cp.strategies.saves.elsewhere import open_anywhere, writer
 from lightning_cp.strategies.saves.front import SavesOfBoth
 from lightning_cp.strategies.saves.kinds import kinds_of
 from lightning_cp.strategies.saves.optimizers import fitting_state, names_of
@@ -70,7 +70,7 @@ class TrainerSaves(SavesOfBoth):
         interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
         if interrupted and World().size > 1:
             raise CheckpointError(f"{Path(filepath).name} is not saved: {ALONE}")
-        self._require_local(storage_options)
+        elsewhere = writer(self._checkpoint_io, filepath, storage_options)
         self._require_complete([self.lightning_module])
         named = dict(self.lightning_module.named_parameters())
         names = [names_of(optimizer, named) for optimizer in self.optimizers]
@@ -83,6 +83,7 @@ class TrainerSaves(SavesOfBoth):
             {"parameters": listed_names(names), "kinds": listed_names(kinds)},
             may_lack=_HYPERPARAMETERS,
             may_differ=_MAY_DIFFER,
+            elsewhere=elsewhere,
             wait=not self._trains_on,
         )
 
@@ -98,9 +99,7 @@ class TrainerSaves(SavesOfBoth):
         Raises:
             CheckpointError: on every rank: it is missing, damaged or no checkpoint.
         """
-        opened = open_checkpoint(
-            local_path(checkpoint_path), World(), weights_only=weights_only is not False
-        )
+        opened = open_anywhere(self._checkpoint_io, checkpoint_path, weights_only)
         _require_trainers(opened)
         if opened.manifest is None:
             rank_zero_info(

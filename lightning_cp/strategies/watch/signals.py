@@ -31,6 +31,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cp.checkpoint.failures import shown
+from lightning_cp.checkpoint.store import is_store
 from lightning_cp.strategies.replaced import Replaced
 from lightning_cp.strategies.watch.finite import FiniteGuard
 from lightning_cp.strategies.watch.last_words import LastWords
@@ -149,7 +150,7 @@ def save_last(trainer: Trainer) -> str:
     """Update the first ModelCheckpoint's ``last.ckpt``, or save to one where the Trainer writes; its path."""
     first = next((x for x in trainer.checkpoint_callbacks if isinstance(x, ModelCheckpoint)), None)
     if first is None:
-        path = str(Path(trainer.default_root_dir, "last.ckpt"))
+        path = os.path.join(trainer.default_root_dir, "last.ckpt")  # noqa: PTH118 - may be a URL
         trainer.save_checkpoint(path, weights_only=False)
     else:
         chosen, first.save_last = first.save_last, True  # also where it is a link to an older one
@@ -165,8 +166,13 @@ def save_for_queue(trainer: Trainer) -> str:
     Lightning takes the file with the highest number, and reads one out of any name with ``ckpt_`` in it: that
     of a save which was killed as well. So files are written in a folder of their own.
     """
-    final = Path(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
-    final = Path(trainer.strategy.broadcast(str(final)))
+    path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+    path = trainer.strategy.broadcast(str(path))
+    final = Path(path)
+    if is_store(path):
+        trainer.save_checkpoint(path, weights_only=False)
+        _wait_for_saves(trainer)
+        return final.name
     saved = final.parent / ".requeue" / final.name
     trainer.save_checkpoint(saved, weights_only=False)
     _wait_for_saves(trainer)
