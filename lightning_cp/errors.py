@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
+
+from lightning_cp import console
 
 
 class LightningCPError(Exception):
-    """Base of all errors raised by this package."""
+    """Base of all errors raised by this package; if nobody catches it, one rank shows it (``console``)."""
+
+    is_own: ClassVar[bool] = True
+    """It was raised where it was found, and is not a report of another rank's."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        console.install(LightningCPError)
 
 
 class ConfigError(LightningCPError, ValueError):
@@ -31,6 +41,8 @@ class NonFiniteError(LightningCPError, ArithmeticError):
 
 class RankFailure(LightningCPError, RuntimeError):  # noqa: N818 - the public name says what happened
     """Another rank failed; the message carries that rank's own error."""
+
+    is_own = False
 
 
 class CheckpointError(LightningCPError, RuntimeError):

@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.config_files import config_dir
-from lightning_cp.errors import LightningCPError
+from lightning_cp.console import is_full
 from lightning_cp.run_folder import one_folder
 
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
@@ -52,21 +52,14 @@ def main(config: DictConfig) -> None:
 
     try:
         bench(config, Path(HydraConfig.get().runtime.output_dir))
-    except (LightningCPError, ProcessException) as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+    except ProcessException:
+        if is_full():
             raise
-        print(_told(error), file=sys.stderr)
+        print("A rank failed, as shown above; suites that were done are kept.", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("\nInterrupted; suites that were done are kept.", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
-
-
-def _told(error: Exception) -> str:
-    if not isinstance(error, LightningCPError):
-        return "A rank failed, as shown above; suites that were done are kept."
-    hint = "(HYDRA_FULL_ERROR=1 shows where it was raised.)"
-    return f"{type(error).__name__}: {error}\n{hint}"
 
 
 if __name__ == "__main__":

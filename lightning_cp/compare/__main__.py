@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from lightning_cp.compare.contest_report import contest
 from lightning_cp.compare.matrix import make_runs, repeated
 from lightning_cp.compare.runs import Run, find_runs, read_runs
 from lightning_cp.config_files import config_dir
-from lightning_cp.errors import ConfigError, LightningCPError
+from lightning_cp.errors import ConfigError
 
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
@@ -97,12 +96,6 @@ def main(config: DictConfig) -> None:
     """Compare, and exit with status 1 unless everything agrees."""
     try:
         agreed = compare(config, Path(HydraConfig.get().runtime.output_dir))
-    except LightningCPError as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        hint = "(HYDRA_FULL_ERROR=1 shows where it was raised.)"
-        print(f"{type(error).__name__}: {error}\n{hint}", file=sys.stderr)
-        raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("\nInterrupted; the runs that were made so far are kept.", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None

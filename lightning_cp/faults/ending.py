@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from lightning_cp.console import Meeting
 from lightning_cp.faults.notes import Verdict
 
 FOLDER = "LIGHTNING_CP_VERDICTS"
@@ -22,9 +23,11 @@ before_end: list[Callable[[], None]] = []
 def end(verdict: Verdict) -> NoReturn:
     """Say who failed, and end this process with status 1, also where it waits in a collective for ever."""
     details = verdict.details.rstrip() + "\n" if verdict.kind == "stuck" else ""
-    acts = [partial(tell_parent, verdict), *before_end, sys.stdout.flush]
+    say = partial(os.write, 2, _encoded(f"\n{details}{verdict.line}\n"))
+    if verdict.is_shown and FOLDER not in os.environ and (meeting := Meeting.here()) is not None:
+        say = partial(meeting.give_way, verdict.line)
     try:
-        for act in [*acts, partial(os.write, 2, _encoded(f"\n{details}{verdict.line}\n"))]:
+        for act in [partial(tell_parent, verdict), sys.stdout.flush, say, *before_end]:
             with suppress(BaseException):  # whatever it is: this process ends
                 act()
     finally:

@@ -89,6 +89,8 @@ class Hub(Watcher):
             self._judges.beats(rank, Beat.of_message(message["beat"]), now)
         elif "note" in message:
             self._judges.notes(rank, Note.of_message(message["note"]), now)
+        elif "shows" in message:
+            self._judges.shows(rank)
         elif "bye" in message:
             self._judges.leaves(rank)
         elif "was" in message:
@@ -115,6 +117,9 @@ class Hub(Watcher):
 
     def _tell_note(self, note: Note, now: float) -> None:
         self._judges.notes(0, note, now)
+
+    def _tell_shown(self) -> None:
+        self._judges.shows(0)
 
     def _leave(self) -> None:
         """The thread serves the others for as long as they are there."""

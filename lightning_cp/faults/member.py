@@ -32,6 +32,9 @@ class Member(Watcher):
     def _tell_note(self, note: Note, now: float) -> None:
         self._hub.send({"note": note.as_message()})
 
+    def _tell_shown(self) -> None:
+        self._hub.send({"shows": 1})
+
     def _leave(self) -> None:
         self._say_bye()
         self._done = True

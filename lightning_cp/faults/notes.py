@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_cp.errors import RankFailure, without_home
+from lightning_cp.errors import LightningCPError, RankFailure, without_home
 from lightning_cp.faults.position import Place
 
 LONGEST = 20_000
@@ -46,23 +46,27 @@ class Note:
     """``told``: every rank raises, as all were told of some rank's error; ``broken``: it looks as if another
     rank had failed before, as a connection was closed."""
     place: Place = field(default_factory=Place)
+    is_shown: bool = False
+    """The rank shows its message as the last of all, so that others only name it."""
 
     @classmethod
     def of_error(cls, error: BaseException, place: Place) -> Note:
         """Of what this rank's main thread has raised."""
         text = "".join(traceback.format_exception(error))[-LONGEST:]
         line = "".join(traceback.format_exception_only(error)).strip().splitlines()[0][:2000]
-        return cls(without_home(line), without_home(text), _kind(error), place)
+        is_shown = isinstance(error, LightningCPError)
+        line = type(error).__name__ if is_shown else without_home(line)
+        return cls(line, without_home(text), _kind(error), place, is_shown)
 
     def as_message(self) -> list[Any]:
         """For the wire."""
-        return [self.error, self.traceback, self.kind, list(self.place)]
+        return [self.error, self.traceback, self.kind, list(self.place), self.is_shown]
 
     @classmethod
     def of_message(cls, message: list[Any]) -> Note:
         """From the wire."""
-        error, text, kind, place = message
-        return cls(str(error), str(text), str(kind), Place(*map(int, place)))
+        error, text, kind, place, is_shown = message
+        return cls(str(error), str(text), str(kind), Place(*map(int, place)), bool(is_shown))
 
 
 @dataclass(frozen=True)
@@ -101,22 +105,24 @@ class Verdict:
         ranks: who failed.
         line: what every other rank prints last.
         details: a traceback, or stacks, if there are any.
+        is_shown: who failed shows it after this line.
     """
 
     kind: str
     ranks: tuple[int, ...]
     line: str
     details: str = ""
+    is_shown: bool = False
 
     def as_message(self) -> list[Any]:
         """For the wire."""
-        return [self.kind, list(self.ranks), self.line, self.details]
+        return [self.kind, list(self.ranks), self.line, self.details, self.is_shown]
 
     @classmethod
     def of_message(cls, message: list[Any]) -> Verdict:
         """From the wire."""
-        kind, ranks, line, details = message
-        return cls(str(kind), tuple(map(int, ranks)), str(line), str(details))
+        kind, ranks, line, details, is_shown = message
+        return cls(str(kind), tuple(map(int, ranks)), str(line), str(details), bool(is_shown))
 
 
 def _kind(error: BaseException) -> str:

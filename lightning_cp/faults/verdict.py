@@ -34,6 +34,8 @@ class _Member:
     here: bool = True
     left: bool = False
     """It has said that it ends."""
+    shows: bool = False
+    """Its error has ended its program, and waits for the others to be shown."""
 
     @property
     def knows(self) -> bool:
@@ -69,13 +71,14 @@ class Judge:
         return all(member.knows for member in self._members)
 
     def raisers_are_gone(self, named: Sequence[int]) -> bool:
-        """Who has raised has shown a traceback, and its process has ended.
+        """Who has raised has shown a traceback and is gone, or waits for the others' end to show its error.
 
         Args:
             named: who is said to have raised, though its error might be another one's consequence.
         """
         own = [m for m in self._members if m.note is not None and m.note.kind == OWN]
-        return not any(member.here for member in (*own, *(self._members[at] for at in named)))
+        raisers = (*own, *(self._members[at] for at in named))
+        return not any(member.here and not member.shows for member in raisers)
 
     def beats(self, rank: int, beat: Beat, now: float) -> None:
         """A sign of life."""
@@ -89,6 +92,10 @@ class Judge:
         member = self._members[rank]
         member.note, member.noted, member.heard = note, now, now
         self._noted.append(rank)
+
+    def shows(self, rank: int) -> None:
+        """Nobody has caught a rank's error, which is about to be shown."""
+        self._members[rank].shows = True
 
     def leaves(self, rank: int) -> None:
         """A rank ends in good order."""
@@ -125,7 +132,7 @@ class Judge:
         line = f"{self._members[rank].name} raised {note.place}: {note.error}"
         if note.error.startswith(KeyboardInterrupt.__name__):
             line = f"{self._members[rank].name} was interrupted (Ctrl-C) {note.place}"
-        return Verdict("raised", (rank,), line, note.traceback)
+        return Verdict("raised", (rank,), line, note.traceback, note.is_shown)
 
     def _all_of(self, kind: str, ranks: Sequence[int]) -> Verdict:
         how = {"lost": "lost", "left": "ended, and others go on,"}[kind]

@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -50,6 +50,7 @@ class Watch:
         self._step_timeout, self._first = step_timeout, first_step_timeout
         self._watcher: Watcher | None = None
         self._noted = False  # the error itself would keep alive whoever has raised it
+        self._shows: Callable[[], None] | None = None
         self._slots: list[Slot] = []
 
     @property
@@ -75,7 +76,7 @@ class Watch:
         wanted = self._step_timeout is not None and os.environ.get(SWITCH) != "0"
         if self.is_on or not wanted or dist.get_world_size() == 1:
             return
-        self._noted = False
+        self._noted, self._shows = False, None
         self.position.restart()
         world, rank = dist.group.WORLD, dist.get_rank()
         assert world is not None
@@ -106,11 +107,18 @@ class Watch:
         assert self._watcher is not None
         self._noted = True
         note = Note.of_error(error, self.position.place)
+        if note.is_shown:
+            self._shows = self._watcher.show  # the watch may have stopped until then
         self._watcher.note(note)
         if note.kind not in (OWN, TOLD):
             self._watcher.wait(PATIENCE + 2.0)
             if not self._watcher.is_named:
                 self._watcher.join(GRACE + 2.0)
+
+    def shows(self) -> None:
+        """The error that was noted ends the program: the others need not wait any more."""
+        if self._shows is not None:
+            self._shows()
 
     def hear(self, seconds: float) -> None:
         """Wait for word of another rank's failure, which ends this process; return if there is none."""

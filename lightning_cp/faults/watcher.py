@@ -6,6 +6,7 @@ their own: in the data's groups, ranks may be waiting for one that is gone.
 
 - A killed process's connection closes in that moment: everybody is told, says who it was, and ends.
 - A rank that raises sends a note first, then shows its traceback and ends. The others let it, for a while.
+  An error of ours comes last: its rank shows it once the others have ended.
 - A stopped process sends no beats, and ranks that wait for each other make no progress: after the time that
   they allow themselves at that place, they end. Where all were stopped no time has passed for anybody.
 """
@@ -76,6 +77,7 @@ class Watcher(threading.Thread):
         self._selector.register(self._woken, selectors.EVENT_READ, self._wakes)
         self._note: Note | None = None
         self._note_is_sent = self._leaving = self._done = False
+        self._shows = self._shows_is_sent = False
         self._now = Clock().now
         self._counted, self._progressed, self._beaten = -1, self._now(), 0.0
         self._verdict: Verdict | None = None
@@ -87,6 +89,11 @@ class Watcher(threading.Thread):
     def note(self, note: Note) -> None:
         """This rank has an error."""
         self._note = note
+        self._poke()
+
+    def show(self) -> None:
+        """This rank's error has ended its program, and is shown once the others have ended."""
+        self._shows = True
         self._poke()
 
     def wait(self, seconds: float) -> bool:
@@ -150,6 +157,9 @@ class Watcher(threading.Thread):
         if note is not None:
             self._note_is_sent = True
             self._tell_note(note, now)
+        if self._shows and self._note_is_sent and not self._shows_is_sent:
+            self._shows_is_sent = True
+            self._tell_shown()
         self._judge(now)
         if self._leaving:
             self._leave()
@@ -163,6 +173,9 @@ class Watcher(threading.Thread):
         raise NotImplementedError
 
     def _tell_note(self, note: Note, now: float) -> None:
+        raise NotImplementedError
+
+    def _tell_shown(self) -> None:
         raise NotImplementedError
 
     def _judge(self, now: float) -> None:

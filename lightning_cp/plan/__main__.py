@@ -12,7 +12,6 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.config_files import config_dir
-from lightning_cp.errors import LightningCPError
 from lightning_cp.run_folder import one_folder
 
 PIPE_CLOSED = 141
@@ -69,12 +68,6 @@ def main(config: DictConfig) -> None:
     except BrokenPipeError:  # as of ``| head``, which has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(PIPE_CLOSED) from None
-    except LightningCPError as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        hint = "(HYDRA_FULL_ERROR=1 shows where it was raised.)"
-        print(f"{type(error).__name__}: {error}\n{hint}", file=sys.stderr)
-        raise SystemExit(1) from None
     if not good:
         raise SystemExit(1)
 

@@ -15,7 +15,7 @@ Check = Callable[[Outcome], None]
 
 
 def told(name: str, error: str, says: tuple[str, ...], *more: Check, quick: bool = False) -> Row:
-    """Every rank shows one error.
+    """Every rank has one error, and the first one shows it.
 
     Args:
         name: ``WAY: FAULT on RANK in WHERE``, as ``script.py`` takes them, and further settings.
@@ -27,10 +27,10 @@ def told(name: str, error: str, says: tuple[str, ...], *more: Check, quick: bool
     way, fault, rank, where, *settings = name.split()
 
     def check(done: Outcome) -> None:
-        for text in done.outputs:
-            line = text.rstrip().splitlines()[-1]
-            assert f"lightning_cp.errors.{error}: " in line, text
-            assert all(part in line for part in says), text
+        shown, *others = (text.rstrip().splitlines()[-1] for text in done.outputs)
+        assert shown.startswith(f"{error}: "), done.output
+        assert all(part in shown for part in says), done.output
+        assert all(line.endswith(f" shows the {error}") for line in others), done.output
         assert done.statuses == (1,) * len(done.outputs), done.output
         for further in more:
             further(done)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_cp import fabric
+from lightning_cp import console, fabric
 from lightning_cp.faults.position import Position
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.launch import processes
@@ -102,6 +102,7 @@ def test_stages_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy.cluster_environment = _Environment()
     strategy._launcher = None
     monkeypatch.setattr(strategy._core.watch, "begin", lambda *_, **__: None)
+    monkeypatch.setattr(console, "_seat", None)
     registry: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
     strategy._begin_watch()
     before = len(registry)
@@ -112,6 +113,12 @@ def test_stages_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class _Environment:
     main_address = "127.0.0.1"
+
+    def global_rank(self) -> int:
+        return 0
+
+    def world_size(self) -> int:
+        return 1
 
 
 def test_a_watch_may_be_stopped_by_its_own_thread() -> None:

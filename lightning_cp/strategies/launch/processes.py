@@ -9,12 +9,14 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
 
+from lightning_cp import console
 from lightning_cp.errors import ConfigError
 from lightning_cp.strategies.engines.tensor_parallel import is_shared
 from lightning_cp.strategies.launch.end import let_gloo_rest_at_exit
 from lightning_cp.strategies.launch.ranks import check_ranks
 from lightning_cp.strategies.launch.sweeps import refuse_foreign_launcher
 from lightning_cp.strategies.watch.launchers import reporting
+from lightning_cp.strategies.watch.run import name_of
 from lightning_cp.strategies.watch.same import require_same_start
 
 
@@ -35,10 +37,13 @@ class Processes:
         self._launcher = reporting(self._launcher)
 
     def _begin_watch(self: Any, trainer: Any = None) -> None:
-        require_same_start(self._core.settings, trainer, self._chosen_besides())
+        settings, started = self._core.settings, bool(getattr(self.launcher, "procs", None))
+        name = name_of(self.global_rank, self.world_size, settings)
+        console.take(console.Seat(self.global_rank, name, self.num_processes, launches=started))
+        require_same_start(settings, trainer, self._chosen_besides())
         address = self.cluster_environment.main_address
         handles = trainer is not None  # the Trainer stops all ranks at one step
-        self._core.watch.begin(self._core.settings, address, self.launcher, handles_sigterm=handles)
+        self._core.watch.begin(settings, address, self.launcher, handles_sigterm=handles)
         if not self._ends_watch:  # there may be many stages
             self._ends_watch = True
             # Not the core's method: the core knows the model, that the Trainer, and that this strategy.

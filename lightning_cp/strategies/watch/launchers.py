@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,16 @@ from lightning.pytorch.strategies.launchers.multiprocessing import (
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
-from lightning_cp.errors import RankFailure
+from lightning_cp import console
+from lightning_cp.errors import LightningCPError, RankFailure
 from lightning_cp.faults.ending import FOLDER
 from lightning_cp.strategies.launch.results import Packing, receiving, sending_whole, unpacked
 from lightning_cp.strategies.watch.signals import STATUS
 
 INTERRUPTED = 130
 """The status of a worker that SIGINT has ended, as a shell's."""
+ERROR = ".error"
+"""The name of a file with a rank's error ends so."""
 LET_OTHERS_END = 1.0
 """Seconds by which a rank that only repeats another one's error ends later than that one."""
 
@@ -47,6 +52,7 @@ class _Reporting:
                 with _passing_sigterm_on(passed):
                     return parent.launch(_Noting(function, self._strategy), *args, **kwargs)
             except ProcessException as error:
+                _raise_own(Path(folder))
                 verdict = _said(Path(folder))
                 if verdict is None and _was_stopped(error, passed):
                     raise SystemExit(STATUS) from None
@@ -142,9 +148,32 @@ class _Noting:
             return self._function(*args, **kwargs)
         except BaseException as error:
             self._strategy._core.watch.note(error)
-            if isinstance(error, RankFailure):
+            if isinstance(error, LightningCPError) and error.is_own:
+                _leave_error(error, self._strategy.global_rank)
+            elif isinstance(error, RankFailure):
                 time.sleep(LET_OTHERS_END)
             raise
+
+
+def _leave_error(error: LightningCPError, rank: int) -> None:
+    """For the process that has started this one, which raises it; what cannot be pickled it has as a text."""
+    text = "".join(traceback.format_exception(error))
+    kept = (type(error), error.args, text, console.user_frames(error))
+    with suppress(Exception):  # of any kind: objects of the user's may be in it
+        part = Path(os.environ[FOLDER], f"{rank}.part")
+        part.write_bytes(pickle.dumps(kept))
+        part.rename(part.with_suffix(ERROR))
+
+
+def _raise_own(folder: Path) -> None:
+    """Raise the error of ours that the first rank has left, if there is one, with its traceback as the cause.
+
+    Raises:
+        LightningCPError: of the type and with the arguments that it had there.
+    """
+    for path in sorted(folder.glob(f"*{ERROR}"), key=lambda path: int(path.stem)):
+        kind, given, text, frames = pickle.loads(path.read_bytes())  # noqa: S301 - a worker of ours wrote it
+        raise kind(*given) from console.RankTraceback(f"\n{text}", frames)
 
 
 def _was_stopped(error: ProcessException, passed: list[int]) -> bool:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import atexit
 import gc
 import subprocess
-import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _launch_process_observer
 
+from lightning_cp import console
 from lightning_cp.faults.watch import Watch
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.arguments.sizes import context_size
@@ -23,9 +22,8 @@ class RunWatch(Watch):
     """Knows, besides, of processes that Lightning has started, and of errors that nobody catches."""
 
     _launcher: Any = None
-    _hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-    """What is told of uncaught errors, and what was before."""
     _last_words: LastWords | None = None
+    _began = False
 
     def begin(
         self, settings: Settings, address: str, launcher: Any, *, handles_sigterm: bool
@@ -40,10 +38,10 @@ class RunWatch(Watch):
             handles_sigterm: somebody else does, and goes on (the Trainer).
         """
         self.start(name_of(dist.get_rank(), dist.get_world_size(), settings), address)
-        if not self.is_on or self._hooks is not None:
+        if not self.is_on or self._began:
             return
-        self._hooks = self._noting(sys.excepthook), sys.excepthook
-        sys.excepthook = self._hooks[0]
+        self._began = True
+        console.listen(self._hears)
         if not handles_sigterm:
             self._last_words = LastWords(self)
             self._last_words.begin()
@@ -65,26 +63,19 @@ class RunWatch(Watch):
     def stop(self) -> None:
         """The strategy ends; Lightning watches its processes again, unless Python ends as well."""
         super().stop()
-        if self._hooks is not None and sys.excepthook is self._hooks[0]:
-            sys.excepthook = self._hooks[1]
+        if not self.failed:
+            console.leave(self._hears)
         if self._last_words is not None:
             self._last_words.end()
-        launcher, self._launcher, self._hooks, self._last_words = self._launcher, None, None, None
+        launcher, self._launcher, self._last_words, self._began = self._launcher, None, None, False
         goes_on = threading.main_thread().is_alive()  # not in what atexit calls
         if launcher is not None and not self.failed and launcher.procs and goes_on:
             _launch_process_observer(launcher.procs)
 
-    def _noting(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """A hook, as with Fabric nobody else is told of an error that ends the program; ``own`` comes after.
-
-        It may be called once this watch has ended: a later one has it as its own.
-        """
-
-        def note(kind: Any, error: BaseException, trace: Any) -> None:
-            self.note(error)
-            own(kind, error, trace)
-
-        return note
+    def _hears(self, error: BaseException) -> None:
+        """Of an error that ends the program, as with Fabric nobody else tells of it."""
+        self.note(error)
+        self.shows()
 
 
 def name_of(rank: int, world_size: int, settings: Settings) -> str:
