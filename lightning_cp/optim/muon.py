@@ -234,7 +234,21 @@ class Muon(Optimizer):
         """By PyTorch's optimizer, with the same settings and state."""
         theirs = torch.optim.Muon(group["params"])
         theirs.param_groups, theirs.state = [group], self.state
+        momenta = self._momenta_after(group)
         theirs.step()
+        for buffer, right in momenta:
+            buffer.copy_(right)
+
+    def _momenta_after(self, group: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Buffers that PyTorch orthogonalises in place (as of 2.13), and what they are to hold afterwards."""
+        if group["nesterov"]:
+            return []
+        stepped = [p for p in group["params"] if p.grad is not None and p.dtype == torch.bfloat16]
+        buffers = [self.state[p][MOMENTUM] for p in stepped]
+        return [
+            (buffer, buffer.lerp(p.grad, 1 - group["momentum"]))
+            for p, buffer in zip(stepped, buffers, strict=True)
+        ]
 
     def _step_others(self, group: dict[str, Any], some: list[Active]) -> None:
         for one in some:

@@ -155,6 +155,22 @@ def test_the_reference_is_torchs() -> None:
     assert all(torch.equal(x, want[n]) for n, x in weights(model).items())
 
 
+@pytest.mark.parametrize("impl", ["owner", "reference"])
+def test_a_bfloat16_momentum_without_nesterov_is_a_mean_of_gradients(impl: str) -> None:
+    """PyTorch's own step overwrites it with a matrix of norm 1."""
+    weight = torch.nn.Parameter(torch.ones(8, 12, dtype=torch.bfloat16))
+    optimizer = Muon([("w", weight)], nesterov=False, momentum=0.5, matrices=["w"], impl=impl)
+    generator = torch.Generator().manual_seed(3)
+    want = torch.zeros(8, 12)
+    for _ in range(3):
+        weight.grad = (10 * torch.randn(8, 12, generator=generator)).bfloat16()
+        optimizer.step()
+        want = (want + weight.grad.float()) / 2
+    torch.testing.assert_close(
+        optimizer.state[weight]["momentum_buffer"].float(), want, rtol=2e-2, atol=0.1
+    )
+
+
 def reference(rank: int, world_size: int, name: str) -> dict[str, torch.Tensor]:
     model = sharded(name, torch.float32)
     optimizer = Muon(model.named_parameters(), lr=0.02, impl="reference")
