@@ -22,7 +22,8 @@ before_end: list[Callable[[], None]] = []
 
 def end(verdict: Verdict) -> NoReturn:
     """Say who failed, and end this process with status 1, also where it waits in a collective for ever."""
-    details = verdict.details.rstrip() + "\n" if verdict.kind == "stuck" else ""
+    shows = verdict.details and verdict.kind in ("stuck", "left")
+    details = verdict.details.rstrip() + "\n" if shows else ""
     say = partial(os.write, 2, _encoded(f"\n{details}{verdict.line}\n"))
     if verdict.is_shown and FOLDER not in os.environ and (meeting := Meeting.here()) is not None:
         say = partial(meeting.give_way, verdict.line)

@@ -82,17 +82,20 @@ class Beat:
     """Seconds without any progress that it allows now."""
     stack: str = ""
     """Where its main thread is, if it has stood there for long."""
+    within: str = ""
+    """The module that it is calling, of those that all ranks have to call together."""
 
     def as_message(self) -> list[Any]:
         """For the wire."""
-        return [self.count, self.since, list(self.place), self.limit, self.stack]
+        return [self.count, self.since, list(self.place), self.limit, self.stack, self.within]
 
     @classmethod
     def of_message(cls, message: list[Any]) -> Beat:
         """From the wire."""
-        count, since, place, limit, stack = message
+        count, since, place, limit, stack, within = message
         limit = None if limit is None else float(limit)
-        return cls(int(count), int(since), Place(*map(int, place)), limit, str(stack))
+        at = Place(*map(int, place))
+        return cls(int(count), int(since), at, limit, str(stack), str(within))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from enum import IntEnum
@@ -76,6 +77,8 @@ class Position:
         """No step has ended yet, so that things are made and compiled."""
         self._stepped = True
         self._slot: Slot | None = None
+        self._numbers: Counter[str] = Counter()
+        self._calls: list[str] = []
 
     def connect(self, slot: Slot | None) -> None:
         """Write every change there, too."""
@@ -91,6 +94,27 @@ class Position:
         """Something was done; also a hook for anything."""
         self.count += 1
 
+    def call(self, name: str) -> None:
+        """A module is called that all ranks have to call together."""
+        self.count += 1
+        self._numbers[name] += 1
+        self._calls.append(f"call {self._numbers[name]} of {name}")
+
+    def end_call(self) -> None:
+        """The module that was called last returns."""
+        if self._calls:
+            self._calls.pop()
+
+    @property
+    def within(self) -> str:
+        """``call 2 of model.layers.3``: where this rank is, counted since its phase began, or nothing."""
+        calls = self._calls[-1:]  # at once, as the watcher's thread reads it
+        return calls[0] if calls else ""
+
+    def _forget_calls(self) -> None:
+        self._numbers.clear()
+        self._calls.clear()
+
     def begin_micro_batch(self, after: int | None = None) -> None:
         """A training batch is there, and goes forward.
 
@@ -102,10 +126,13 @@ class Position:
             step, micro_batch = (step if after is None else after) + 1, 0
             self._stepped = False
         self.began = self.count
+        self._forget_calls()
         self._write(Place(step, micro_batch + 1, Phase.FORWARD))
 
     def enter(self, phase: Phase) -> None:
         """The rank does something else from now on."""
+        if phase not in STEPS:
+            self._forget_calls()
         self._write(self.place._replace(phase=phase))
 
     @contextmanager

@@ -206,7 +206,8 @@ class Watcher(threading.Thread):
             self._counted, self._progressed = position.count, now
         stands = limit is not None and now - self._progressed > limit / 2
         count, since = position.count, position.count - position.began
-        return Beat(count, since, position.place, limit, self._stack() if stands else "")
+        stack = self._stack() if stands else ""
+        return Beat(count, since, position.place, limit, stack, position.within)
 
     def _stack(self) -> str:
         """Where the main thread is."""

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_cp.checkpoint.pretrained.export import refuse_save_pretrained
 from lightning_cp.mesh import Flat
 from lightning_cp.strategies.answers import Answers
 from lightning_cp.strategies.arguments.check import checked
@@ -202,6 +203,7 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
         wrapped = self._engine.wrap(module, self.mesh, self.root_device, options, methods)
         if not self._whole:
             self._pretrained.load(module, self.root_device)
+            refuse_save_pretrained(module)
         self._core.follow_progress(wrapped)
         return wrapped
 

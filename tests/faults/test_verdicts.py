@@ -209,3 +209,27 @@ def test_positions_follow_steps_and_micro_batches() -> None:
     with position.during(Phase.SAVE):
         assert str(position.place) == "after step 41, in saving a checkpoint"
     assert position.place.phase == Phase.FORWARD
+
+
+def test_the_first_line_of_a_timeout_says_which_call_each_rank_is_in() -> None:
+    judging, position = judge(), Position()
+    for name in ("net", "net.layers.0"):
+        position.call(name)
+    position.end_call()
+    for name in ("net.layers.1", "net.layers.1"):
+        position.call(name)
+    for rank, within in enumerate(["call 1 of net.layers.0", position.within, "", ""]):
+        judging.beats(rank, Beat(5, 3, AT, 10.0, within=within), 10.5)
+    found = judging.verdict(11.0)
+    assert found is not None
+    assert found.details.splitlines()[0] == (
+        "ranks have to call these modules together: "
+        "rank 0 at step 7, in backward, in call 1 of net.layers.0; "
+        "rank 1 at step 7, in backward, in call 2 of net.layers.1; rank 2 at step 7, in backward, in none; "
+        "rank 3 at step 7, in backward, in none"
+    )
+    position.begin_micro_batch()
+    assert position.within == ""
+    position.call("net")
+    position.enter(Phase.BACKWARD)
+    assert position.within == "call 1 of net"

@@ -52,6 +52,8 @@ def export_pretrained(
 ) -> Path:
     """Write a model's parameters as safetensors files that ``from_pretrained`` and ``load_pretrained`` read.
 
+    Of a model with adapters (peft), the adapters alone are written, in peft's own files.
+
     All ranks of the world call it. Rank 0 has one tensor whole at a time and writes; the folder gets its name
     once everything is on the disk, and what ends before leaves nothing.
 
@@ -86,13 +88,18 @@ def export_pretrained(
             _require_options(config, overwrite)
             made = plan_export(model, keys, prefix, dtype_of(dtype), file_bytes)
             writer.try_to(partial(_begin, made, config))
-            writer.try_to(partial(_require_free, target, overwrite))
+            if not made.is_adapter:  # of which files will be written is known later
+                writer.try_to(partial(_require_free, target, overwrite))
             error = writer.error
         except Exception as raised:  # whatever it is: the others are not to wait for this rank
             error = raised
         share_outcome(error, device, what=WHAT)
         assert made is not None
-        writer.write(made)
+        if made.is_adapter:
+            tensors = writer.gathered(made)
+            writer.try_to(partial(_save_adapters, made.network, tensors))
+        else:
+            writer.write(made)
         writer.try_to(partial(_finish, made))
         writer.try_to(partial(_require_free, target, overwrite))  # that may have taken hours
         writer.try_to(lambda folder: put_in_place(folder, target))
@@ -143,7 +150,13 @@ def _begin(made: Export, config: Any, staged: Path) -> None:
     """With the configuration, whose own files are known then."""
     sweep(staged.parent)  # what killed exports have left
     staged.mkdir(parents=True)
-    _save_config(made, staged, config)
+    if not made.is_adapter:
+        _save_config(made, staged, config)
+
+
+def _save_adapters(network: Any, tensors: dict[str, torch.Tensor], staged: Path) -> None:
+    """By the network's own method, which knows the names in the files."""
+    type(network).save_pretrained(network, str(staged), state_dict=tensors)
 
 
 def _require_free(target: Path, overwrite: bool, staged: Path) -> None:
@@ -202,3 +215,26 @@ def _device_type(model: nn.Module) -> str:
     for x in model.parameters():
         return x.device_mesh.device_type if isinstance(x, DTensor) else x.device.type
     return "cpu"
+
+
+def refuse_save_pretrained(model: nn.Module) -> None:
+    """Have ``save_pretrained`` of networks that are sharded say what to call instead, as long as they are."""
+    for module in model.modules():
+        if callable(getattr(type(module), "save_pretrained", None)):
+            module.__dict__["save_pretrained"] = partial(_refuse_sharded, module)
+
+
+def _refuse_sharded(module: Any, *given: Any, **options: Any) -> Any:
+    """In place of a network's ``save_pretrained``.
+
+    Raises:
+        ConfigError: its parameters are shards.
+    """
+    if any(isinstance(x, DTensor) for x in module.parameters()):
+        kind = type(module).__name__.removeprefix("FSDP")
+        raise ConfigError(
+            f"save_pretrained of {kind} cannot write sharded parameters: each rank holds a part. Call "
+            "lightning_cp.checkpoint.export_pretrained(model, path) on all ranks, in the run or after it; of "
+            "a model with adapters it writes the adapters."
+        )
+    return type(module).save_pretrained(module, *given, **options)

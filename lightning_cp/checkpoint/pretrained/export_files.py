@@ -70,6 +70,21 @@ class Writer:
                     self._file.close()
                 self._file = None
 
+    def gathered(self, made: Export) -> dict[str, torch.Tensor]:
+        """All tensors at once, on the rank that writes, empty on others; every rank comes here.
+
+        Raises:
+            CheckpointError: this rank cannot have a tensor whole.
+            RankFailure: another rank cannot.
+        """
+        whole: dict[str, torch.Tensor] = {}
+        for key, joined in made.parts.items():
+            parts = [self._whole(key, x) for x in joined.tensors]
+            if self._folder is not None:
+                made_of = _side_by_side([x.detach().cpu() for x in parts], joined.dim)
+                whole[key] = made_of.to(made.shapes[key].dtype)
+        return whole
+
     def _begin(self, name: str, shapes: Mapping[str, Shape], folder: Path) -> None:
         self._file = TensorFile(folder / name, shapes)
 

@@ -45,6 +45,8 @@ class Export:
     parts: dict[str, Joined]
     shapes: dict[str, Shape]
     files: dict[str, list[str]]
+    is_adapter: bool = False
+    """The network writes it by itself, as adapters have files of their own; ``files`` is empty."""
 
 
 def plan_export(
@@ -69,9 +71,26 @@ def plan_export(
         raise ConfigError(f"no parameter of the model begins with prefix={path!r}.")
     rules = rules_of(keys)
     require_used(rules, [name for names in held.aliases.values() for name in names])
+    if adapters := adapters_of(network):
+        _leave_adapters(held, adapters)
     parts = _parts(held, rules)
     shapes = {key: joined.shape(dtype) for key, joined in parts.items()}
-    return Export(network, parts, shapes, in_files(shapes, file_bytes))
+    files = {} if adapters else in_files(shapes, file_bytes)
+    return Export(network, parts, shapes, files, is_adapter=bool(adapters))
+
+
+def adapters_of(network: nn.Module) -> frozenset[str]:
+    """The names of a network's adapters, as peft and transformers hold them."""
+    configs = getattr(network, "peft_config", None)
+    return frozenset(configs) if isinstance(configs, Mapping) else frozenset()
+
+
+def _leave_adapters(held: Tensors, adapters: frozenset[str]) -> None:
+    """Forget what belongs to the frozen network: names have the adapter's in them, or are trained as well."""
+    for name, x in list(held.by_name.items()):
+        named = any(adapters & set(alias.split(".")) for alias in held.aliases[name])
+        if not (named or x.requires_grad):
+            del held.by_name[name], held.aliases[name]
 
 
 def _network(model: nn.Module, prefix: str | None) -> tuple[str, nn.Module]:

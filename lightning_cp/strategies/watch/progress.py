@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_cp.checkpoint.pretrained.names import plain
 from lightning_cp.faults.position import Phase, Position
 
 _ATTENTION = re.compile(r"(Attention|Attn)(Layer|Block)?(V?\d+)?$")
@@ -36,11 +38,30 @@ class Progress:
             # gradients are reduced, and have each wait for its copy to the CPU.
             if own and not isinstance(parameter, DTensor):
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(count))
+        for name, part in module.named_modules():
+            if isinstance(part, FSDPModule):
+                self._follow_calls(
+                    plain(name) or f"the {type(part).__name__.removeprefix('FSDP')}", part
+                )
         for part in module.modules() if attention else ():
             if _ATTENTION.search(type(part).__name__) and not isinstance(
                 part, nn.MultiheadAttention
             ):
                 self._hooks.append(part.register_forward_pre_hook(self._called))
+
+    def _follow_calls(self, name: str, part: nn.Module) -> None:
+        """Note calls before FSDP's own hook, which waits for the other ranks."""
+
+        def begin(*_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._position.call(name)
+
+        def end(*_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._position.end_call()
+
+        self._hooks.append(part.register_forward_pre_hook(begin, prepend=True))
+        self._hooks.append(part.register_forward_hook(end))
 
     def begin_with(self, module: nn.Module) -> None:
         """A forward pass of this module begins a micro-batch, where nothing else does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_cp import UlyssesRingStrategy
+from lightning_cp.checkpoint import export_pretrained
+from lightning_cp.checkpoint.pretrained.export import refuse_save_pretrained
 from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
 from lightning_cp.strategies.pretrained import Pretrained
@@ -190,3 +195,78 @@ def test_what_cannot_be_is_refused_before_processes_start(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         strategy(pretrained=given)
+
+
+class Adapted(nn.Module):
+    """A frozen network with an adapter, named and saved as peft does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_model = make()
+        self.peft_config = {"default": None}
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+        for layer in self.base_model.model.layers:
+            layer.mlp.up_proj.lora_A = nn.ModuleDict({"default": nn.Linear(24, 3, bias=False)})
+
+    @property
+    def config(self) -> Any:
+        return self.base_model.config
+
+    def forward(self, **batch: Any) -> Any:
+        out = self.base_model(**batch)
+        used = (layer.mlp.up_proj.lora_A["default"] for layer in self.base_model.model.layers)
+        out.loss = out.loss + sum(part.weight.square().sum() for part in used)
+        return out
+
+    def save_pretrained(self, folder: str, state_dict: dict[str, torch.Tensor]) -> None:
+        kept = {n.replace(".default", ""): x for n, x in state_dict.items() if "lora_" in n}
+        Path(folder, "adapter_config.json").write_text("{}")
+        save_file(kept, Path(folder, "adapter_model.safetensors"))
+
+
+class Adapting(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.model = Adapted()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+def saved_after_fit(rank: int, world: int, kind: type[Module], folder: Path) -> tuple[str, Any]:
+    """What ``save_pretrained`` says, and what the weights are; both kinds of saving are tried."""
+    module = kind()
+    trainer = trainer_of(world, None, data_parallel="fsdp", parity_check="off")
+    trainer.fit(module, DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as refused:
+        module.model.save_pretrained(folder / "refused")
+    export_pretrained(module.model, folder / "made")
+    export_pretrained(module.model, folder / "made", overwrite=True)
+    return str(refused.value), whole(module.model)
+
+
+@pytest.mark.parametrize("kind", [Module, Adapting])
+def test_save_pretrained_of_what_is_sharded_names_the_export(
+    kind: type[Module], tmp_path: Path
+) -> None:
+    for says, weights in run_ranks(2, saved_after_fit, kind, tmp_path):
+        assert "export_pretrained(model, path) on all ranks" in says
+        adapts = kind is Adapting
+        name = "adapter_model.safetensors" if adapts else "model.safetensors"
+        found = load_file(tmp_path / "made" / name)
+        wanted = {
+            n.replace(".default", ""): x for n, x in weights.items() if "lora_" in n or not adapts
+        }
+        assert found.keys() == wanted.keys()
+        assert len(found) == (2 if adapts else len(weights))
+        assert all(torch.equal(x, wanted[n]) for n, x in found.items())
+    assert not (tmp_path / "refused").exists()
+
+
+def test_save_pretrained_of_what_is_whole_again(tmp_path: Path) -> None:
+    model = make()
+    refuse_save_pretrained(model)
+    copy.deepcopy(model).save_pretrained(tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()
