@@ -19,6 +19,8 @@ from typing import Any
 
 NAMES = {"ulysses_ring": "popen", "ulysses_ring_spawn": "spawn", "ulysses_ring_fork": "fork"}
 """Registered name -> how its processes start."""
+ALIASES = ("ulysses-ring", "context_parallel", "UlyssesRingStrategy")
+"""Of the first name; the class name for LightningCLI, which takes the classes of modules that are loaded."""
 
 DESCRIPTION = "Context parallelism: Ulysses over a ring"
 
@@ -94,7 +96,7 @@ def _allow_plain_forms() -> None:
 def _register(module: ModuleType) -> None:
     attribute, strategy = REGISTRIES[module.__name__]
     registry: Any = getattr(module, attribute)
-    for name, start_method in NAMES.items():
+    for name, start_method in {**NAMES, **dict.fromkeys(ALIASES, "popen")}.items():
         if name not in registry:
             registry.register(name, strategy, description=DESCRIPTION, start_method=start_method)
 

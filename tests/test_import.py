@@ -112,7 +112,7 @@ def test_the_name_is_registered_once_however_often() -> None:
         importlib.reload(lightning_cp)
         _autoload.register_when_loaded()
     assert StrategyRegistry["ulysses_ring"] is before
-    for name in _autoload.NAMES:
+    for name in (*_autoload.NAMES, *_autoload.ALIASES):
         assert StrategyRegistry.available_strategies().count(name) == 1
     assert sum(isinstance(finder, _autoload._Finder) for finder in sys.meta_path) <= 1
 

@@ -32,7 +32,8 @@ def draw(found: Found, headline: str, show: int, picture: Path) -> None:
     if not bars:
         return
     best = found.plans[0].case if found.plans else None
-    panels = 2 if best is not None and best.job.trains else 1
+    shares = best is not None and best.choice.mesh.ring > 1  # else there is nothing to compare
+    panels = 2 if shares and best.job.trains else 1
     figure = Figure(figsize=(11, 1.6 + 0.45 * len(bars) + 2.6 * (panels - 1)), layout="constrained")
     axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
     figure.suptitle(headline, fontsize=10)
@@ -81,15 +82,10 @@ def _work(axis: Any, case: Case) -> None:
     ranks = list(range(mesh.ring))
     for layout, color in ((contiguous, "lightgray"), (case.layout, "C0")):
         work = schedule(layout, documents, Mask()).work
-        mean = sum(work) / len(work)
-        name = layout.kind if mesh.ring > 1 else "one ring rank"
-        axis.bar(ranks, [one / mean for one in work], color=color, label=name, width=0.9, alpha=0.8)
-        if mesh.ring == 1:
-            break
+        mean, sizes = sum(work) / len(work), {"width": 0.9, "alpha": 0.8}
+        axis.bar(ranks, [one / mean for one in work], color=color, label=layout.kind, **sizes)
     axis.set(xlabel="ring rank", ylabel="attention / mean", ylim=(0, None))
     axis.set_xlim(-0.6, mesh.ring - 0.4)
     axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.set_title(
-        f"work of every ring rank: {mesh or '1 device'}, layers without a window", fontsize=9
-    )
+    axis.set_title(f"work of every ring rank: {mesh}, layers without a window", fontsize=9)
     axis.legend(fontsize=8)

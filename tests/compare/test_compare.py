@@ -139,5 +139,5 @@ def test_the_exit_status_tells_of_a_failure(tmp_path: Path) -> None:
 def test_an_error_is_one_message(tmp_path: Path) -> None:
     done = command(tmp_path, "runs=[a,b]")
     assert done.returncode == 1
-    assert done.stderr.startswith(f"ConfigError: there is no folder {tmp_path}/a")
+    assert f"\nConfigError: there is no folder {tmp_path}/a" in done.stderr
     assert "Traceback" not in done.stderr

@@ -73,7 +73,7 @@ def test_the_same_with_torchrun(way: str, who: str, tmp_path: Path) -> None:
     command = ("-m", "torch.distributed.run", *options, SCRIPTS / "refused.py")
     output = printed(tmp_path, *command, way, "ulysses_ring", 3, who)
     lines = output.splitlines()
-    agents = [at for at, line in enumerate(lines) if "elastic" in line and "Sending" not in line]
+    agents = [at for at, line in enumerate(lines) if "torch/distributed/elastic" in line]
     check("\n".join(lines[: agents[0] if agents else None]), OF_ALL if who == "all" else OF_ONE, 3)
 
 

@@ -159,7 +159,7 @@ def test_a_wrong_number_of_processes_ends_all_of_them(
     script: str, start: Callable[[int], list[Variables]], tmp_path: Path
 ) -> None:
     done = ranks(tmp_path, start(2), SCRIPTS / script, tmp_path, 3, 1, "ulysses_ring")
-    for one in done:
-        assert one.status == 1
-        assert "=2 processes were started by" in one.output
-        assert "devices=3 x num_nodes=1 is 3" in one.output
+    assert [one.status for one in done] == [1, 1]
+    assert "=2 processes were started by" in done[0].output
+    assert "devices=3 x num_nodes=1 is 3" in done[0].output
+    assert "rank 1 ended: rank 0 shows the ConfigError" in done[1].output

@@ -95,7 +95,7 @@ def test_the_run_has_the_model_and_the_optimizer_that_were_planned(
 def test_what_is_refused_is_told_in_a_line(tmp_path: Path, overrides: list[str], told: str) -> None:
     done = run("lightning_cp.plan", *SMALL, *overrides, f"hydra.run.dir={tmp_path}")
     assert done.returncode == 1
-    assert done.stderr.startswith("ConfigError: ")
+    assert "ConfigError: " in done.stderr
     assert told in done.stderr
     assert "Traceback" not in done.stderr
 
