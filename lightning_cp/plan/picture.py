@@ -32,8 +32,9 @@ def draw(found: Found, headline: str, show: int, picture: Path) -> None:
     if not bars:
         return
     best = found.plans[0].case if found.plans else None
-    shares = best is not None and best.choice.mesh.ring > 1  # else there is nothing to compare
-    panels = 2 if shares and best.job.trains else 1
+    panels = 1
+    if best is not None and best.job.trains and best.choice.mesh.ring > 1:
+        panels = 2
     figure = Figure(figsize=(11, 1.6 + 0.45 * len(bars) + 2.6 * (panels - 1)), layout="constrained")
     axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
     figure.suptitle(headline, fontsize=10)

@@ -39,7 +39,7 @@ class Progress:
             if own and not isinstance(parameter, DTensor):
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(count))
         for name, part in module.named_modules():
-            if isinstance(part, FSDPModule):
+            if issubclass(type(part), FSDPModule):  # isinstance would hide that it is a module
                 self._follow_calls(
                     plain(name) or f"the {type(part).__name__.removeprefix('FSDP')}", part
                 )
