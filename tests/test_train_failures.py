@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from lightning_cp.errors import CheckpointError
+from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.train.resume import checkpoint_to_resume
+from lightning_cp.train.run import check_extras
 from tests.test_train import command
 
 TWO = ("trainer.devices=2", "strategy=ring", "data.validation_sequences=4")
@@ -102,3 +104,17 @@ def test_missing_paths_are_asked_for(tmp_path: Path) -> None:
     printed = failed(tmp_path, "data=text_files")
     assert "ConfigError: data.paths must be a list of files" in printed
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_of_one_stage_are_refused(method: str) -> None:
+    """By the main job and the doctor, which both look."""
+    config = OmegaConf.create(
+        {"model": {"network": {}}, "strategy": {"mode": "ring", "start_method": method}}
+    )
+    with pytest.raises(ConfigError, match=rf"strategy\.start_method={method} makes workers"):
+        check_extras(config)
+    config.strategy.start_method = "popen"
+    check_extras(config)
+    config.strategy = "auto"
+    check_extras(config)

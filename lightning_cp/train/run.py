@@ -134,11 +134,18 @@ def _say(text: str) -> None:
 
 
 def check_extras(config: DictConfig) -> None:
-    """Refuse a model of a package that is not installed.
+    """Refuse a model of a package that is not installed, and workers that last for one stage.
 
     Raises:
-        ConfigError: saying how to install it.
+        ConfigError: saying how to install it, or to start the ranks.
     """
+    strategy = config.get("strategy")
+    method = strategy.get("start_method", "popen") if isinstance(strategy, DictConfig) else "popen"
+    if method != "popen":
+        raise ConfigError(
+            f"strategy.start_method={method} makes workers for one stage, but this job goes through several "
+            "with the same model. Leave it out: Lightning or torchrun starts the ranks."
+        )
     target = str(config.model.network.get("_target_", ""))
     if target.startswith("transformers.") and find_spec("transformers") is None:
         raise ConfigError(
