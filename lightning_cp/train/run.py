@@ -140,8 +140,8 @@ def check_extras(config: DictConfig) -> None:
         ConfigError: saying how to install it, or to start the ranks.
     """
     strategy = config.get("strategy")
-    method = strategy.get("start_method", "popen") if isinstance(strategy, DictConfig) else "popen"
-    if method != "popen":
+    method = strategy.get("start_method") if isinstance(strategy, DictConfig) else None
+    if method not in (None, "popen"):
         raise ConfigError(
             f"strategy.start_method={method} makes workers for one stage, but this job goes through several "
             "with the same model. Leave it out: Lightning or torchrun starts the ranks."

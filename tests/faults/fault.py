@@ -84,11 +84,10 @@ class Fault:
     """Happens once, at one place on one rank; ``crawl`` in all of a step.
 
     Args:
-        kind: of those above; or ``pass``: nothing; or ``crawl``; or what is wrong with tensors: ``nan``,
-            ``inf``; or with a batch: ``values``, ``shape``, ``dtype``, ``early``.
+        kind: of those above; or ``crawl``; or what is wrong with tensors: ``nan``, ``inf``; or with a batch:
+            ``values``, ``shape``, ``dtype``, ``early``.
         rank: whose.
-        where: ``forward``, ``backward``, ``optimizer`` or ``loss``; ``data`` for batches;
-            ``alone``: before a step.
+        where: ``forward``, ``backward``, ``optimizer`` or ``loss``; ``data`` for batches.
     """
 
     def __init__(self, kind: str, rank: int, where: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tests.faults.fault import SUSPENDED
 from tests.faults.rows_kills import FSDP, who
@@ -50,26 +49,8 @@ def asleep(way: str, rank: int, where: str, *settings: str) -> Row:
     return Row(name, BOUND, run, check)
 
 
-def alone(rank: int) -> Row:
-    """It calls the sharded network by itself between two steps."""
-
-    def check(done: Outcome) -> None:
-        for text in done.outputs:
-            first = next(line for line in text.splitlines() if "modules together" in line)
-            assert f"{who(rank, 3)} " in first, text
-            assert "call 1 of network.layers.1" in first, text
-            assert "no rank made progress for " in text[text.index(first) :], text
-        assert done.statuses == (1, 1, 1)
-
-    run = partial(_run, "trainer", "pass", rank, "alone", FSDP)
-    return Row(
-        f"rank {rank} of 3 alone calls a sharded module (trainer, {FSDP})", BOUND, run, check
-    )
-
-
-def _run(way: str, fault: str, rank: int, where: str, *rest: Any) -> Outcome:
-    *settings, folder = rest
-    return run_fault(folder, way, 3, fault, rank, where, *settings, ranks=3)
+def _run(way: str, fault: str, rank: int, where: str, folder: Path) -> Outcome:
+    return run_fault(folder, way, 3, fault, rank, where, ranks=3)
 
 
 def crawling(way: str, ranks: int, *settings: str) -> Row:
@@ -130,7 +111,6 @@ HANGS = (
     asleep("trainer", 1, "forward"),
     asleep("fabric", 0, "backward"),
     asleep("trainer", 2, "backward", FSDP),
-    alone(1),
     crawling("trainer", 3),
     crawling("fabric", 2, "data_parallel_size=2"),
     crawling("manual", 2, "data_parallel_size=2"),

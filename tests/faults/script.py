@@ -147,9 +147,6 @@ class Module(pl.LightningModule):
         return digest_of(dict(self.network.state_dict()), self.trainer.optimizers[0].state_dict())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.fault.at("alone", batch_idx + 1):  # as a callback that generates on one rank
-            with torch.no_grad():
-                self.network.layers[1](torch.zeros(1, 16, 16))
         self.before = self.digest()  # within a step parameters may be gathered
 
     def training_step(self, batch: Any, index: int) -> Any:

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -197,58 +197,9 @@ def test_what_cannot_be_is_refused_before_processes_start(
         strategy(pretrained=given)
 
 
-class Projection(nn.Module):
-    """A frozen projection with what is trained beside it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base
-        rows, columns = base.weight.shape
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(columns, 3, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(3, rows, bias=False)})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
-
-
-class Adapted(nn.Module):
-    """A frozen network with an adapter, named and saved as peft does it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base_model = make()
-        self.peft_config = {"default": None}
-        for parameter in self.parameters():
-            parameter.requires_grad_(False)
-        for layer in self.base_model.model.layers:
-            layer.mlp.up_proj = Projection(layer.mlp.up_proj)
-
-    @property
-    def config(self) -> Any:
-        return self.base_model.config
-
-    def forward(self, **batch: Any) -> Any:
-        return self.base_model(**batch)
-
-    def save_pretrained(self, folder: str, state_dict: dict[str, torch.Tensor]) -> None:
-        kept = {n.replace(".default", ""): x for n, x in state_dict.items() if "lora_" in n}
-        Path(folder, "adapter_config.json").write_text("{}")
-        save_file(kept, Path(folder, "adapter_model.safetensors"))
-
-
-class Adapting(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.model = Adapted()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
-
-
-def saved_after_fit(rank: int, world: int, kind: type[Module], folder: Path) -> tuple[str, Any]:
+def saved_after_fit(rank: int, world: int, folder: Path) -> tuple[str, Any]:
     """What ``save_pretrained`` says, and what the weights are; both kinds of saving are tried."""
-    module = kind()
+    module = Module()
     trainer = trainer_of(world, None, data_parallel="fsdp", parity_check="off")
     trainer.fit(module, DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as refused:
@@ -258,21 +209,12 @@ def saved_after_fit(rank: int, world: int, kind: type[Module], folder: Path) -> 
     return str(refused.value), whole(module.model)
 
 
-@pytest.mark.parametrize("kind", [Module, Adapting])
-def test_save_pretrained_of_what_is_sharded_names_the_export(
-    kind: type[Module], tmp_path: Path
-) -> None:
-    for says, weights in run_ranks(2, saved_after_fit, kind, tmp_path):
+def test_save_pretrained_of_what_is_sharded_names_the_export(tmp_path: Path) -> None:
+    for says, weights in run_ranks(2, saved_after_fit, tmp_path):
         assert "export_pretrained(model, path) on all ranks" in says
-        adapts = kind is Adapting
-        name = "adapter_model.safetensors" if adapts else "model.safetensors"
-        found = load_file(tmp_path / "made" / name)
-        wanted = {
-            n.replace(".default", ""): x for n, x in weights.items() if "lora_" in n or not adapts
-        }
-        assert found.keys() == wanted.keys()
-        assert len(found) == (4 if adapts else len(weights))
-        assert all(torch.equal(x, wanted[n]) for n, x in found.items())
+        found = load_file(tmp_path / "made" / "model.safetensors")
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(x, weights[n]) for n, x in found.items())
     assert not (tmp_path / "refused").exists()
 
 
