@@ -48,19 +48,17 @@ def expected_heads(model: nn.Module) -> Heads | None:
         query, size = told(config, "num_attention_heads"), told(config, "hidden_size")
         if type(query) is int and type(size) is int:
             kv = told(config, "num_key_value_heads") or query
-            return Heads(query, kv, _head_dim(config, size // query))
+            return Heads(query, kv, sum(head_dims(config, size // query)) // 2)
     return next((litgpt_heads(root) for root in litgpt_models(model)), None)
 
 
-def _head_dim(config: Any, default: int) -> int:
-    """Of K and V; the mean of both where a config has one for V."""
+def head_dims(config: Any, default: int) -> tuple[int, int]:
+    """Of queries and keys, and of values, as a config of transformers says it."""
     dim = told(config, "head_dim") or default
-    of_values = told(config, "v_head_dim")
-    if type(of_values) is not int:
-        return dim
     parts = [told(config, f"qk_{part}_head_dim") for part in ("nope", "rope")]
+    of_values = told(config, "v_head_dim")
     of_keys = sum(parts) if all(type(part) is int for part in parts) else dim
-    return (of_keys + of_values) // 2
+    return of_keys, of_values if type(of_values) is int else of_keys
 
 
 def _window(part: Any) -> int:

@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.blocks import blocks_of
+from lightning_cp.models.expected import head_dims
 from lightning_cp.planner.model import Layer, Model, Parameter
 from lightning_cp.train.networks import model_on_meta
 
@@ -40,7 +41,7 @@ def model_of_modules(config: Mapping[str, Any], name: str) -> Model:
     outer = [(key, p) for key, p in module.named_parameters() if id(p) not in inside]
     before = tuple(Parameter(key, tuple(p.shape)) for key, p in outer if _is_embedding(key))
     after = tuple(Parameter(key, tuple(p.shape)) for key, p in outer if not _is_embedding(key))
-    head_dim = getattr(read, "head_dim", None) or sizes["features"] // sizes["heads"]
+    head_dim, value_dim = head_dims(read, sizes["features"] // sizes["heads"])
     return Model(
         name,
         str(config.get("model_type")),
@@ -62,6 +63,7 @@ def model_of_modules(config: Mapping[str, Any], name: str) -> Model:
             "causal and without windows; tensor parallelism is left out"
         )
         + _no_decoder(config),
+        other_value_dim=value_dim,
     )
 
 

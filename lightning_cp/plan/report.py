@@ -153,7 +153,7 @@ def work_of(plan: Plan) -> str:
     """FLOPs of a step, and how evenly attention is spread."""
     case, model = plan.case, plan.case.job.model
     total = model_flops(case.job, plan.attention)
-    heads = 12 * model.head_dim * case.heads.local_heads * case.sequences
+    heads = model.flops_per_pair * case.heads.local_heads * case.sequences
     each = total / case.choice.mesh.devices
     even = "; ".join(
         f"attention {_figure(max(cost.pairs) * heads / 1e12)} TFLOP a layer{_of_window(window, plan)}, the "

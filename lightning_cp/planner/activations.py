@@ -106,9 +106,15 @@ class RankStep:
         return self.itemsize * self.model.heads * self.model.head_dim // self.tp_size
 
     @property
-    def of_keys(self) -> int:
-        """Bytes of a token's keys, or values."""
-        return self.itemsize * self.model.kv_heads * self.model.head_dim // self.tp_size
+    def of_out(self) -> int:
+        """Bytes of what attention gives for a token."""
+        return self.itemsize * self.model.heads * self.model.value_dim // self.tp_size
+
+    @property
+    def of_pair(self) -> int:
+        """Bytes of a token's keys and values."""
+        dims = self.model.head_dim + self.model.value_dim
+        return self.itemsize * self.model.kv_heads * dims // self.tp_size
 
     @property
     def of_lse(self) -> int:
@@ -144,7 +150,7 @@ def layer_bytes(step: RankStep) -> LayerBytes:
     """Of a layer that is not recomputed, or once it is."""
     norm = norm_bytes(step)
     behind = 2 * norm if step.model.family == "gemma2" else 0
-    attention = 2 * step.of_queries + 2 * step.of_keys + step.of_lse
+    attention = step.of_queries + step.of_out + step.of_pair + step.of_lse
     if step.model.family == "qwen3":
         heads = (step.model.heads + step.model.kv_heads) // step.tp_size
         attention += heads * ((WIDE + step.itemsize) * step.model.head_dim + WIDE)
@@ -175,7 +181,7 @@ def kept_per_layer(step: RankStep) -> int:
 
 def kept_of_attention(step: RankStep) -> int:
     """Out and lse."""
-    return step.of_queries + step.of_lse
+    return step.of_out + step.of_lse
 
 
 def kept_beside(step: RankStep) -> int:

@@ -70,6 +70,7 @@ class Call:
     window: int | None
     heads: HeadSplit
     head_dim: int
+    value_dim: int
     itemsize: int
     exchange: str
     rates: tuple[float, float]
@@ -94,7 +95,8 @@ def attention_cost(case: Case, window: int | None) -> AttentionCost:
     )
     rates = (machine.attention_forward, machine.attention_backward)
     links = (ring, ulysses, machine.latency)
-    sizes = (case.heads, job.model.head_dim, job.compute_itemsize, case.choice.exchange)
+    dims = (job.model.head_dim, job.model.value_dim)
+    sizes = (case.heads, *dims, job.compute_itemsize, case.choice.exchange)
     return cost_of(Call(case.layout, window, *sizes, rates, machine.tiles, *links))
 
 
@@ -105,19 +107,22 @@ def cost_of(call: Call) -> AttentionCost:
     sizes = {
         "batch": 1,
         "head_dim": call.head_dim,
+        "value_dim": call.value_dim,
         "itemsize": call.itemsize,
         "accumulate_itemsize": ACCUMULATED,
         "exchange": call.exchange,
     }
     traffic = attention_traffic(plan, call.heads, 0, **sizes)
+    # Rates are FlashAttention's, which pads what is narrower of K and V (``Capabilities.one_width``).
+    width = max(call.head_dim, call.value_dim)
     per_second = [
-        rate / (flops * call.heads.local_heads * call.head_dim)
+        rate / (flops * call.heads.local_heads * width)
         for rate, flops in zip(_rates(call, plan), (FORWARD, BACKWARD), strict=True)
     ]
     busiest = max(plan.work)
     return AttentionCost(
         plan.work,
-        attention_memory(plan, call.heads, 0, **sizes),
+        attention_memory(plan, call.heads, 0, **sizes, one_width=True),
         traffic,
         Passes(
             _over_ring(call, plan, traffic[0], per_second[0], backward=False),
@@ -148,7 +153,7 @@ def _over_ring(
         # One block of heads is gathered while the one before is computed; the first one is waited for.
         return max(computing, moving) + moving / max(calls, 1)
     kv_heads = max(map(call.heads.num_local_kv, range(call.heads.ulysses_size)))
-    numbers = 2 * kv_heads * call.head_dim
+    numbers = kv_heads * (call.head_dim + call.value_dim)
     per_key = numbers * call.itemsize + (numbers * ACCUMULATED if backward else 0)
     messages = 2 if backward else 1
     key = round(per_key / call.ring_link * pairs_per_second)

@@ -59,6 +59,7 @@ class Model:
     heads: int
     kv_heads: int
     head_dim: int
+    """Of queries and keys."""
     vocabulary: int
     before: tuple[Parameter, ...]
     layers: tuple[Layer, ...]
@@ -73,6 +74,18 @@ class Model:
     """That its config names; ``None``: it names none."""
     assumed: str = ""
     """What the planner could not know of the family, in words; nothing where it does."""
+    other_value_dim: int | None = None
+    """Head dim of values where it is not that of keys."""
+
+    @property
+    def value_dim(self) -> int:
+        """Head dim of values."""
+        return self.head_dim if self.other_value_dim is None else self.other_value_dim
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Of a visible pair and head, forward and backward: six for each entry of a key, and of a value."""
+        return 6 * (self.head_dim + self.value_dim)
 
     @property
     def parameters(self) -> Iterator[Parameter]:

@@ -185,7 +185,7 @@ def _in_block(step: RankStep, units: Units, at: int) -> Iterator[Moment]:
         yield moment("at the norm behind the MLP", (own - behind + norm) * tokens, 0)
     yield moment("at its MLP", (own - behind) * tokens + _mlp(step, units), 0)
     yield moment("at the MLP's norm", (before_norm + norm) * tokens, units.of_mlp)
-    d_out = (before_norm - behind + step.of_queries) * tokens
+    d_out = (before_norm - behind + step.of_out) * tokens
     yield moment("at attention", d_out, units.behind_attention, step.attention[1])
     yield moment("at its first norm", (norm + step.of_features) * tokens, units.of_block)
     end = moment("at its end", step.of_features * tokens, units.of_block)

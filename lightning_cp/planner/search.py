@@ -42,7 +42,7 @@ class Plan:
 def model_flops(job: Job, attention: Mapping[int | None, AttentionCost]) -> int:
     """Of a step: forward and backward, without recomputation, visible pairs only."""
     pairs = sum(n * sum(attention[window].pairs) for window, n in job.model.windows.items())
-    per_pair = 12 * job.model.heads * job.model.head_dim
+    per_pair = job.model.heads * job.model.flops_per_pair
     return job.global_batch * (pairs * per_pair + job.seq_len * job.model.flops_per_token)
 
 

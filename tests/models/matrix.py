@@ -50,6 +50,15 @@ FAMILIES: dict[str, str] = {
     "cohere": "Cohere",
     "gpt_neox": "GPT-NeoX",
     "gpt_oss": "gpt-oss, sinks, alternating windows",
+    "deepseek_v2": "DeepSeek V2, latent attention",
+    "deepseek_v3": "DeepSeek V3, latent attention",
+    "axk1": "A.X K1, latent attention",
+    "glm4_moe_lite": "GLM-4 MoE Lite, latent attention",
+    "longcat_flash": "LongCat Flash, latent attention",
+    "minicpm3": "MiniCPM3, latent attention",
+    "mistral4": "Mistral 4, latent attention",
+    "youtu": "Youtu, latent attention",
+    "mimo_v2_flash": "MiMo V2 Flash, narrow values, sinks, window",
     "bert": "BERT, bidirectional",
     "gpt2": "GPT-2",
     "bloom": "BLOOM, ALiBi",
@@ -59,8 +68,11 @@ FAMILIES: dict[str, str] = {
 }
 """By its name in the zoo: what it is called in the table."""
 
-FLOAT32 = {"cohere"}
-"""Its norms are float32."""
+FLOAT32 = {
+    *("cohere", "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash"),
+    *("mimo_v2_flash", "minicpm3", "mistral4", "youtu"),
+}
+"""Norms, rotary products or routers are float32."""
 
 NEED_SDPA = {"falcon_alibi"}
 """transformers adds its bias twice in eager attention, which is refused."""

@@ -11,6 +11,7 @@ from lightning_cp.models.hf import label_alignment
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.step.core import ContextParallelCore
 from tests.models.steps import Case, Outcome, make_batch
+from tests.models.zoo import LATENT
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size",), 43),
@@ -32,6 +33,21 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("use_cache", "token_dropout"), False),
 }  # fmt: skip
 """What configs call their sizes; those that a config does not have are left out."""
+
+SLIDING: dict[str, Any] = {"head_dim": 10, "qk_nope_head_dim": 4, "v_head_dim": 6}
+OTHERS: dict[str, dict[str, Any]] = {
+    "AXK1ForCausalLM": {"n_group": 2, "topk_group": 1},
+    "Dots3NoteForCausalLM": {
+        **{"use_dsa": False, "layer_types": ["full_attention", "sliding_attention"]},
+        **{"sliding_window": 10, "head_dim": 12, "n_group": 2, "topk_group": 1},
+        **{f"swa_{name}": value for name, value in {**LATENT, **SLIDING}.items()},
+        **{"swa_num_attention_heads": 4, "swa_qk_rope_head_dim": 6},
+    },
+    "KimiLinearForCausalLM": {"linear_head_dim": 8, "linear_num_heads": 4},
+    "MiMoV2FlashForCausalLM": {"v_head_dim": 6},
+    "Mistral4ForCausalLM": {"head_dim": 12},
+}
+"""Of single classes."""
 
 LARGEST = 3_000_000
 """Parameters of a model that is still tiny."""
@@ -56,8 +72,10 @@ def make_tiny(name: str) -> Any:
 
     kind = getattr(transformers, name)
     defaults = kind.config_class()
-    config = kind.config_class(**{k: v for k, v in SIZES.items() if hasattr(defaults, k)})
-    config._attn_implementation = "sdpa"
+    sizes = {**SIZES, **(LATENT if _has(defaults, "kv_lora_rank") else {})}
+    known = {k: v for k, v in sizes.items() if _has(defaults, k)}
+    config = kind.config_class(**{**known, **OTHERS.get(name, {})})
+    config._attn_implementation = "sdpa" if kind._supports_sdpa else "eager"
     config._experts_implementation = "eager"  # the grouped one has no float64
     with torch.device("meta"):
         size = sum(p.numel() for p in kind(config).parameters())
@@ -69,6 +87,14 @@ def make_tiny(name: str) -> Any:
         if parameter.dim() >= 2:
             torch.nn.init.normal_(parameter, std=0.3)
     return model.double().eval()
+
+
+def _has(config: Any, name: str) -> bool:
+    """Whether a config has a setting; some raise errors of another kind where layers differ in it."""
+    try:
+        return hasattr(config, name)
+    except Exception:
+        return True
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -93,11 +119,19 @@ def one_process(name: str) -> Outcome:
 
 
 def two_ranks(rank: int, world_size: int, name: str) -> Outcome:
-    """The same in a ring of two, gradients averaged as an engine does."""
+    """The same in a ring of two."""
+    return some_ranks(rank, world_size, name, ring_size=2)
+
+
+def some_ranks(
+    rank: int, world_size: int, name: str, ring_size: int = 1, ulysses_size: int = 1
+) -> Outcome:
+    """The same on a mesh, gradients averaged as an engine does."""
     model = make_tiny(name)
     labels = "auto" if label_alignment(model) else "aligned"
-    core = ContextParallelCore(Settings(ulysses_size=1, ring_size=2, labels=labels))
-    core.build_mesh(2, "cpu", None, model)
+    sizes = {"ulysses_size": ulysses_size, "ring_size": ring_size}
+    core = ContextParallelCore(Settings(**sizes, labels=labels))
+    core.build_mesh(world_size, "cpu", None, model)
     try:
         core.attach(model, {}, needs_labels=True)
         local = core.shard(batch(), needs_labels=True)

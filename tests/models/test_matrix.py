@@ -27,7 +27,12 @@ from tests.pool import run_ranks
 pytestmark = pytest.mark.filterwarnings(
     "ignore:position_ids restart, so the documents of a row attend only to themselves"
 )
-QUICK = {"llama": "hybrid 2x2", "gemma2_capped": "ring 4", "bloom": "ulysses 4"}
+QUICK = {
+    "llama": "hybrid 2x2",
+    "deepseek_v3": "hybrid 2x2",
+    "gemma2_capped": "ring 4",
+    "bloom": "ulysses 4",
+}
 """In every run; the others with ``-m slow``."""
 
 

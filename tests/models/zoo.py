@@ -16,8 +16,30 @@ WIDE = 1000
 CAP = 2.0
 """Of the scores of a capped model."""
 
-NEED_EAGER = {"BloomForCausalLM", "Gemma2ForCausalLM", "GptOssForCausalLM"}
+NEED_EAGER = {
+    *("BloomForCausalLM", "Gemma2ForCausalLM", "GptOssForCausalLM", "MiMoV2FlashForCausalLM"),
+}
 """Models for which transformers has no other attention in one process; its softmax is float32."""
+
+
+LATENT: Options = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "head_dim": 4,  # of the part that is rotated
+    "v_head_dim": 10,
+    "num_key_value_heads": 4,  # each query head has keys of its own
+}
+"""Of latent attention, whose keys are as wide as their two parts, and values are not."""
+
+EXPERTS: Options = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+}
 
 
 class Asked(Protocol):
@@ -174,6 +196,27 @@ def falcon(**kind: Any) -> Callable[[Asked], Any]:
     return lambda asked: make("FalconForCausalLM", asked, **dropout, **kind)
 
 
+def latent(name: str, **extra: Any) -> Callable[[Asked], Any]:
+    """Latent attention, with values of another width than keys, and experts where a family has them."""
+
+    def made(asked: Asked) -> Any:
+        import transformers
+
+        defaults = getattr(transformers, name).config_class()
+        known = {key: x for key, x in {**LATENT, **EXPERTS}.items() if hasattr(defaults, key)}
+        return make(name, asked, **{**known, **extra})
+
+    return made
+
+
+def mimo(asked: Asked) -> Any:
+    """Sinks and windows in one of two layers, whose K/V heads are more; values narrower than keys."""
+    dims: Options = {"head_dim": 8, "v_head_dim": 6, "initializer_range": 0.3}
+    window: Options = {"sliding_window": window_of(asked)}
+    kinds: Options = {"layer_types": ["full_attention", "sliding_attention"]}
+    return make("MiMoV2FlashForCausalLM", asked, **EXPERTS, **dims, **window, **kinds)
+
+
 def ordinary(name: str, **extra: Any) -> Callable[[Asked], Any]:
     """A family without a window."""
     return lambda asked: make(name, asked, **extra)
@@ -212,6 +255,15 @@ ZOO: dict[str, Callable[[Asked], Any]] = {
     "olmo2": ordinary("Olmo2ForCausalLM"),
     "mixtral": ordinary("MixtralForCausalLM", num_local_experts=2),
     "qwen3_moe": ordinary("Qwen3MoeForCausalLM", head_dim=8, num_experts=2, num_experts_per_tok=1),
+    "axk1": latent("AXK1ForCausalLM"),
+    "deepseek_v2": latent("DeepseekV2ForCausalLM"),
+    "deepseek_v3": latent("DeepseekV3ForCausalLM"),
+    "glm4_moe_lite": latent("Glm4MoeLiteForCausalLM"),
+    "longcat_flash": latent("LongcatFlashForCausalLM", num_layers=1, ffn_hidden_size=48),
+    "mimo_v2_flash": mimo,
+    "minicpm3": latent("MiniCPM3ForCausalLM"),
+    "mistral4": latent("Mistral4ForCausalLM", head_dim=12),
+    "youtu": latent("YoutuForCausalLM"),
     "granite": ordinary("GraniteForCausalLM"),
     "smollm3": ordinary("SmolLM3ForCausalLM"),
 }

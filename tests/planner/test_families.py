@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.layout import HeadSplit, SequenceLayout
 from lightning_cp.plan.other_families import model_of_modules
+from lightning_cp.planner.attention import AttentionCost, Call, cost_of
 from lightning_cp.planner.families import FAMILIES, model_of, read_config
 from lightning_cp.train.networks import model_on_meta
 from tests.planner.configs import LLAMA_405B, SMALL
@@ -80,6 +82,28 @@ def test_a_family_that_is_not_known_is_read_off_its_modules() -> None:
     assert model.num_parameters == real
     assert (len(model.layers), model.heads, model.kv_heads, model.tp_sizes) == (3, 4, 4, (1,))
     assert "not known in closed form" in model.assumed
+
+
+def test_values_of_another_width_are_priced() -> None:
+    """Latent attention: keys of 8 + 4 entries, values of 10; FlashAttention computes with 12 of both."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4}
+    dims = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10, "kv_lora_rank": 16}
+    model = model_of_modules({"model_type": "deepseek_v3", **sizes, **heads, **dims}, "deepseek")
+    assert (model.head_dim, model.value_dim) == (12, 10)
+    assert model.flops_per_pair == 6 * (12 + 10)
+
+    layout, split = SequenceLayout(64, 2, 2), HeadSplit(4, 4, 2)
+    rates = ((1e12, 1e12), (), 1e9, 1e9, 0.0)
+
+    def cost(key_dim: int, value_dim: int) -> AttentionCost:
+        return cost_of(Call(layout, None, split, key_dim, value_dim, 2, "ring", *rates))
+
+    narrow, equal = cost(12, 10), cost(12, 12)
+    assert narrow.computing == equal.computing
+    for one, other in zip(narrow.traffic, equal.traffic, strict=True):
+        assert one.total_bytes * 24 == other.total_bytes * 22
+    assert cost(12, 1).memory < equal.memory
 
 
 @pytest.mark.parametrize(
