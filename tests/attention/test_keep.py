@@ -31,8 +31,6 @@ GRIDS = [
     Grid(2, 2, exchange=gather("two_kernel", "fused")),
 ]
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 29, 4, 2, 4
-KEY_DIM = 6
-"""Values are narrower than keys."""
 WIDTH = HEADS * DIM
 
 Checkpoint = Callable[..., torch.Tensor]
@@ -69,9 +67,8 @@ class Block:
                 self.runs.append(wire.counts)
 
     def _layer(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        sizes = [HEADS * KEY_DIM, KV_HEADS * KEY_DIM, KV_HEADS * DIM]
-        parts = zip((x @ weight).split(sizes, dim=-1), (KEY_DIM, KEY_DIM, DIM), strict=True)
-        q, k, v = (part.unflatten(-1, (-1, dim)) for part, dim in parts)
+        qkv = (x @ weight).unflatten(-1, (-1, DIM))
+        q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
         how: dict[str, Any] = {"mesh": self.mesh, "layout": self.layout, "kernel": self.kernel}
         how.update(self.grid.how)
         if self.sinks is not None:
@@ -100,7 +97,7 @@ def make_block(
     torch.manual_seed(0)
     layout = SequenceLayout(LENGTH, grid.ring, grid.ulysses)
     x = mesh.shard(torch.randn(BATCH, LENGTH, WIDTH, dtype=dtype), layout).requires_grad_()
-    outputs = (HEADS + KV_HEADS) * KEY_DIM + KV_HEADS * DIM
+    outputs = (HEADS + 2 * KV_HEADS) * DIM
     weights = [
         (torch.randn(WIDTH, outputs, dtype=dtype) / 4).requires_grad_() for _ in range(layers)
     ]
