@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -63,6 +64,15 @@ class ContextParallelMixin:
         if hasattr(strategy, "token_positions"):
             return strategy.token_positions(x, dim=dim)
         return torch.arange(x.size(dim), device=x.device)[None]
+
+    def draw_per(self, what: Literal["token", "row"]) -> AbstractContextManager[None]:
+        """A block within which random numbers are of each ``"token"``, or of each ``"row"`` of the batch.
+
+        For dropout and random functions of tensors whose shape does not tell: numbers of tokens differ
+        between ranks that share a sample, those of rows (of parameters, of layers) are equal on them.
+        """
+        strategy = _strategy_of(self)
+        return strategy.draw_per(what) if hasattr(strategy, "draw_per") else nullcontext()
 
     def average(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over ranks that share a sample, weighted by their targets: one process's mean.

@@ -9,6 +9,7 @@ ever do.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,12 +22,19 @@ from lightning_cp.length.recompute import Conditions
 
 Forward = Callable[..., torch.Tensor]
 
+Around = Callable[[torch.Tensor], Callable[[slice], AbstractContextManager[None]]]
+"""Of the first input: makes what each tile, along the tokens of a row, is run in."""
+
 DEFAULT_TILE_TOKENS = 4096
 """Enough for matrix products at full speed, and for adding to the parameters' gradients seldom."""
 
 
 def run_in_tiles(
-    module: nn.Module, forward: Forward, inputs: Sequence[torch.Tensor], tile_tokens: int
+    module: nn.Module,
+    forward: Forward,
+    inputs: Sequence[torch.Tensor],
+    tile_tokens: int,
+    around: Around = lambda _: nullcontext,
 ) -> torch.Tensor:
     """What ``forward(*inputs)`` is, with the memory of ``tile_tokens`` tokens.
 
@@ -35,6 +43,7 @@ def run_in_tiles(
         forward: treats each token by itself; its result is one tensor ``[..., L, any]``.
         inputs: ``[B, L, C]`` each, or ``[L, C]``.
         tile_tokens: of all rows together. Up to as many are run as ever.
+        around: what each tile is run in, forward and backward.
 
     Raises:
         ConfigError: a result that is no tensor with as many tokens.
@@ -45,7 +54,7 @@ def run_in_tiles(
     if tokens <= size:
         return forward(*inputs)
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    run = _Run(module, forward, list(trained), size)
+    run = _Run(module, forward, list(trained), size, around)
     if torch.is_grad_enabled():
         return _Tiled.apply(run, len(inputs), *inputs, *trained.values())  # type: ignore[return-value]
     return run.whole(inputs)
@@ -54,8 +63,11 @@ def run_in_tiles(
 class _Run(nn.Module):
     """One call: a module, so that its parameters can be others for a while, past the module's own hooks."""
 
-    def __init__(self, module: nn.Module, forward: Forward, names: list[str], size: int) -> None:
+    def __init__(
+        self, module: nn.Module, forward: Forward, names: list[str], size: int, around: Around
+    ) -> None:
         super().__init__()
+        self.around = around
         self.inner = module
         self._own = forward
         self._names = [f"inner.{name}" for name in names]
@@ -72,9 +84,11 @@ class _Run(nn.Module):
         """The outputs of all tiles, beside each other."""
         tokens = inputs[0].shape[-2]
         out: torch.Tensor | None = None
+        within = self.around(inputs[0])
         for at in self.tiles(tokens):
             given = [_tile(x, at) for x in inputs]
-            made: Any = self._own(*given)
+            with within(at):
+                made: Any = self._own(*given)
             if not isinstance(made, torch.Tensor) or made.shape[:-1] != given[0].shape[:-1]:
                 raise ConfigError(_no_tiles(self.inner, made))
             if out is None:
@@ -133,9 +147,11 @@ class _Tiled(torch.autograd.Function):
         ]
         sums = [_Sum(x) for x in values]
         with ctx.conditions.again():
+            within = ctx.run.around(inputs[0])
             for at in ctx.run.tiles(inputs[0].shape[-2]):
                 tile = [_tile(x, at) for x in inputs]
-                made = ctx.run.gradients(tile, needs, values, _tile(d_out, at))
+                with within(at):
+                    made = ctx.run.gradients(tile, needs, values, _tile(d_out, at))
                 for whole, part in zip(d_inputs, made, strict=False):
                     if whole is not None and part is not None:
                         whole[..., at, :] = part

@@ -82,6 +82,10 @@ class SwapHandle:
         """Whether what is being called is left alone."""
         return not (self.scopes[-1][1] if self.scopes else self.intercepts_outside)
 
+    def in_local_module(self) -> bool:
+        """Whether a module is being called that is left alone."""
+        return bool(self.scopes) and not self.scopes[-1][1]
+
     def activate(self, state: StepState) -> None:
         """Begin a step; the state stays until the next one, or until ``deactivate``."""
         self.deactivate()

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_cp.errors import ConfigError
 from lightning_cp.length.tiled import run_in_tiles
 from lightning_cp.models.blocks import blocks_of, matches
+from lightning_cp.models.token_draws import TileDraws
 from lightning_cp.untraced import untraced
 
 NAMES = ("mlp", "feed_forward", "feedforward", "ffn")
@@ -136,7 +137,7 @@ class TiledMlp:
                     "modules that take those in mlp_modules=, or leave tiled_mlp away."
                 )
             call = partial(_call, own, len(inputs), list(others))  # which keeps no input
-            return run_in_tiles(module, call, tensors, size)
+            return run_in_tiles(module, call, tensors, size, lambda x: TileDraws(x).tile)
 
         return forward
 

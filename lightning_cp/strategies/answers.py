@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from lightning_cp.layout import LayoutChoice
 from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.models.token_draws import Per, draw_per
 from lightning_cp.strategies.step.core import ContextParallelCore
 
 
@@ -65,3 +67,11 @@ class Answers:
     def token_positions(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """int64 [B or 1, L]: the positions of a step's tokens in the whole sequence, 0 for padding."""
         return self._core.token_positions(x, dim)
+
+    def draw_per(self, what: Per) -> AbstractContextManager[None]:
+        """A block within which random numbers are of each ``"token"``, or of each ``"row"`` of the batch.
+
+        For dropout and random functions of tensors whose shape does not tell: numbers of tokens differ
+        between ranks that share a sample, those of rows (of parameters, of layers) are equal on them.
+        """
+        return draw_per(what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cp.errors import ConfigError, LightningCPError
+from lightning_cp.models.token_draws import as_ever
 from lightning_cp.strategies.fabric_setup import FabricSetup
 from lightning_cp.strategies.parity.fabric import FabricParity
 from lightning_cp.strategies.step.reduced import in_floating_point
@@ -158,19 +160,25 @@ class UlyssesRingStrategy(FabricSetup):
                 backward of the window was outside of ``no_backward_sync``.
             NonFiniteError: on every rank, if some loss or gradient is not finite; nothing has changed.
         """
-        closure = kwargs.get("closure")
+        closure, after = kwargs.get("closure"), ExitStack()
+
+        def complete() -> None:
+            self._complete(optimizer)
+            after.enter_context(as_ever())  # an optimizer draws for parameters, not for tokens
 
         def to_the_end() -> Any:
             assert closure is not None
+            after.close()
             result = closure()
-            self._complete(optimizer)
+            complete()
             return result
 
         if closure is None:
-            self._complete(optimizer)
+            complete()
         else:
             kwargs["closure"] = to_the_end
-        stepped = super().optimizer_step(optimizer, **kwargs)
+        with after:
+            stepped = super().optimizer_step(optimizer, **kwargs)
         self._steps += 1
         self._run_state.steps()
         self._engine.after_step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.mixin import options_of
+from lightning_cp.models.token_draws import as_ever
 from lightning_cp.strategies.front import ContextParallelFront
 from lightning_cp.strategies.step.reduced import in_floating_point
 from lightning_cp.strategies.trainer_setup import TrainerSetup
@@ -109,12 +110,17 @@ class UlyssesRingStrategy(TrainerSetup):
             NonFiniteError: on every rank, if some loss or gradient is not finite; nothing has changed.
         """
 
+        after = ExitStack()  # an optimizer draws for parameters, not for tokens
+
         def to_the_end() -> Any:  # what reads gradients comes after it: hooks, clipping
+            after.close()
             result = closure()
             self._complete(optimizer)
+            after.enter_context(as_ever())
             return result
 
-        stepped = super().optimizer_step(optimizer, to_the_end, model, **kwargs)
+        with after:
+            stepped = super().optimizer_step(optimizer, to_the_end, model, **kwargs)
         self._engine.after_step()
         self._core.recorder.end()
         return stepped

@@ -77,14 +77,22 @@ class Follows(Healthy):
 
 
 class Noisy(Healthy):
-    """Noise for each token, in evaluation too: other numbers on a rank than in one process."""
+    """Noise for each token, in evaluation too."""
+
+    noise = staticmethod(lambda x: torch.randn_like(x))
 
     def logits(self, batch: Any) -> torch.Tensor:
         x = self.tokens(batch["input_ids"]) + self.places(self.positions(batch))
-        x = x + 0.3 * torch.randn_like(x)
+        x = x + 0.3 * self.noise(x)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class NoisyUnseen(Noisy):
+    """By a function that is held where it is not replaced: other numbers on a rank than in one process."""
+
+    noise = staticmethod(torch.randn_like)
 
 
 class WritesToItsLogger(Healthy):

@@ -110,9 +110,14 @@ def test_the_run_is_the_one_without(name: str, engine: str) -> None:
         assert told == told_without
 
 
-def test_noise_of_each_token_cannot_be_compared() -> None:
+def test_noise_of_each_token_is_the_same_on_both_sides() -> None:
+    (line,) = run_ranks(2, fit, "Noisy", {**RING, **CHECKED}, timeout=60)[0][2]
+    assert worst(line) < 1e-10, line
+
+
+def test_noise_that_is_not_seen_cannot_be_compared() -> None:
     """A rank draws other numbers than one process: no fault, and said."""
-    got = run_ranks(2, fit, "Noisy", {**RING, **CHECKED}, timeout=60)
+    got = run_ranks(2, fit, "NoisyUnseen", {**RING, **CHECKED}, timeout=60)
     (line,) = got[0][2]
     assert "parity_check was left out: the step draws random numbers" in line
 

@@ -13,6 +13,7 @@ from lightning_cp.comm.parcel import Parcel, broadcast_parcel, pack
 from lightning_cp.comm.vote import vote
 from lightning_cp.containers import tensors_of
 from lightning_cp.mesh import ContextParallelMesh, Flat
+from lightning_cp.models.token_draws import as_ever
 from lightning_cp.strategies.loaders.draws import drawn_since, follow, random_state
 from lightning_cp.strategies.loaders.uneven import (
     refuse_ends,
@@ -120,7 +121,8 @@ class Pass(Iterator[Any]):
             # What is saved before the first batch is the beginning of this pass, not of the next one.
             self._place.asked(trains=True)
             self._before_training()
-        fetched = self._fetch()
+        with as_ever():  # with Fabric the step before lasts until the next batch is sharded
+            fetched = self._fetch()
         try:
             self._agree(fetched, training)
         except StopIteration:

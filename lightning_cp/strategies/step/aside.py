@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from lightning_cp.batch import ShardedBatch
-from lightning_cp.layout import LayoutChoice
+from lightning_cp.batch import ShardedBatch, read_batch
+from lightning_cp.errors import ConfigError, ShapeError
+from lightning_cp.layout import LayoutChoice, SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.models.facts import PositionFacts
 from lightning_cp.models.swap import StepState
+from lightning_cp.models.token_draws import Tokens
 from lightning_cp.profile.recorder import StepRecorder
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.step.attached import AttachedModel
@@ -66,7 +68,7 @@ class StepsAside(AttachedModel):
         """
         assert self._handle is not None
         found = with_unknown_documents(batch, self.rules, self._rule.mask)
-        with self.aside(), self.as_one_process():
+        with self.aside(), self.as_one_process(), self._drawing_for(batch):
             if found is None:
                 yield False
                 return
@@ -74,6 +76,21 @@ class StepsAside(AttachedModel):
             state.weighted = True  # by 1: it has all targets
             with whole_on(self._handle, state):
                 yield True
+
+    @contextmanager
+    def _drawing_for(self, batch: Any) -> Iterator[None]:
+        """Tokens of a whole batch draw what they draw as parts of it."""
+        if self._draws is not None:
+            with suppress(ConfigError, ShapeError):  # refused when it is sharded
+                whole = read_batch(batch, self.rules, needs_labels=False)
+                layout = SequenceLayout(whole.seq_len, 1, 1, "contiguous")
+                data = (self.mesh.data_rank, self.mesh.data_size)
+                self._draws.begin(Tokens.of(layout, 0, whole.rows, data))
+        try:
+            yield
+        finally:
+            if self._draws is not None:
+                self._draws.end()
 
     @contextmanager
     def on_mesh(self, mesh: ContextParallelMesh) -> Iterator[None]:

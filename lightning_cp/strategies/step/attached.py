@@ -22,7 +22,9 @@ from lightning_cp.models.expected import expected_heads, expected_mask
 from lightning_cp.models.hf_positions import take_positions
 from lightning_cp.models.hf_signature import takes_extra
 from lightning_cp.models.patches import StepPatches
+from lightning_cp.models.random_functions import follow_draws
 from lightning_cp.models.swap import Listener, SwapHandle, hf_models, swap_attention
+from lightning_cp.models.token_draws import TokenDraws
 from lightning_cp.profile.recorder import StepRecorder
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.step.layouts import LayoutRule
@@ -120,6 +122,11 @@ class AttachedModel(StepLosses):
         handle.listeners = self._listeners
         self._handle, self._requests = handle, handle.requests
         self._collect(model, handle)
+        if self.mesh.cp_size > 1:
+            self._draws = TokenDraws(model, handle.in_local_module)
+            undo = weakref.finalize(handle, follow_draws())
+            undo.atexit = False
+            handle.on_undo(undo)
         return handle
 
     def clip_for(self, optimizers: Iterable[Optimizer]) -> None:
@@ -215,7 +222,7 @@ class AttachedModel(StepLosses):
         self._patches.end()
         if self._handle is not None:
             self._handle.undo()
-        self._handle = self._part = self._loss = None
+        self._handle = self._part = self._loss = self._draws = None
 
 
 def _declared(options: Mapping[str, Any], settings: Settings) -> str:

@@ -16,6 +16,7 @@ from lightning_cp.batch import completed
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import LayoutChoice
 from lightning_cp.models.hf_labels import require_taken
+from lightning_cp.models.token_draws import Tokens
 from lightning_cp.named_ranges import named
 from lightning_cp.strategies.step.aside import StepsAside
 from lightning_cp.strategies.step.sharding import shard_agreed, shared_with
@@ -82,6 +83,10 @@ class ContextParallelCore(StepsAside):
                 "batch (do not override transfer with a step that takes dataloader_iter)."
             )
         self._handle.activate(self._state_of(self._part, self._positions, self.mesh.cp_rank))
+        if self._draws is not None:
+            mesh, part = self.mesh, self._part
+            data = (mesh.data_rank, mesh.data_size)
+            self._draws.begin(Tokens.of(part.layout, mesh.cp_rank, part.rows, data))
         self._patches.begin()
 
     def check_step(self) -> None:
@@ -115,6 +120,8 @@ class ContextParallelCore(StepsAside):
         for line in [] if self._is_aside else self._patches.told():
             rank_zero_info(line)
         self._patches.end()
+        if self._draws is not None:
+            self._draws.end()
         if self._handle is not None:
             self._handle.deactivate()
 

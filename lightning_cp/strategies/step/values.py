@@ -16,6 +16,7 @@ from lightning_cp.logs.token_mean import as_logged, where_counted
 from lightning_cp.mesh import Flat
 from lightning_cp.models.handle import refuse_gradients
 from lightning_cp.models.swap import SwapHandle
+from lightning_cp.models.token_draws import TokenDraws
 from lightning_cp.optim.qk_clip import QKClip
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.step.accumulation import AccumulatedTokens
@@ -29,6 +30,7 @@ class StepValues(RunMesh):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._handle: SwapHandle | None = None
+        self._draws: TokenDraws | None = None
         self._part: ShardedBatch | None = None
         self._loss: StepLoss | None = None
         self._accumulated = AccumulatedTokens() if settings.weights_globally else None

@@ -1,0 +1,385 @@
+"""Random numbers of a step: each token has its own, and those of a row are equal on all ranks that hold it.
+
+Ranks that share a sample have the same random state, so that they drop the same layers and add the same noise
+levels. Drawn from that state, the numbers of their tokens would be the same, too. While a step is active,
+dropout and PyTorch's random functions therefore look at the shape that is asked for. Along the rank's tokens,
+one seed is drawn from the usual generator, and each number is a function of (seed, row, global position,
+feature): any number of ranks, with any layout, draws what one rank would. The rest is drawn as ever.
+
+Every call takes one seed, whatever the size of its tensor, so the generators of the ranks stay together. A
+checkpoint that sets them back for its recomputation sets back the seeds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.layout import SequenceLayout
+from lightning_cp.models import counter
+
+_log = logging.getLogger("lightning_cp")
+
+_WITHIN = "within `with strategy.draw_per({!r}):`, which ContextParallelMixin has as self.draw_per"
+
+Per = Literal["token", "row"]
+"""Of what random numbers are independent: of each token, or of each row of the batch."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a step that a rank holds."""
+
+    positions: torch.Tensor
+    """int64 [L], global."""
+    rows: int
+    data: tuple[int, int] = (0, 1)
+    """Rank and size of data parallelism: which rows of all these are."""
+    cp_rank: int = 0
+
+    @classmethod
+    def of(
+        cls, layout: SequenceLayout, cp_rank: int, rows: int, data: tuple[int, int] = (0, 1)
+    ) -> Tokens:
+        """Those of one rank."""
+        return cls(layout.positions(cp_rank), rows, data, cp_rank)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the tokens are in a shape: rows and tokens in two of its dimensions, or both in the first."""
+
+    row: int | None
+    token: int | None
+    """``None``: rows and tokens are one dimension, the first."""
+
+
+SOME = Place(-1, -1)
+"""The shape is of some of the rank's tokens: which ones cannot be said."""
+
+
+def place_of(
+    shape: Sequence[int], rows: int, tokens: int, *, not_last: bool = False
+) -> Place | None:
+    """Find rows and tokens in a shape; ``None``: it does not run along the tokens.
+
+    Args:
+        shape: of what is drawn.
+        rows: of the batch.
+        tokens: of a row, on this rank.
+        not_last: the last dimension is of features, though it is as long.
+    """
+    size: tuple[int, ...] = tuple(shape)
+    if not size or size == (rows,):
+        return None
+    if len(size) > 1 and size[1] == tokens and (len(size) > 2 or not not_last):
+        return Place(0, 1)
+    if size[0] == rows * tokens:
+        return Place(None, None)
+    if len(size) == 2 and size[0] == rows:
+        return None
+    if size[0] == tokens and len(size) > 2 and size[1] in (rows, 1):
+        return Place(1, 0)
+    for dim in range(2, len(size)):
+        if size[dim] == tokens and not (not_last and dim == len(size) - 1):
+            return Place(0, dim)
+    return Place(None, 0) if size[0] == tokens else None
+
+
+class TokenDraws:
+    """The random numbers of one model's steps, from ``begin`` to ``end``.
+
+    Args:
+        model: whose parameters' shapes are not taken for tokens'.
+        is_local: whether a module is being called that is left alone on each rank.
+    """
+
+    def __init__(self, model: nn.Module, is_local: Callable[[], bool] = lambda: False) -> None:
+        self._shapes = {tuple(p.shape) for p in model.parameters() if not is_lazy(p)}
+        self._widths = {size for shape in self._shapes for size in shape}
+        self._is_local = is_local
+        self._tokens: Tokens | None = None
+        self._tile = slice(None)
+        self._positions: dict[torch.device, torch.Tensor] = {}
+        self._thread = 0
+        self._per: list[Per] = []
+        self._off = 0
+        self._warned: set[str] = set()
+
+    def begin(self, tokens: Tokens) -> None:
+        """A step on these tokens begins; the one before it ends."""
+        self.end()
+        self._tokens, self._thread = tokens, threading.get_ident()
+        _active.append(weakref.ref(self))
+
+    def end(self) -> None:
+        """All is drawn as ever."""
+        self._tokens, self._per, self._off = None, [], 0
+        self._tile, self._positions = slice(None), {}
+        _active[:] = [ref for ref in _active if ref() not in (self, None)]
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Within, all is drawn as ever."""
+        self._off += 1
+        try:
+            yield
+        finally:
+            self._off = max(0, self._off - 1)
+
+    @contextmanager
+    def per(self, what: Per) -> Iterator[None]:
+        """Within, it is known what is drawn for, whatever its shape."""
+        self._per.append(what)
+        try:
+            yield
+        finally:
+            if self._per:
+                self._per.pop()
+
+    @contextmanager
+    def tile(self, at: slice) -> Iterator[None]:
+        """Within, the rank's tokens are these of them."""
+        self._tile = at
+        try:
+            yield
+        finally:
+            self._tile = slice(None)
+
+    def _local(self, device: torch.device) -> torch.Tensor:
+        """int64 [L]: positions of the tokens that there are now."""
+        assert self._tokens is not None
+        if device not in self._positions:  # copied once, and not for every call
+            self._positions[device] = self._tokens.positions.to(device)
+        return self._positions[device][self._tile]
+
+    @property
+    def applies(self) -> bool:
+        """The call that is made now belongs to the step: not to a thread that reads data, say."""
+        if self._tokens is None or self._off:
+            return False
+        own = threading.get_ident() == self._thread
+        # Threads of autograd, which recompute, are none of Python's.
+        return own or isinstance(threading.current_thread(), threading._DummyThread)
+
+    def place(
+        self, shape: Sequence[int], *, activation: bool = False, parameter: bool = False
+    ) -> Place | None:
+        """Where the step's tokens are in a shape; ``None``: ranks draw the same.
+
+        Args:
+            shape: of what is drawn.
+            activation: it is some layer's output. A last dimension as long as a side of a parameter is then
+                taken for features, while random numbers made by themselves may be [rows, tokens].
+            parameter: it is a parameter.
+        """
+        assert self._tokens is not None
+        asked = self._per[-1] if self._per else None
+        if parameter or asked == "row":
+            return None
+        rows, count = self._tokens.rows, len(self._tokens.positions[self._tile])
+        wide = count in self._widths and asked is None and (activation or len(shape) > 2)
+        found = place_of(shape, rows, count, not_last=wide)
+        if asked == "token":
+            return found or SOME
+        if found is None:
+            return SOME if activation and self._is_of_some(tuple(shape)) else None
+        if activation or tuple(shape) not in self._shapes or tuple(shape) == (rows, count):
+            return found
+        self.say(
+            f"random numbers of shape {tuple(shape)} are taken for those of a parameter of that shape, and "
+            f"are the same on all ranks that share a sample; they could be of this rank's {count} tokens, "
+            f"too. Draw them {_WITHIN.format('token')} (or 'row')."
+        )
+        return None
+
+    def _is_of_some(self, shape: tuple[int, ...]) -> bool:
+        """A layer's output without tokens or rows: an expert's tokens, say."""
+        assert self._tokens is not None
+        ones = (1, self._tokens.rows)
+        if self._is_local() or not shape or shape[0] in ones:
+            return False
+        if len(shape) > 2 and shape[1] in ones:
+            return False
+        self.say(
+            f"dropout of a tensor of shape {shape}, which has neither this rank's "
+            f"{len(self._tokens.positions)} tokens nor rows of the batch, is drawn for this rank alone, as "
+            "for some of its tokens. Where all ranks that share a sample hold the same, call it "
+            f"{_WITHIN.format('row')}."
+        )
+        return True
+
+    def say(self, line: str) -> None:
+        """Warn of it, once."""
+        assert self._tokens is not None
+        if line not in self._warned and self._tokens.cp_rank == 0 and self._tokens.data[0] == 0:
+            _log.warning(line)
+        self._warned.add(line)
+
+    def keys(self, seed: torch.Tensor, place: Place, shape: Sequence[int]) -> torch.Tensor:
+        """int64 [rows, L] of the tokens at a place; of the entries of the first dimension for ``SOME``."""
+        assert self._tokens is not None
+        if place == SOME:
+            alone = torch.full((1,), -1 - self._tokens.cp_rank, device=seed.device)
+            return counter.token_keys(seed, alone, _first(shape, seed.device))
+        count = self._tokens.rows if place.token is None else 1
+        count = count if place.row is None else shape[place.row]
+        rank, size = self._tokens.data
+        rows = torch.arange(count, device=seed.device) * size + rank
+        return counter.token_keys(seed, rows, self._local(seed.device))
+
+
+_active: list[weakref.ref[TokenDraws]] = []
+"""Those of steps that are active, the last one last; what is global must not keep a model alive."""
+
+
+def _last() -> TokenDraws | None:
+    while _active and _active[-1]() is None:
+        _active.pop()
+    return _active[-1]() if _active else None
+
+
+def current() -> TokenDraws | None:
+    """Those of the step that the call made now belongs to."""
+    draws = _last()
+    return draws if draws is not None and draws.applies else None
+
+
+class TileDraws:
+    """The random numbers of a call that is made tile by tile: each token's are those of one call."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._x = x
+        self._start: Any = None
+
+    @contextmanager
+    def tile(self, at: slice) -> Iterator[None]:
+        """Within, the tokens ``at`` of the rank's; every tile draws the seeds that the first one draws."""
+        draws = current()
+        if draws is None:
+            yield
+            return
+        if self._start is None:
+            self._start = torch.get_rng_state(), *get_device_states(self._x)
+        else:
+            own, devices, states = self._start
+            torch.set_rng_state(own)
+            set_device_states(devices, states, device_type=self._x.device.type)
+        with draws.tile(at):
+            yield
+
+
+# -- numbers for a shape --------------------------------------------------------------------------
+
+
+def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
+    """int64 []: from the generator that would have drawn the numbers, and on its device."""
+    at = device if generator is None else generator.device
+    seed = _ORIGINAL["randint"](2**62, (), dtype=torch.int64, device=at, generator=generator)
+    return seed.to(device)
+
+
+_ORIGINAL = {"randint": torch.randint}
+"""Within a container, where it is not replaced."""
+
+
+def _arranged(x_RLF: torch.Tensor, place: Place | None, shape: Sequence[int]) -> torch.Tensor:
+    """As the shape wants it: rows and tokens in their places."""
+    if place in (None, SOME) or place.token is None:
+        return x_RLF.reshape(tuple(shape))
+    dims = [place.token] if place.row is None else [place.row, place.token]
+    dims += [dim for dim in range(len(shape)) if dim not in dims]
+    x = x_RLF[0] if place.row is None else x_RLF
+    x = x.reshape([shape[dim] for dim in dims])
+    return x.permute([dims.index(dim) for dim in range(len(shape))])
+
+
+def _draw(
+    make: Callable[[torch.Tensor, int], torch.Tensor],
+    seed: torch.Tensor,
+    shape: Sequence[int],
+    *,
+    activation: bool,
+) -> torch.Tensor:
+    """What ``make`` makes of keys [R, L] and a number of features, in a shape."""
+    draws, count = current(), math.prod(shape)
+    place = None if draws is None else draws.place(shape, activation=activation)
+    if draws is not None and place is not None:
+        keys = draws.keys(seed, place, shape)
+    else:  # compiled code has no other way to draw what is equal on all ranks
+        keys = counter.token_keys(seed, seed.new_zeros(1), _first(shape, seed.device))
+    features = count // keys.numel() if count else 0
+    return _arranged(make(keys, features), place, shape).contiguous()
+
+
+def _first(shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.arange(shape[0] if shape else 1, device=device)
+
+
+def drops(x: torch.Tensor, seed: torch.Tensor, p: float, feature: bool) -> torch.Tensor:
+    """bool, of the shape of ``x``: what dropout takes; [N, C, 1, ...] where it takes whole features."""
+    shape = (*x.shape[:2], *[1] * (x.dim() - 2)) if feature else x.shape
+    return _draw(lambda keys, count: counter.happens(keys, count, p), seed, shape, activation=True)
+
+
+def words(x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+    """int64, of the shape of ``x``: 64 random bits each."""
+    return _draw(counter.words, seed, x.shape, activation=False)
+
+
+# Compiled code calls operators: its graphs have one node, and do not depend on the batch's layout.
+_library = torch.library.Library("lightning_cp", "DEF")
+_library.define("token_drops(Tensor x, Tensor seed, float p, bool feature) -> Tensor")
+_library.define("token_words(Tensor x, Tensor seed) -> Tensor")
+_library.impl("token_drops", drops, "CompositeExplicitAutograd")
+_library.impl("token_words", words, "CompositeExplicitAutograd")
+
+
+def _drops_on_meta(x: torch.Tensor, seed: torch.Tensor, p: float, feature: bool) -> torch.Tensor:
+    shape = (*x.shape[:2], *[1] * (x.dim() - 2)) if feature else x.shape
+    return x.new_empty(shape, dtype=torch.bool)
+
+
+def _words_on_meta(x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=torch.int64)
+
+
+_library.impl("token_drops", _drops_on_meta, "Meta")
+_library.impl("token_words", _words_on_meta, "Meta")
+
+
+@contextmanager
+def as_ever() -> Iterator[None]:
+    """Within, all is drawn as ever: by an optimizer, or by what reads the next batch."""
+    draws = _last()
+    with nullcontext() if draws is None else draws.off():
+        yield
+
+
+@contextmanager
+def draw_per(what: Per) -> Iterator[None]:
+    """Within, it is known what is drawn for, whatever its shape.
+
+    Raises:
+        ConfigError: neither ``token`` nor ``row``.
+    """
+    if what not in ("token", "row"):
+        raise ConfigError(
+            f"draw_per is 'token' or 'row', got {what!r}. Numbers of tokens differ between ranks that share "
+            "a sample, numbers of rows are equal on them."
+        )
+    draws = _last()
+    with nullcontext() if draws is None else draws.per(what):
+        yield
