@@ -193,13 +193,12 @@ def _normal(name: str, original: Any) -> Callable[..., torch.Tensor]:
     @wraps(original)
     def normal(*args: Any, **kwargs: Any) -> torch.Tensor:
         mean, std = (*args, *[kwargs[x] for x in ("mean", "std") if x in kwargs], 1.0)[:2]
-        tensors = [x for x in (mean, std) if isinstance(x, torch.Tensor)]
-        if not tensors or not _is_along(
-            torch.broadcast_shapes(*(x.shape for x in tensors)), kwargs
-        ):
+        tensors = [x.detach() for x in (mean, std) if isinstance(x, torch.Tensor)]
+        shapes = [x.shape for x in tensors]
+        if not tensors or not _is_along(torch.broadcast_shapes(*shapes), kwargs):
             return original(*args, **kwargs)
-        empty = torch.empty_like(sum(x.detach() for x in tensors))
-        return empty.normal_(generator=kwargs.get("generator")) * std + mean
+        empty = torch.empty_like(tensors[0] + tensors[-1])
+        return (empty.normal_(generator=kwargs.get("generator")) * std + mean).detach()
 
     return normal
 

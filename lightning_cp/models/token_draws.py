@@ -82,7 +82,7 @@ def place_of(
         not_last: the last dimension is of features, though it is as long.
     """
     size: tuple[int, ...] = tuple(shape)
-    if not size or size == (rows,):
+    if len(size) == 0 or size == (rows,):
         return None
     if len(size) > 1 and size[1] == tokens and (len(size) > 2 or not not_last):
         return Place(0, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+DRAWS = "tests/models/test_token_draws.py"
 HF = "tests/models/test_hf.py"
 OWN = "lightning_cp/models/hf_own.py"
 MATRIX = "tests/models/test_matrix.py::test_every_family"
@@ -96,6 +97,14 @@ MODEL_MUTANTS = (
         "        added[TARGETS] = shifted.aligned_labels.roll(1, -1)\n",
         ("tests/strategies/test_positions.py::test_targets_are_there_on_one_rank",),
         "One device would train on other targets than two.",
+    ),
+    Mutant(
+        "tokens draw by their place on the rank",
+        "lightning_cp/models/token_draws.py",
+        "return self._positions[device][self._tile]",
+        "return torch.arange(len(self._positions[device]))[self._tile]",
+        (f"{DRAWS}::test_ranks_draw_together_what_one_draws[dropout]",),
+        "Ranks that share a sample drop the same features of different tokens.",
     ),
 )
 """All seeded mutants of them."""

@@ -129,7 +129,7 @@ class Noisy(Small):
         """After a micro-batch."""
         self.result.masks.append(self.model.blocks[0].noise.mask.clone())  # type: ignore[union-attr]
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         self.note()
         self.result.losses.append(float(self.trainer.callback_metrics["loss"]))
 
