@@ -25,7 +25,13 @@ def loss_scale(valid: Sequence[int], cp_rank: int) -> float:
     return valid[cp_rank] * len(valid) / total if total else 0.0
 
 
-def average_weight(valid: Sequence[int], cp_rank: int) -> float:
+def declared_scale(counts: torch.Tensor, cp_rank: int) -> torch.Tensor:
+    """As ``loss_scale``, of counts that are on a device, where they stay."""
+    total = counts.sum()
+    return torch.where(total > 0, counts[cp_rank] * len(counts) / total, 0.0)
+
+
+def average_weight(valid: Sequence[float], cp_rank: int) -> float:
     """This rank's share of the group's targets, for averages that are logged."""
     total = sum(valid)
     return valid[cp_rank] / total if total else 1.0 / len(valid)

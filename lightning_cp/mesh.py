@@ -23,6 +23,7 @@ from lightning_cp.comm.dtensor_caches import forget_meshes
 from lightning_cp.comm.groups import gloo_group, gloo_mesh, is_fake, warm_up
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
+from lightning_cp.loss_terms import note_sequence
 
 
 class ContextParallelMesh:
@@ -210,7 +211,9 @@ class ContextParallelMesh:
         self.require_layout(layout)
         if self.cp_size == 1:
             return layout.unshard([x_local], dim=dim)
-        return layout.unshard(all_gather(x_local, self.group(Flat.CP)), dim=dim)
+        whole = layout.unshard(all_gather(x_local, self.group(Flat.CP)), dim=dim)
+        note_sequence(whole)
+        return whole
 
     def require_layout(self, layout: SequenceLayout) -> None:
         """Refuse a layout that was made for other sizes.

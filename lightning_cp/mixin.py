@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.logs.token_mean import RATIO_HOOK, show_ratio, where_counted
+from lightning_cp.loss_terms import declared_count, divisor
 
 
 class ContextParallelMixin:
@@ -50,9 +51,34 @@ class ContextParallelMixin:
         return None
 
     def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """A local tensor of the current step, whole, in original order and length, on every rank."""
+        """A local tensor of the current step, whole, in original order and length, on every rank.
+
+        Differentiable. A loss of it is the same on every rank, and its gradients are those of one process.
+        """
         strategy = _strategy_of(self)
         return strategy.unshard(x, dim=dim) if hasattr(strategy, "unshard") else x
+
+    def count_targets(self, counted: torch.Tensor | float) -> torch.Tensor:
+        """Declare what the loss of this step counts, where that is not the batch's labels.
+
+        For targets that the step draws or leaves out, for weights of classes or of tokens, and for a mean by
+        hand::
+
+            loss = (token_losses * masked).sum() / self.count_targets(masked)
+
+        Every rank calls it, before backward; a Hugging Face model that is given ``labels=`` is called
+        after it. Without context parallelism it only counts.
+
+        Args:
+            counted: a mask of this rank's tokens, their weights, or how many targets this rank counts.
+
+        Returns:
+            The count of this rank, and 1 where it is 0: what a sum over targets is to be divided by.
+        """
+        strategy = _strategy_of(self)
+        if hasattr(strategy, "count_targets"):
+            return strategy.count_targets(counted)
+        return divisor(declared_count(counted))
 
     def token_positions(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """int64 [B or 1, L]: the positions of a step's tokens in the whole sequence, 0 for padding.

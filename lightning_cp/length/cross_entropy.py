@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.length.chunked_losses import Change, ChunkedLosses
+from lightning_cp.loss_terms import note_mean
 
 DEFAULT_CHUNK_TOKENS = 1024
 """Enough for matrix products at full speed, and for reading the weight's gradient seldom."""
@@ -115,7 +116,12 @@ def changed_cross_entropy(
     losses = losses.where(counts, 0)  # its backward lets nothing through, not even an infinity
     if reduction == "none":
         return losses.view(targets_BL.shape)
-    return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
+    if reduction == "sum":
+        return losses.sum()
+    count = counts.sum()
+    mean = losses.sum() / count
+    note_mean(mean, count)
+    return mean
 
 
 def check_chunk_tokens(name: str, value: object) -> None:

@@ -23,6 +23,7 @@ from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.comm.agreement import lists_of_ranks
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.api import Request
+from lightning_cp.loss_terms import note_tokens
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.models.checks import Checks
 from lightning_cp.models.max_logits import Collector, Inputs, Tell, plan_by_kernel, plan_of_pass
@@ -120,6 +121,7 @@ class SwapHandle:
             listener(plan, q, out)
         state.need_gradients.append(out.requires_grad)
         if out.requires_grad:
+            note_tokens(out)
             out.register_hook(state.note_gradient)
         state.calls += 1
         return out

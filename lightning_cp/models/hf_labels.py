@@ -8,6 +8,7 @@ import torch
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.labels import IGNORED_LABEL
+from lightning_cp.loss_terms import divisor
 from lightning_cp.models.hf_signature import parameters_of, takes_extra
 from lightning_cp.models.step_state import StepState
 
@@ -44,11 +45,13 @@ def complete_labels(model: Any, given: dict[str, Any], state: StepState) -> None
         )
     _refuse_other_kind(name, kind, given, state)
     targets = _shifted(given, state) if kind == "shift" else given["labels"]
-    counted = state.aligned_labels
-    if counted is not None and not same(targets, counted) and _count(targets) != state.valid_local:
+    known = state.aligned_labels
+    # What was counted in the step is compared with what the loss counts before the optimizer's step.
+    changed = known is not None and state.counted is None and not same(targets, known)
+    if changed and _count(targets) != state.valid_local:
         raise ConfigError(_CHANGED)
     # A mean over no targets is 0/0; a sum divided by 1 is the 0 that it should be.
-    items = max(state.valid_local, 1)
+    items = divisor(state.targets)
     asked = given.get("num_items_in_batch")
     if asked is not None and float(asked) != items:
         raise ConfigError(
@@ -106,7 +109,9 @@ def _refuse_other_kind(
 _CHANGED = (
     "labels= are not the batch's, or were changed after it was sharded: shifting them now would be wrong "
     "at every seam between ranks, and the loss is weighted by the targets that were counted then. Pass "
-    "the labels of the batch, and change them before (in on_after_batch_transfer or the dataset)."
+    "the labels of the batch, and change them before (in on_after_batch_transfer or the dataset). Targets "
+    "that the step draws: call count_targets(mask) before the model; one that shifts takes them as "
+    "shift_labels=, the target of each token."
 )
 
 

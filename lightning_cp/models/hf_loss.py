@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.loss_terms import note_mean
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf_labels import label_alignment
 from lightning_cp.untraced import untraced
@@ -68,6 +69,8 @@ class LossWatch:
     def _note(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
         if self._is_ours(kwargs):
             self._made = loss.detach().clone()
+            assert self._handle.state is not None
+            note_mean(loss, self._handle.state.targets)
 
     def _is_ours(self, kwargs: dict[str, Any]) -> bool:
         if self._given is None:

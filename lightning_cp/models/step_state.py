@@ -28,6 +28,8 @@ class StepState:
     """[B, L]: a copy of the labels as the step gets them (not shifted), to see whether it changes them."""
     valid_local: int = 0
     """Targets on this rank that are not -100."""
+    counted: torch.Tensor | None = None
+    """Targets on this rank by ``count_targets``, in place of ``valid_local``."""
     loss_outside: bool = False
     """It was declared how the step reads labels, so it may compute the loss itself."""
     labels_read: str = ""
@@ -55,6 +57,11 @@ class StepState:
 
     weighted: bool = False
     """A loss of this step was given its weight, as the strategy's ``backward`` does."""
+
+    @property
+    def targets(self) -> torch.Tensor | int:
+        """What this rank's loss is a mean over."""
+        return self.valid_local if self.counted is None else self.counted
 
     def note_gradient(self, gradient: torch.Tensor) -> None:
         """A hook for the outputs of attention calls.

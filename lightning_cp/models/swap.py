@@ -18,6 +18,7 @@ from lightning_cp.models.handle import SwapHandle as SwapHandle
 from lightning_cp.models.held import refuse_held
 from lightning_cp.models.hf import swap_hf
 from lightning_cp.models.litgpt import litgpt_models, require_whole, swap_litgpt
+from lightning_cp.models.loss_functions import follow_losses
 from lightning_cp.models.mixing import refuse_mixing
 from lightning_cp.models.others import refuse_others
 from lightning_cp.models.pooling import watch_pooling
@@ -74,6 +75,7 @@ def swap_attention(
         swaps = {root: swap_hf(root, handle) for root in chosen}
         swaps.update({root: swap_litgpt(root, handle) for root in litgpts})
         swap_sdpa(handle)
+        follow_losses(handle)
         refuse_others(handle)
         follow_calls(model, handle, listed, alone)
         watch_attention(model, handle, alone)

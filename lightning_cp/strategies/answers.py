@@ -48,8 +48,30 @@ class Answers:
         return self._core.explain()
 
     def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """A local tensor of the current step, whole, in original order and length, on every rank."""
+        """A local tensor of the current step, whole, in original order and length, on every rank.
+
+        Differentiable. A loss of it is the same on every rank, and its gradients are those of one process.
+        """
         return self._core.unshard_tensor(x, dim)
+
+    def count_targets(self, counted: torch.Tensor | float) -> torch.Tensor:
+        """Declare what the loss of this step counts, where that is not the batch's labels.
+
+        For targets that the step draws or leaves out, for weights of classes or of tokens, and for a mean by
+        hand. Every rank calls it, before backward; a Hugging Face model that is given ``labels=`` is
+        called after it. Averages of the step follow it too. Each call adds up one number per rank on the
+        device, which the host does not wait for (with ``token_weighting="global"`` it does).
+
+        Args:
+            counted: a mask of this rank's tokens, their weights, or how many targets this rank counts.
+
+        Returns:
+            The count of this rank, and 1 where it is 0: what a sum over targets is to be divided by.
+
+        Raises:
+            ConfigError: no count, or a second one for the same loss.
+        """
+        return self._core.count_targets(counted)
 
     def average(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over the group, weighted by targets: what one process would show of this step."""

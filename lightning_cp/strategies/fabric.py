@@ -85,9 +85,11 @@ class UlyssesRingStrategy(FabricSetup):
             ConfigError: no model was set up, or a step that cannot be compared.
         """
         self._end_last_step()
-        return FabricParity(self._core, self._engine, self._models, self.precision).check(
+        line = FabricParity(self._core, self._engine, self._models, self.precision).check(
             batch, step, partial(super().backward, module=None)
         )
+        self._core.ask_for_counts = None
+        return line
 
     def _end_last_step(self) -> None:
         try:

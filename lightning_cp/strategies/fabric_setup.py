@@ -24,6 +24,7 @@ from lightning_cp.strategies.loaders.draws import going_on
 from lightning_cp.strategies.loaders.proxy import LoaderProxy
 from lightning_cp.strategies.resume.fabric import RunState
 from lightning_cp.strategies.saves.fabric import FabricSaves
+from lightning_cp.strategies.step.counts import ASK
 from lightning_cp.strategies.step.max_logits import adopted
 from lightning_cp.strategies.trainer_hooks import STEPS
 from lightning_cp.strategies.watch.alike import require_same_model, require_same_optimizers
@@ -36,6 +37,11 @@ class FabricSetup(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStra
     def __init__(self, *args: Any, shard_dataloaders: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_asked(self._core.settings, given="parity_check" in kwargs)
+        self._core.ask_for_counts = ASK.format(
+            count="fabric.strategy.count_targets",
+            check="compare the step with one process by fabric.strategy.check_parity(batch, step)",
+            unshard="fabric.strategy.unshard",
+        )
         self._shard_dataloaders = shard_dataloaders
         self._models = nn.ModuleList()
         self._optimizers: list[Optimizer] = []

@@ -181,7 +181,7 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
         self._engine.before_data = self._core.before_data
         self._core.follow_unreduced(self._engine.unreduced)
         self._pretrained = Pretrained(settings.pretrained, offload=settings.cpu_offload)
-        self._guard = FiniteGuard(check_finite)
+        self._guard = FiniteGuard(check_finite, self._core.counts)
         self._replaced = Replaced()
         self._prepare_saves()
 

@@ -20,9 +20,9 @@ from tests.strategies.test_fabric import fabric_of
 
 
 def loop(
-    rank: int, world_size: int, name: str, settings: dict[str, Any], checked: bool
+    rank: int, world_size: int, name: str, settings: dict[str, Any], checked: int | None
 ) -> tuple[torch.Tensor, str]:
-    """Weights after three steps, and what a check before the second one said."""
+    """Weights after three steps, and what a check before the step ``checked`` said."""
     fabric = fabric_of(world_size, settings)
     fabric.launch()
     strategy: Any = fabric.strategy
@@ -34,7 +34,7 @@ def loop(
     rows, line = modules.rows(6), ""
     for at in range(3):
         batch = default_collate(rows[2 * at : 2 * at + 2])
-        if checked and at == 1:
+        if at == checked:
             line = strategy.check_parity(batch, model)
         loss = model(strategy.shard_batch(batch))
         fabric.backward(loss)
@@ -60,8 +60,8 @@ class Network(torch.nn.Module):
 )
 def test_the_loop_is_the_one_without(ranks: int, mode: dict[str, Any], engine: str) -> None:
     settings = {**mode, "data_parallel": engine}
-    want = run_ranks(ranks, loop, "Healthy", settings, False, timeout=60)
-    got = run_ranks(ranks, loop, "Healthy", settings, True, timeout=60)
+    want = run_ranks(ranks, loop, "Healthy", settings, None, timeout=60)
+    got = run_ranks(ranks, loop, "Healthy", settings, 1, timeout=60)
     for (a, line), (b, _) in zip(got, want, strict=True):
         assert torch.equal(a, b)
         assert "agree on 96 tokens (float64" in line
@@ -71,7 +71,7 @@ def test_the_loop_is_the_one_without(ranks: int, mode: dict[str, Any], engine: s
 @pytest.mark.parametrize("name", ["OfTargets", "OfTargetsIfAny"])
 def test_targets_of_the_batch(name: str, engine: str) -> None:
     settings = {**RING, "labels": "shift", "data_parallel": engine}
-    for _, line in run_ranks(2, loop, name, settings, True, timeout=60):
+    for _, line in run_ranks(2, loop, name, settings, 0, timeout=60):
         assert worst(line) < 1e-10
 
 
@@ -87,7 +87,7 @@ def test_targets_of_the_batch(name: str, engine: str) -> None:
 def test_faults_are_named(name: str, cause: str, engine: str) -> None:
     settings = {**RING, "data_parallel": engine}
     match = f"Likely cause: {cause}"
-    expect_on_every_rank(2, loop, name, settings, True, error=ParityError, match=match)
+    expect_on_every_rank(2, loop, name, settings, 0, error=ParityError, match=match)
 
 
 def mixed(rank: int, world_size: int) -> str:

@@ -120,6 +120,7 @@ def loop(rank: int, world_size: int, engine: str) -> None:
                 before.append(len(calls))
                 local = strategy.shard_batch(batch)
                 logits = model(local["input_ids"], local["position_ids"])
+                strategy.count_targets(local["labels"] != -100)
                 fabric.backward(logits.square().mean())
                 optimizer.step()
         finally:

@@ -64,6 +64,7 @@ def empty(rank: int, world_size: int, engine: str, offload: bool) -> Any:
     weights = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
     strategy: Any = fabric.strategy
     part = strategy.shard_batch({key: x[None] for key, x in samples(1)[0].items()})
+    strategy.count_targets(part["labels"] != -100)
     loss = wrapped(part["input_ids"], part["position_ids"]).square().mean()
     fabric.backward(loss)
     return weights, bool(loss.isfinite())

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.strategies.step.counts import TargetCounts
 from lightning_cp.strategies.watch.finite import FiniteGuard, Step
 from lightning_cp.strategies.watch.rates import numbers_of, settings_of
 from tests.pool import run_ranks
@@ -97,7 +98,7 @@ def test_equal_numbers_are_equal() -> None:
 def voted(rank: int, world: int) -> str:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
-    guard = FiniteGuard(checks=True)
+    guard = FiniteGuard(checks=True, counts=TargetCounts())
     guard.note_loss(None)
     for p in model.parameters():
         p.grad = torch.full_like(p, torch.inf)  # which is the scaler's business

@@ -13,6 +13,7 @@ from lightning_cp.batch.documents import padding_mask_of
 from lightning_cp.containers import tensors_of
 from lightning_cp.errors import ParityError
 from lightning_cp.layout import SequenceLayout
+from lightning_cp.mesh import Flat
 from lightning_cp.parity.compare import Comparison, allowing
 from lightning_cp.parity.passes import Part, Pass
 from lightning_cp.parity.prefix import prefix_of
@@ -46,7 +47,10 @@ class ParityCheck:
         rank_zero_info(begins(tokens))
         base = self._base(part)
         if base.is_fault:
-            raise ParityError(Explaining(self.runner).explain(*self._shortest(part, base)))
+            core = self.runner.core
+            counted = core.counts_aside.difference(core.mesh.control_group(Flat.LOSS))
+            told = Explaining(self.runner).explain(*self._shortest(part, base))
+            raise ParityError(told if counted is None else f"{told}\nBesides, {counted}")
         chunked = self.runner.core.settings.loss_chunk_tokens is not None
         return healthy(base, tokens, time.monotonic() - started, chunked=chunked)
 

@@ -19,6 +19,7 @@ from lightning_cp.strategies.parity.check import ParityCheck
 from lightning_cp.strategies.parity.dtypes import dtypes_of
 from lightning_cp.strategies.parity.runner import CannotRun, Runner, Step
 from lightning_cp.strategies.step.core import ContextParallelCore
+from lightning_cp.strategies.step.counts import ASK
 
 _log = logging.getLogger("lightning_cp")
 
@@ -35,6 +36,10 @@ class TrainerParity:
         """What the last check said."""
         self.left_out: str | None = None
         """Why it could not be made."""
+        if core.settings.parity_check == "off":
+            self._ask(
+                "leave parity_check='off' away, so that the step is compared with one process"
+            )
 
     def before_batch(self, module: Any, batch: Any, callback: ContextParallelCallback) -> None:
         """All ranks come here with a batch that is about to be trained on, by ``callback`` sharded.
@@ -65,6 +70,7 @@ class TrainerParity:
         except CannotRun as why:
             self._say_left_out(str(why))
             return
+        self._core.ask_for_counts = None
         rank_zero_info(self.healthy)
 
     def _is_due(self, trainer: Any) -> bool:
@@ -83,8 +89,15 @@ class TrainerParity:
 
     def _say_left_out(self, why: str) -> None:
         self.left_out = why
+        self._ask(
+            f"let the parity check compare the step with one process (it was left out: {why})"
+        )
         if self._is_first_rank:
             _log.warning("parity_check was left out: %s. parity_check='off' says nothing.", why)
+
+    def _ask(self, check: str) -> None:
+        names = {"count": "self.count_targets", "unshard": "self.unshard"}
+        self._core.ask_for_counts = ASK.format(**names, check=check)
 
     @property
     def _is_first_rank(self) -> bool:

@@ -34,10 +34,10 @@ class _Accumulation:
     """The batches in the gradients of one optimizer."""
 
     batches: int = 0
-    targets: int = 0
+    targets: float = 0
     last: object | None = None
 
-    def include(self, batch: object, targets: int) -> None:
+    def include(self, batch: object, targets: float) -> None:
         """Count a batch once, however many backward passes it has."""
         if self.last is not batch:
             self.batches, self.targets, self.last = self.batches + 1, self.targets + targets, batch
@@ -47,7 +47,7 @@ class AccumulatedTokens:
     """Follows what each optimizer has accumulated: several may step at different times."""
 
     def __init__(self) -> None:
-        self._unit = 1
+        self._unit = 1.0
         self._accumulated: WeakKeyDictionary[Optimizer, _Accumulation] = WeakKeyDictionary()
         self.unreduced: Callable[[], Unreduced] = tuple
         """What an engine keeps elsewhere than in ``grad`` until a later backward."""
@@ -55,7 +55,7 @@ class AccumulatedTokens:
     def weight(
         self,
         batch: object,
-        targets: int,
+        targets: float,
         optimizers: Iterable[Optimizer],
         group: dist.ProcessGroup | None,
     ) -> float:

@@ -7,12 +7,50 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.optim import Optimizer
 
+from lightning_cp.errors import ConfigError
+from lightning_cp.loss_terms import counted_means, declared_count, divisor
 from lightning_cp.strategies.step.accumulation import Unreduced
+from lightning_cp.strategies.step.counts import TargetCounts
 from lightning_cp.strategies.step.values import StepValues
 
 
 class StepLosses(StepValues):
     """Of the current step, from its forward to its optimizer's step."""
+
+    def count_targets(self, counted: torch.Tensor | float) -> torch.Tensor:
+        """Weight this step's loss by what it counts on this rank, and not by the batch's labels.
+
+        Returns:
+            The count of this rank, and 1 where it is 0: what a sum over targets is to be divided by.
+
+        Raises:
+            ConfigError: no count, or a second one for the same loss.
+        """
+        count = declared_count(counted)
+        state = self._handle.state if self._handle is not None else None
+        if self._loss is not None and state is not None:
+            self.before_data()
+            self._loss.declare(count)
+            state.counted = count
+            self._counts_declared |= not self._is_aside
+        return divisor(count)
+
+    def _require_known(self, loss: torch.Tensor) -> None:
+        """Compare what a loss counts with its weight; refuse one that nobody has looked at.
+
+        Raises:
+            ConfigError: saying what to declare.
+        """
+        if self._loss is None or not self._loss.depends_on_counts:
+            return
+        means = counted_means(loss)
+        if self._is_aside:
+            self.counts_aside = TargetCounts()
+            self.counts_aside.note(means or (), self._loss.targets)
+        elif means is not None:
+            self.counts.note(means, self._loss.targets)
+        elif self.ask_for_counts is not None and not self._counts_declared:
+            raise ConfigError(self.ask_for_counts)
 
     def follow_unreduced(self, unreduced: Callable[[], Unreduced]) -> None:
         """Have windows of accumulation know of gradients that an engine keeps elsewhere than in ``grad``."""
@@ -41,6 +79,7 @@ class StepLosses(StepValues):
             self._handle.require_same_gradients()
         if self._loss is None:
             return loss
+        self._require_known(loss)
         return self._loss.scale(loss, optimizers, automatic=automatic)
 
     def takes_own_weights(self) -> None:

@@ -40,6 +40,8 @@ class Sharding:
     """Some rank of the ``loss`` group has no targets (in training; of the cp group elsewhere)."""
     targets: int
     """Of all data ranks in training; of this one elsewhere."""
+    trains: bool
+    """Ranks with other samples take the same step together."""
     choice: LayoutChoice | None = None
     """Why it has its layout, if nobody asked for one."""
 
@@ -98,7 +100,8 @@ def shard_agreed(
         warnings.warn("a batch has no valid label at all: it adds nothing.", stacklevel=2)
     part = shard_batch(whole, layout, mesh.cp_rank, rules, valid)
     told = choice if rule.kind == "auto" else None
-    return Sharding(part, position_facts_of(whole, layout), empty > 0, targets, told)
+    facts_of_positions = position_facts_of(whole, layout)
+    return Sharding(part, facts_of_positions, empty > 0, targets, training, told)
 
 
 def shared_with(batch: Any, before: ShardedBatch | None) -> list[str]:

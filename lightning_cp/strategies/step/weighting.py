@@ -9,8 +9,16 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_cp.comm.agreement import agree
+from lightning_cp.comm.reduce import all_sum
 from lightning_cp.errors import ConfigError, NonFiniteError
-from lightning_cp.loss import average_weight, loss_scale, mute, require_connected, require_muted
+from lightning_cp.loss import (
+    average_weight,
+    declared_scale,
+    loss_scale,
+    mute,
+    require_connected,
+    require_muted,
+)
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.models.swap import StepState
 from lightning_cp.strategies.step.accumulation import AccumulatedTokens
@@ -28,22 +36,65 @@ class StepLoss:
     ) -> None:
         self._mesh = mesh
         self._accumulated = windows
-        self._targets = sharding.targets
+        self._trains = sharding.trains
+        self._targets: float = sharding.targets
         self._valid = sharding.part.valid
         self._some_rank_empty = sharding.some_rank_empty
         self._muted: torch.Tensor | None = None
         self._own: torch.Tensor | None = None
+        self._declared: torch.Tensor | None = None
+        self._is_used = False
 
     @property
     def shares(self) -> list[float]:
-        """Each cp rank's share of the group's targets: what averages over ranks are weighted by."""
-        return [average_weight(self._valid, rank) for rank in range(len(self._valid))]
+        """Each cp rank's share of the group's targets: what averages over ranks are weighted by.
+
+        It waits for the device where targets were declared.
+        """
+        counts = self._valid if self._declared is None else self._declared.tolist()
+        return [average_weight(counts, rank) for rank in range(len(counts))]
+
+    @property
+    def targets(self) -> torch.Tensor | int:
+        """Of this rank: what its loss should be a mean over."""
+        counts = self._valid if self._declared is None else self._declared
+        return counts[self._mesh.cp_rank]
+
+    @property
+    def depends_on_counts(self) -> bool:
+        """Whether other counts would give other gradients."""
+        return self._mesh.cp_size > 1 or self._accumulated is not None
+
+    def declare(self, count: torch.Tensor) -> None:
+        """From here on the loss of this rank counts so many targets, and not the batch's labels. Collective.
+
+        One sum over the group on its device, of a number per rank, which nothing waits for on the host; with
+        ``token_weighting="global"`` over all ranks, and the host waits for it.
+
+        Raises:
+            ConfigError: a second count before the loss of the first went backward, or in one batch where
+                windows of accumulation are weighted.
+        """
+        of_window = self._accumulated is not None and self._trains
+        if self._declared is not None and (of_window or not self._is_used):
+            raise ConfigError(_TWICE)
+        mesh, self._is_used = self._mesh, False
+        ranks = mesh.cp_size * (mesh.data_size if of_window else 1)
+        first = mesh.data_rank * mesh.cp_size if of_window else 0
+        counts = torch.zeros(ranks, dtype=torch.float64, device=mesh.device_type)
+        counts[first + mesh.cp_rank] = count.to(counts)
+        if ranks > 1:
+            counts = all_sum(counts, mesh.group(Flat.LOSS if of_window else Flat.CP))
+        self._declared = counts[first : first + mesh.cp_size]
+        if of_window:
+            self._targets = float(counts.sum())
 
     def own(self, loss: torch.Tensor) -> torch.Tensor | None:
         """The mean over this rank's targets, of which ``loss`` may be the group's; ``None`` without any."""
-        if not self._valid[self._mesh.cp_rank]:
-            return None
-        return loss if self._own is None else self._own
+        own = loss if self._own is None else self._own
+        if self._declared is not None:
+            return torch.where(self._declared[self._mesh.cp_rank] > 0, own.detach(), 0.0)
+        return own if self._valid[self._mesh.cp_rank] else None
 
     def scale(
         self, loss: torch.Tensor, optimizers: Iterable[Optimizer], *, automatic: bool = False
@@ -51,7 +102,10 @@ class StepLoss:
         """The loss to call backward on: it has its own value still, for hooks that read it."""
         rank = self._mesh.cp_rank
         weight = self._weight(optimizers, automatic)
-        if self._valid[rank]:
+        self._is_used = True
+        if self._declared is not None:
+            weighted = loss * (declared_scale(self._declared, rank) * weight).to(loss)
+        elif self._valid[rank]:
             weighted = loss * (loss_scale(self._valid, rank) * weight)
         else:
             self._muted = loss.detach() if self._own is None else self._own
@@ -69,7 +123,8 @@ class StepLoss:
             return 1.0
         group = None if automatic else self._mesh.control_group(Flat.LOSS)
         of_window = self._accumulated.weight(self, self._targets, optimizers, group)
-        share = sum(self._valid) / self._targets if self._targets else 0.0
+        counts = self._valid if self._declared is None else self._declared.tolist()
+        share = sum(counts) / self._targets if self._targets else 0.0
         return share * self._mesh.data_size * of_window
 
     def require(self, loss: torch.Tensor | None) -> None:
@@ -106,6 +161,12 @@ class StepLoss:
             except NonFiniteError as refused:
                 error = refused
         agree({}, self._mesh.control_group(Flat.LOSS), what="loss", error=error)
+
+
+_TWICE = (
+    "count_targets was called twice for one loss. Call it once before each backward, with all that the loss "
+    "counts; with token_weighting='global' once in a batch."
+)
 
 
 class _Shown(torch.autograd.Function):

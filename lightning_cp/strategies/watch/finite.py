@@ -29,6 +29,7 @@ from lightning_cp.comm.local import local_part
 from lightning_cp.comm.vote import tally
 from lightning_cp.containers import tensors_of
 from lightning_cp.errors import NonFiniteError
+from lightning_cp.strategies.step.counts import TargetCounts
 from lightning_cp.strategies.watch.rates import numbers_of, refuse_settings
 
 WHAT = "end of a step"
@@ -51,10 +52,12 @@ class FiniteGuard:
 
     Args:
         checks: whether values that are not finite are an error.
+        counts: of the losses of a step, which are looked at in any case.
     """
 
-    def __init__(self, checks: bool) -> None:
+    def __init__(self, checks: bool, counts: TargetCounts) -> None:
         self._checks = checks
+        self._counts = counts
         self._bad_loss: torch.Tensor | None = None
         self._voted: set[int] = set()  # optimizers, since the last backward
         self.wish: Callable[[], int] | None = None
@@ -83,28 +86,33 @@ class FiniteGuard:
 
         Raises:
             NonFiniteError: on every rank, if there is a loss or a gradient on any that is not finite.
-            ConfigError: on every rank, if optimizers have other settings on some, such as a learning rate.
+            ConfigError: on every rank, if optimizers have other settings on some, such as a learning rate;
+                or if a loss on any counted other targets than it is weighted by.
         """
         if id(step.optimizer) in self._voted:
             return
         self._voted.add(id(step.optimizer))
         looks = self._checks and scaler is None
         bad_loss, self._bad_loss = self._bad_loss, None
-        finite = not looks or _all_finite(step.optimizer, bad_loss)
+        counts = self._counts.take()
+        differ = counts.differ
+        finite, same = _look(step.optimizer if looks else None, bad_loss, differ)
         number = 0 if self.wish is None else self.wish()
-        if not self._checks and self.wish is None:
+        if not self._checks and self.wish is None and differ is None:
             return
         if group is None:
-            total = number if finite else None
+            total = number if finite and same else None
         else:
             fact = (WHAT, numbers_of(step.optimizer))
-            total = tally(fact, group, dissents=not finite, number=number)
+            total = tally(fact, group, dissents=not (finite and same), number=number)
         if total is not None:
             self.wishes = total
         elif group is None:
+            counts.refuse(step.number, None)
             _refuse(step.number, [_findings(step, bad_loss)])
         else:
             tell({"step": step.number}, group, what=WHAT)  # ranks at different calls hear of that
+            counts.refuse(step.number, group)  # a mean over no target is NaN, too
             found = _findings(step, bad_loss) if not finite else []
             every = gathered_lists(found, group)
             if not any(every):
@@ -112,15 +120,27 @@ class FiniteGuard:
             _refuse(step.number, every)
 
 
-def _all_finite(optimizer: Optimizer, bad_loss: torch.Tensor | None) -> bool:
-    """Whether the losses and gradients of this rank are; waits for the device once."""
-    norm = get_total_norm(list(_local_gradients(optimizer)))
-    bad = ~norm.isfinite()
-    if bad_loss is not None:
-        bad = bad | bad_loss.to(bad.device)
-    if not bad:
-        return True
-    return not bad_loss and all(bool(x.isfinite().all()) for x in _local_gradients(optimizer))
+def _look(
+    optimizer: Optimizer | None, bad_loss: torch.Tensor | None, differ: torch.Tensor | None
+) -> tuple[bool, bool]:
+    """Whether losses and gradients are finite, and counts the same; waits for the device once if all is well.
+
+    Args:
+        optimizer: whose gradients are looked at; ``None``: nothing has to be finite.
+        bad_loss: whether some loss is not finite.
+        differ: whether some count differs.
+    """
+    flags = [differ]
+    if optimizer is not None:
+        flags += [~get_total_norm(list(_local_gradients(optimizer))).isfinite(), bad_loss]
+    given = [flag for flag in flags if flag is not None]
+    if not given or not torch.stack([flag.to(given[-1].device) for flag in given]).any():
+        return True, True
+    same = differ is None or not differ
+    if optimizer is None:
+        return True, same
+    finite = not bad_loss and all(bool(x.isfinite().all()) for x in _local_gradients(optimizer))
+    return finite, same
 
 
 def _local_gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -1,0 +1,221 @@
+"""The terms of a loss, by its autograd graph: means over counted targets, and values of whole sequences.
+
+Losses, attention and ``unshard`` leave a note on the node of what they return. A loss is known if nothing but
+such terms reaches it::
+
+    loss ──┬── * 0.1 ─── cross_entropy  (a mean over 512 targets)
+           └── logsigmoid ── sum ── unshard  (the same number on all ranks)
+
+Only what takes part in backward is seen: a metric under ``no_grad`` and a detached loss are not in the graph.
+Nothing here waits for a device, and no note outlives its graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any
+
+import torch
+
+from lightning_cp.errors import ConfigError
+
+Count = torch.Tensor | float
+"""How many targets a mean was taken over; the sum of their weights where classes have any."""
+
+
+class Origin(Enum):
+    """Where a tensor comes from."""
+
+    SEQUENCE = "unshard: the whole sequence, on every rank"
+    TOKENS = "attention: a rank's own tokens"
+
+
+def note_mean(loss: torch.Tensor, count: Count) -> None:
+    """Note that ``loss`` is a mean over ``count`` targets of this rank."""
+    _note(loss, count)
+
+
+def note_sequence(x: torch.Tensor) -> None:
+    """Note that ``x`` is of the whole sequence, and its backward adds up over ranks."""
+    _note(x, Origin.SEQUENCE)
+
+
+def note_tokens(x: torch.Tensor) -> None:
+    """Note that ``x`` is of this rank's own tokens."""
+    _note(x, Origin.TOKENS)
+
+
+def counted_means(loss: torch.Tensor) -> list[Count] | None:
+    """The counts of the means that a loss is a linear combination of, besides terms of whole sequences.
+
+    Returns:
+        ``None`` if the loss has another term: a sum or a mean by hand, or a function of a mean.
+    """
+    counts: list[Count] = []
+    ahead: list[Any] = [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None:
+            continue
+        count = _count_of(node)
+        if count is not None:
+            if not _is_of_sequence(_sources(node)):
+                counts.append(count)
+        elif _operator(node) in _LINEAR:
+            ahead.extend(_sources(node))
+        elif _operator(node) in ("Mul", "Div"):
+            factors = [x for x in _sources(node) if not _is_shared(x)]
+            if len(factors) > 1 or (factors and _divides(node, factors[0])):
+                return None
+            if not factors and not _is_shared(node):
+                return None
+            ahead.extend(factors)
+        elif not _is_shared(node):
+            return None
+    return counts
+
+
+def targets_of(
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    classes: int = 0,
+) -> torch.Tensor:
+    """The divisor of a mean of ``cross_entropy`` or ``nll_loss``.
+
+    Args:
+        target: class numbers, or probabilities of classes.
+        weight: of each class.
+        ignore_index: a class number that counts nothing.
+        classes: how many there are; needed for probabilities.
+    """
+    if target.is_floating_point():
+        return torch.tensor(target.numel() // classes, device=target.device)
+    counts = target != ignore_index
+    if weight is None:
+        return counts.sum()
+    return weight[target.where(counts, 0)].where(counts, 0).sum()
+
+
+_KEY = "lightning_cp"
+
+_LINEAR = {
+    *("Add", "Sub", "Neg", "Sum", "Mean", "Stack", "Cat", "Clone", "Alias", "ToCopy", "NanToNum"),
+    *("View", "ReshapeAlias", "UnsafeView", "Squeeze", "Unsqueeze", "Select", "Slice", "Unbind"),
+    *("Expand", "_Shown", "_DDPSink", "BackwardHookFunction", "RegisterPostBackwardFunction"),
+    *("_ToTorchTensor", "_FromTorchTensor", "Redistribute"),
+}
+"""Operators, and functions of Python that hand on what they are given."""
+_OF_ONE = {
+    *("Pow", "Abs", "Sqrt", "Exp", "Log", "Sigmoid", "Softplus", "Norm", "LinalgVectorNorm"),
+    *("T", "Transpose", "Permute"),
+}
+"""Functions of one tensor."""
+_OPAQUE = {"CheckpointFunction", "CompiledFunction"}
+"""What is computed inside has no nodes in the graph."""
+
+
+def _note(x: torch.Tensor, origin: Origin | Count) -> None:
+    if x.grad_fn is not None:
+        node: Any = x.grad_fn
+        node.metadata[_KEY] = origin
+
+
+def _origin_of(node: Any) -> Origin | Count | None:
+    return node.metadata.get(_KEY)
+
+
+def _sources(node: Any) -> list[Any]:
+    return [source for source, _ in node.next_functions if source is not None]
+
+
+def _count_of(node: Any) -> Count | None:
+    """Of a mean over targets."""
+    origin = _origin_of(node)
+    if origin is not None and not isinstance(origin, Origin):
+        return origin
+    if _operator(node) in ("NllLoss", "NllLoss2D") and node._saved_reduction == 1:
+        ignored = node._saved_ignore_index
+        ignored -= 2**64 * (ignored >= 2**63)  # shown without its sign
+        return targets_of(node._saved_target, node._saved_weight, ignored)
+    return None
+
+
+def _operator(node: Any) -> str:
+    return node.name().rstrip("0123456789").removesuffix("Backward")
+
+
+def _divides(node: Any, factor: Any) -> bool:
+    return _operator(node) == "Div" and node.next_functions[0][0] is not factor
+
+
+def _is_shared(node: Any) -> bool:
+    """Whether all ranks have the same: a value of whole sequences, or of parameters alone."""
+    return _is_of_parameters(node) or _is_of_sequence([node])
+
+
+def _is_of_parameters(node: Any) -> bool:
+    """Whether it is computed from parameters and numbers, as a regulariser is; of no tensor besides."""
+    ahead, seen = [node], set()
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if _origin_of(node) is not None:
+            return False
+        if hasattr(node, "variable"):
+            if not isinstance(node.variable, torch.nn.Parameter):
+                return False
+        elif _operator(node) in ("Mul", "Div", "Mm"):
+            others = (getattr(node, name, None) for name in ("_saved_self", "_saved_other"))
+            if len(_sources(node)) < 2 and any(x is not None and x.dim() for x in others):
+                return False
+            ahead.extend(_sources(node))
+        elif _operator(node) in _LINEAR | _OF_ONE and _sources(node):
+            ahead.extend(_sources(node))
+        else:
+            return False
+    return True
+
+
+def _is_of_sequence(nodes: Iterable[Any]) -> bool:
+    """Whether something comes from ``unshard``, and nothing from a rank's own tokens past it."""
+    ahead, seen, found = list(nodes), set(), False
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        origin = _origin_of(node)
+        if origin is Origin.SEQUENCE:
+            found = True
+        elif origin is Origin.TOKENS or _operator(node) in _OPAQUE:
+            return False
+        else:
+            ahead.extend(_sources(node))
+    return found
+
+
+def declared_count(counted: torch.Tensor | float) -> torch.Tensor:
+    """The number of targets that a mask, weights of tokens, or a number says.
+
+    Raises:
+        ConfigError: a number that is negative or NaN.
+    """
+    if isinstance(counted, torch.Tensor):
+        return counted.detach().sum()
+    if not counted >= 0:
+        raise ConfigError(
+            f"count_targets({counted}) declares no number of targets. Pass a mask of this rank's tokens, "
+            "or how many targets the loss of this rank counts, at least 0."
+        )
+    return torch.tensor(counted)
+
+
+def divisor(count: Any) -> Any:
+    """The count, and 1 where nothing is counted: a sum divided by it is 0 there, and not NaN."""
+    if isinstance(count, torch.Tensor):
+        return torch.where(count > 0, count, torch.ones_like(count))
+    return max(count, 1)

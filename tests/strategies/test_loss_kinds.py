@@ -1,0 +1,256 @@
+"""Losses of loops of one's own: known, declared, checked, or refused at the first backward."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import BertConfig, BertForMaskedLM
+
+from lightning_cp import ContextParallelMixin
+from lightning_cp.errors import ConfigError
+from tests.pool import expect_on_every_rank, run_ranks
+from tests.strategies.small import (
+    HYBRID,
+    RING,
+    ULYSSES,
+    VOCAB,
+    Batch,
+    Settings,
+    Small,
+    close,
+    loader,
+    trainer_of,
+    weights,
+)
+from tests.strategies.test_fabric import Loop
+
+pytestmark = pytest.mark.filterwarnings("ignore:a batch has no valid label at all:UserWarning")
+RING3: Settings = {"ring_size": 3, "ulysses_size": 1}
+
+
+def token_losses(loop: Loop, batch: Batch) -> torch.Tensor:
+    """[B, L], 0 where nothing counts."""
+    logits, labels = loop.logits(batch), batch["labels"]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+
+
+def mean_by_hand(loop: Loop, batch: Batch) -> torch.Tensor:
+    return token_losses(loop, batch).sum() / (batch["labels"] != -100).sum().clamp(min=1)
+
+
+def preferences(loop: Loop, batch: Batch) -> torch.Tensor:
+    """As DPO: of each row's sum, which no rank has by itself."""
+    chosen, rejected = token_losses(loop, batch).sum(1)
+    return -F.logsigmoid(0.1 * (chosen - rejected) + 0.3)
+
+
+def preferences_of_whole_rows(loop: Loop, batch: Batch) -> torch.Tensor:
+    losses = token_losses(loop, batch)
+    strategy: Any = loop.fabric.strategy
+    whole = strategy.unshard(losses) if loop.parallel else losses
+    chosen, rejected = whole.sum(1)
+    return -F.logsigmoid(0.1 * (chosen - rejected) + 0.3)
+
+
+def perplexity(loop: Loop, batch: Batch) -> torch.Tensor:
+    return loop.loss(batch).exp()
+
+
+def of_two_means(loop: Loop, batch: Batch) -> torch.Tensor:
+    return loop.loss(batch) * loop.loss(batch)
+
+
+def with_a_penalty(loop: Loop, batch: Batch) -> torch.Tensor:
+    return loop.loss(batch) + 1e-3 * loop.logits(batch).logsumexp(-1).square().mean()
+
+
+def trained(rank: int, world_size: int, settings: Settings | None, way: Any, let: str = "") -> Any:
+    """Two steps; ``let`` says what lets a loss of no known kind pass."""
+    loop = Loop(world_size, settings)
+    strategy: Any = loop.fabric.strategy
+    losses: list[torch.Tensor] = []
+    try:
+        for step, whole in enumerate(loop.batches(4, use_distributed_sampler=False)):
+            if let == "checked" and loop.parallel and not step:
+                strategy.check_parity(whole, lambda batch: way(loop, batch))
+            batch = loop.shard(whole)
+            if let == "declared" and loop.parallel:
+                strategy.count_targets(batch["labels"] != -100)
+            loss = way(loop, batch)
+            loop.fabric.backward(loss)
+            losses.append(loop.shown(loss))
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    finally:
+        loop.end()
+    return losses, weights(loop.model)
+
+
+@lru_cache(maxsize=8)
+def alone(way: Any) -> Any:
+    return run_ranks(1, trained, None, way)[0]
+
+
+@pytest.mark.parametrize(
+    "way", [mean_by_hand, preferences, perplexity, of_two_means, with_a_penalty]
+)
+def test_a_loss_of_no_known_kind_is_refused_at_the_first_backward(way: Any) -> None:
+    match = (
+        r"not known what this loss is a mean over.*fabric.strategy.count_targets\(mask or number\).*"
+        r"fabric.strategy.check_parity\(batch, step\).*fabric.strategy.unshard\(values\)"
+    )
+    expect_on_every_rank(2, trained, RING, way, error=ConfigError, match=match)
+
+
+@pytest.mark.parametrize("let", ["declared", "checked"])
+def test_a_mean_by_hand_is_exact_once_it_was_declared_or_checked(let: str) -> None:
+    for got in run_ranks(2, trained, RING, mean_by_hand, let):
+        close(got, alone(mean_by_hand))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(2, ULYSSES), (3, RING3), (4, HYBRID), (2, {**RING, "data_parallel": "fsdp"})],
+    ids=["ulysses 2", "ring 3", "hybrid", "ring 2, fsdp"],
+)
+def test_a_loss_of_whole_rows_is_that_of_one_process(ranks: int, settings: Settings) -> None:
+    want = alone(preferences_of_whole_rows)
+    for got in run_ranks(ranks, trained, settings, preferences_of_whole_rows):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+class Preferring(ContextParallelMixin, Small):
+    """The same in a Trainer."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        logits, labels = self.logits(batch), batch["labels"]
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        rows = losses.view_as(labels)
+        chosen, rejected = (self.unshard(rows) if self.whole else rows).sum(1)
+        return -F.logsigmoid(0.1 * (chosen - rejected) + 0.3)
+
+
+def fitted(rank: int, world_size: int, settings: Settings | None, whole: bool) -> torch.Tensor:
+    module = Preferring(whole)
+    trainer_of(world_size, settings).fit(module, loader(4))
+    return weights(module)
+
+
+def test_in_a_trainer_too() -> None:
+    want = run_ranks(1, fitted, None, True)[0]
+    for got in run_ranks(2, fitted, {**RING, "parity_check": "off"}, True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    match = r"not known what this loss is a mean over.*self.count_targets.*parity_check='off' away"
+    settings = {**RING, "parity_check": "off"}
+    expect_on_every_rank(2, fitted, settings, False, error=ConfigError, match=match)
+
+
+# -- targets that are drawn -----------------------------------------------------------------------
+
+
+class Drawing(ContextParallelMixin, Small):
+    """Masks tokens at random, each rank its own; remembers what it drew."""
+
+    def __init__(self, drawn: list[torch.Tensor] | None) -> None:
+        super().__init__()
+        self.given, self.drawn = list(drawn or []), []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        labels = batch["labels"]
+        if self.given:
+            mask = self.given.pop(0)
+        else:
+            mask = torch.rand(labels.shape) < 0.4
+            self.drawn.append(self.unshard(mask.long()).bool())
+        masked = mask & (labels != -100)
+        logits = self.logits({**batch, "input_ids": batch["input_ids"].where(~masked, 1)})
+        self.count_targets(masked)
+        return F.cross_entropy(logits.flatten(0, 1), labels.where(masked, -100).flatten())
+
+
+def drew(
+    rank: int, world_size: int, settings: Settings | None, window: int, drawn: Any = None
+) -> Any:
+    torch.manual_seed(rank)
+    module = Drawing(drawn)
+    trainer_of(world_size, settings, accumulate_grad_batches=window).fit(module, loader(8))
+    return weights(module), module.drawn
+
+
+def test_random_masks_are_weighted_as_the_same_draws_in_one_process() -> None:
+    every = run_ranks(3, drew, {**RING3, "parity_check": "off"}, 2)
+    drawn = every[0][1]
+    assert len(drawn) == 4
+    assert not torch.equal(drawn[0][:, :10], drawn[0][:, 10:20])
+    want = run_ranks(1, drew, None, 2, drawn)[0][0]
+    for got, _ in every:
+        close(got, want)
+
+
+def of_all_targets(rank: int, world_size: int, drawn: Any) -> torch.Tensor:
+    """One process: each target of two batches on two data ranks weighs the same."""
+    module = Small()
+    optimizer = module.configure_optimizers()
+    batches = list(loader(8))
+    for first in (0, 2):
+        of_window = [(at, batches[at]) for at in range(first, first + 2)]
+        total = 0
+        for at, batch in of_window:
+            masked = drawn[at] & (batch["labels"] != -100)
+            ids = batch["input_ids"].where(~masked, 1)
+            logits = module.logits({**batch, "input_ids": ids}).flatten(0, 1)
+            targets = batch["labels"].where(masked, -100).flatten()
+            F.cross_entropy(logits, targets, reduction="sum").backward()
+            total += int(masked.sum())
+        for p in module.parameters():
+            assert p.grad is not None
+            p.grad /= total
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(module)
+
+
+def test_in_a_window_all_targets_that_were_drawn_weigh_the_same() -> None:
+    settings = {**RING, "parity_check": "off", "token_weighting": "global"}
+    every = run_ranks(2, drew, settings, 2)
+    want = run_ranks(1, of_all_targets, every[0][1])[0]
+    for got, _ in every:
+        close(got, want)
+
+
+class Bert(ContextParallelMixin, Small):
+    """A Hugging Face model that is given labels which the step has drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        drop: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        config = BertConfig(vocab_size=VOCAB, num_attention_heads=4, **sizes, **drop)
+        self.model = BertForMaskedLM(config).double()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        ids = batch["input_ids"]
+        masked = (ids * 7919 % 97 < 45) & (batch["labels"] != -100)
+        self.count_targets(masked)
+        labels = ids.where(masked, -100)
+        return self.model(input_ids=ids.where(~masked, 1), labels=labels).loss
+
+
+def bert(rank: int, world_size: int, settings: Settings | None) -> torch.Tensor:
+    module = Bert()
+    trainer_of(world_size, settings).fit(module, loader(4))
+    return weights(module)
+
+
+def test_a_hugging_face_model_takes_labels_that_the_step_drew() -> None:
+    want = run_ranks(1, bert, None)[0]
+    for got in run_ranks(2, bert, {**RING, "labels": "auto"}):
+        close(got, want)

@@ -1,0 +1,114 @@
+"""What a loss counted, read from its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.loss_terms import (
+    counted_means,
+    declared_count,
+    divisor,
+    note_mean,
+    note_sequence,
+    note_tokens,
+    targets_of,
+)
+
+TARGETS = torch.tensor([[0, 1, -100, 2], [3, -100, 4, 4]])
+CLASSES = torch.tensor([1.0, 2.0, 0.5, 0.5, 3.0])
+
+
+def tokens() -> torch.Tensor:
+    """[2, 4, 5]: logits of a rank's own tokens."""
+    x = nn.Parameter(torch.randn(2, 4, 5)) * 2
+    note_tokens(x)
+    return x + 1
+
+
+def sequence() -> torch.Tensor:
+    """[2, 4]: of the whole sequence, made of tokens."""
+    x = tokens().sum(-1)
+    note_sequence(x)
+    return x
+
+
+def mean(logits: torch.Tensor, **options: object) -> torch.Tensor:
+    targets = TARGETS.flatten() if "ignore_index" not in options else TARGETS.flatten().clamp(min=0)
+    return F.cross_entropy(logits.flatten(0, 1), targets, **options)  # type: ignore[arg-type]
+
+
+def of_rows() -> torch.Tensor:
+    return F.cross_entropy(sequence(), torch.tensor([1, 2]))
+
+
+def a_parameter() -> nn.Parameter:
+    return nn.Parameter(torch.ones(3))
+
+
+KNOWN: dict[str, tuple[Callable[[], torch.Tensor], list[float]]] = {
+    "cross-entropy": (lambda: mean(tokens()), [6]),
+    "two dimensions": (lambda: F.cross_entropy(tokens().transpose(1, 2), TARGETS), [6]),
+    "another ignored": (lambda: mean(tokens(), ignore_index=4, weight=None), [6]),
+    "by class": (lambda: mean(tokens(), weight=CLASSES), [1 + 2 + 0.5 + 0.5 + 3 + 3]),
+    "a sum with factors": (lambda: (mean(tokens()) - 0.1 * mean(tokens()) / 3).squeeze(), [6, 6]),
+    "the mean of heads": (lambda: torch.stack([mean(tokens()), mean(tokens())]).mean(), [6, 6]),
+    "of whole rows": (lambda: F.logsigmoid(sequence().sum(1)).mean(), []),
+    "classes of rows": (of_rows, []),
+    "both": (lambda: mean(tokens()) + of_rows().exp(), [6]),
+    "times a whole one": (lambda: mean(tokens()) * of_rows(), [6]),
+    "a regulariser": (lambda: mean(tokens()) + 0.1 * a_parameter().square().sum().sqrt(), [6]),
+    "learned weight": (lambda: mean(tokens()) * (-a_parameter()[0]).exp(), [6]),
+}  # fmt: skip
+
+UNKNOWN: dict[str, Callable[[], torch.Tensor]] = {
+    "a sum": lambda: mean(tokens(), reduction="sum"),
+    "by hand": lambda: mean(tokens(), reduction="none").sum() / 6,
+    "over all tokens": lambda: mean(tokens()) + tokens().logsumexp(-1).square().mean(),
+    "a function of a mean": lambda: mean(tokens()).exp(),
+    "a product of means": lambda: mean(tokens()) * mean(tokens()),
+    "divided by a mean": lambda: 1 / mean(tokens()),
+    "rows of tokens": lambda: F.logsigmoid(tokens().sum((1, 2))).mean(),
+    "rows and tokens": lambda: (sequence().sum(1) + tokens().sum((1, 2))).exp().mean(),
+    "of detached tokens": lambda: (tokens().detach() * nn.Parameter(torch.ones(5))).mean(),
+    "in a reentrant checkpoint": lambda: checkpoint(
+        lambda x: x.sum(), sequence() + 0, use_reentrant=True
+    ).exp(),
+    "of an input": lambda: torch.ones(3, requires_grad=True).sum(),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_counts(name: str) -> None:
+    make, want = KNOWN[name]
+    counts = counted_means(make())
+    assert counts is not None
+    assert sorted(map(float, counts)) == want
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_no_counts(name: str) -> None:
+    assert counted_means(UNKNOWN[name]()) is None
+
+
+def test_what_is_noted_of_other_functions() -> None:
+    loss = tokens().sum()
+    note_mean(loss, 5)
+    assert counted_means(0.5 * loss) == [5]
+    soft = torch.full((6, 5), 0.2)
+    assert targets_of(soft, None, -100, 5) == 6
+
+
+def test_what_is_declared() -> None:
+    assert declared_count(TARGETS != -100) == 6
+    assert declared_count(torch.tensor([0.25, 0.5])) == 0.75
+    assert [int(divisor(declared_count(n))) for n in (0, 3)] == [1, 3]
+    for wrong in (-1, float("nan")):
+        with pytest.raises(ConfigError, match="declares no number of targets"):
+            declared_count(wrong)
