@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_cp import ContextParallelMixin
-from lightning_cp.errors import ConfigError, ParityError
+from lightning_cp.errors import ConfigError, LightningCPError, ParityError
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.small import (
     HYBRID,
@@ -198,6 +198,19 @@ def declared_twice(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.
 def negative(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
     module.count_targets(-1)
     return cross_entropy(module, batch, logits)
+
+
+def on_one_rank(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    if module.global_rank:
+        module.count_targets(7)
+    return F.cross_entropy(logits, batch["labels"].flatten())
+
+
+def test_a_rank_that_declares_alone_is_refused() -> None:
+    match = "ranks are not at the same call"
+    expect_on_every_rank(
+        2, refused, {**RING, **OFF}, on_one_rank, {}, error=LightningCPError, match=match
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch.optim import Optimizer
@@ -25,14 +26,19 @@ class StepLosses(StepValues):
 
         Raises:
             ConfigError: no count, or a second one for the same loss.
+            RankFailure: that happened on another rank.
+            BatchMismatchError: another rank does not declare any.
         """
-        count = declared_count(counted)
         state = self._handle.state if self._handle is not None else None
-        if self._loss is not None and state is not None:
-            self.before_data()
+        if self._loss is None or self._handle is None or state is None:
+            count = declared_count(counted)
+        else:
+            checked = partial(self._loss.checked_count, counted)
+            count = self._handle.checks.agreed("count_targets", checked)
             self._loss.declare(count)
-            state.counted = count
             self._counts_declared |= not self._is_aside
+        if state is not None:
+            state.counted = count
         return divisor(count)
 
     def _require_known(self, loss: torch.Tensor) -> None:

@@ -19,6 +19,7 @@ from lightning_cp.loss import (
     require_connected,
     require_muted,
 )
+from lightning_cp.loss_terms import declared_count
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.models.swap import StepState
 from lightning_cp.strategies.step.accumulation import AccumulatedTokens
@@ -65,19 +66,28 @@ class StepLoss:
         """Whether other counts would give other gradients."""
         return self._mesh.cp_size > 1 or self._accumulated is not None
 
+    @property
+    def _of_window(self) -> bool:
+        return self._accumulated is not None and self._trains
+
+    def checked_count(self, counted: torch.Tensor | float) -> torch.Tensor:
+        """What may be declared of this rank.
+
+        Raises:
+            ConfigError: no count, or a second one before the loss of the first went backward; or in one
+                batch where windows of accumulation are weighted.
+        """
+        if self._declared is not None and (self._of_window or not self._is_used):
+            raise ConfigError(_TWICE)
+        return declared_count(counted)
+
     def declare(self, count: torch.Tensor) -> None:
         """From here on the loss of this rank counts so many targets, and not the batch's labels. Collective.
 
         One sum over the group on its device, of a number per rank, which nothing waits for on the host; with
         ``token_weighting="global"`` over all ranks, and the host waits for it.
-
-        Raises:
-            ConfigError: a second count before the loss of the first went backward, or in one batch where
-                windows of accumulation are weighted.
         """
-        of_window = self._accumulated is not None and self._trains
-        if self._declared is not None and (of_window or not self._is_used):
-            raise ConfigError(_TWICE)
+        of_window = self._of_window
         mesh, self._is_used = self._mesh, False
         ranks = mesh.cp_size * (mesh.data_size if of_window else 1)
         first = mesh.data_rank * mesh.cp_size if of_window else 0
