@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 from lightning_cp import console
 
@@ -21,6 +23,44 @@ class LightningCPError(Exception):
 
 class ConfigError(LightningCPError, ValueError):
     """A setting, or a combination of settings, that cannot be executed."""
+
+
+class UndeclaredError(ConfigError):
+    """What a run would have to guess: all questions at once, and the strategy's arguments that answer them.
+
+    Args:
+        questions: one or more sentences each; what is wrong goes first.
+        arguments: by name, with the values that look right.
+    """
+
+    def __init__(self, questions: Sequence[str], arguments: Mapping[str, Any]) -> None:
+        self.questions, self.arguments = list(questions), dict(arguments)
+        lines = list(self.questions)
+        if len(lines) > 1:
+            lines = [f"{len(lines)} things are not declared:", *(f"- {line}" for line in lines)]
+        if arguments:
+            given = ", ".join(f"{name}={_quoted(value)}" for name, value in self.arguments.items())
+            lines += [
+                "All of it at once, with values that look right; change those that are not:",
+                f"  UlyssesRingStrategy({given})",
+                "In YAML (Hydra: strategy; LightningCLI: trainer.strategy.init_args):",
+                f"  {json.dumps(self.arguments, default=_quoted)}",
+            ]
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.questions, self.arguments)
+
+
+def _quoted(value: Any) -> str:
+    """A value in Python, text in double quotes."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, Mapping):
+        items = cast(Mapping[Any, Any], value).items()
+        inside = ", ".join(f"{_quoted(key)}: {_quoted(item)}" for key, item in items)
+        return f"{{{inside}}}"
+    return "..." if value is ... else repr(value)
 
 
 class ShapeError(LightningCPError, ValueError):

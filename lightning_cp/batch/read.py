@@ -7,7 +7,7 @@ sequence, is refused, because a guess would be silently wrong; the rest is repli
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,11 @@ from lightning_cp.batch.declarations import (
     MASK,
     SEGMENTS,
     check_forms,
-    has_boundaries,
     last_part,
 )
 from lightning_cp.batch.noted import POSITIONS
 from lightning_cp.batch.rules import KNOWN_DIMS, BatchRules
+from lightning_cp.batch.undeclared import check_any_known, check_declared
 from lightning_cp.containers import is_container, tensors_of
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.labels import shift
@@ -75,22 +75,16 @@ def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBat
     check_forms(batch, rules)
     tensors = dict(tensors_of(batch))
     dims = _sequence_dims(tensors, rules)
+    check_any_known(tensors, dims, rules, needs_labels=needs_labels)
     lengths = {name: tensors[name].size(dim) for name, dim in dims.items()}
     if len(set(lengths.values())) > 1:
         raise ShapeError(
             f"the sequences of a batch must have one length, got {lengths} of shapes "
             f"{ {name: tuple(tensors[name].shape) for name in dims} }. {_why_lengths(lengths)}"
         )
-    seq_len = next(iter(lengths.values()))
-    _refuse_undeclared(tensors, dims, rules, seq_len)
-    if rules.label_key not in tensors and needs_labels:
-        raise ConfigError(
-            f"training needs the labels of the batch to weight the loss of each rank, but there is no key "
-            f"{rules.label_key!r} among {sorted(tensors)}. Add it, or name it: label_key='<name>' "
-            "('1' for the second of a tuple)."
-        )
+    seq_len, rows = next(iter(lengths.values())), _rows(tensors, dims)
+    check_declared(tensors, dims, rules, seq_len=seq_len, rows=rows, needs_labels=needs_labels)
     aligned = _aligned_labels(tensors, dims, rules)
-    rows = _rows(tensors, dims)
     return WholeBatch(batch, dims, seq_len, rows, aligned, dims.get(rules.label_key, 1))
 
 
@@ -176,11 +170,6 @@ def _sequence_dims(tensors: Mapping[str, torch.Tensor], rules: BatchRules) -> di
                 f"{_ONE_A_ROW if name == rules.label_key and x.dim() == 1 else ''}"
             )
         dims[name] = dim % x.dim()
-    if not dims:
-        raise ConfigError(
-            "no tensor of the batch is known to run along the sequence; it has "
-            f"{sorted(tensors) or 'no tensors'}. {_what_to_declare(tensors)}"
-        )
     return dims
 
 
@@ -188,37 +177,3 @@ _ONE_A_ROW = (
     " A label for each row cannot be weighted: there must be one for each token, -100 where there is no "
     "target."
 )
-
-
-def _refuse_undeclared(
-    tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int], rules: BatchRules, seq_len: int
-) -> None:
-    for name, x in tensors.items():
-        if name in dims or name in rules.sequence_dims or has_boundaries(name):
-            continue
-        if seq_len in x.shape:
-            raise ConfigError(
-                f"{name!r} of shape {tuple(x.shape)} has a dimension as long as the sequence "
-                f"({seq_len}), but it is not declared. Say "
-                f"sequence_dims={{{name!r}: {list(x.shape).index(seq_len)}}} to shard it, or "
-                f"sequence_dims={{{name!r}: None}} to give every rank all of it."
-            )
-
-
-def _what_to_declare(names: Iterable[str]) -> str:
-    """Nested names are not taken for known ones: which of several inputs would a mask belong to?"""
-    nested = {name: KNOWN_DIMS.get(name.rpartition(".")[2]) for name in names if "." in name}
-    known = {name: dim for name, dim in nested.items() if dim is not None}
-    labels = [name for name in known if name.endswith(".labels")]
-    if len(labels) > 1:
-        return (
-            f"It has several labels, {', '.join(map(repr, labels))}, but a step has one loss. Batches of "
-            "several loaders can be joined to one: concatenate their rows in on_after_batch_transfer."
-        )
-    if known:
-        key = f" and label_key={labels[0]!r}" if labels else ""
-        return f"Declare what is nested: sequence_dims={known}{key}."
-    return (
-        "Declare them: sequence_dims={'<name>': <dim>}, with names like '0' for tuples and 'a.b' for nested "
-        "ones."
-    )

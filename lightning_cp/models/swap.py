@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_cp.attention.exchange import Exchange
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import UndeclaredError
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.models.handle import Listener as Listener
 from lightning_cp.models.handle import SwapHandle as SwapHandle
@@ -139,7 +139,7 @@ def num_heads_of(model: nn.Module) -> int:
     """Query heads of the model's attention, from its config or from its modules' attributes.
 
     Raises:
-        ConfigError: nothing in the model says how many heads it has.
+        UndeclaredError: nothing in the model says how many heads it has.
     """
     counts: set[int] = set()
     for module in model.modules():
@@ -147,8 +147,9 @@ def num_heads_of(model: nn.Module) -> int:
             values = [told(holder, name) for name in _HEAD_NAMES]
             counts.update(value for value in values if type(value) is int and value > 0)
     if not counts:
-        raise ConfigError(
+        question = (
             "mode='auto' needs the number of attention heads, but no module of the model has an attribute "
             f"named {', '.join(_HEAD_NAMES)}. Pass num_heads=, or ulysses_size= and ring_size=."
         )
+        raise UndeclaredError([question], {"num_heads": ...})
     return reduce(gcd, counts)

@@ -12,11 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_cp.errors import ConfigError, LightningCPError
+from lightning_cp.errors import ConfigError, LightningCPError, UndeclaredError
 from lightning_cp.models.token_draws import as_ever
 from lightning_cp.strategies.fabric_setup import FabricSetup
 from lightning_cp.strategies.parity.fabric import FabricParity
 from lightning_cp.strategies.step.reduced import in_floating_point
+from lightning_cp.strategies.undeclared import asking_at_once, of_run
 
 
 class UlyssesRingStrategy(FabricSetup):
@@ -60,9 +61,13 @@ class UlyssesRingStrategy(FabricSetup):
             training = self._trains()
         if not self._core.was_sharded(batch):
             self._end_last_step()
-        if training:
-            self._core.require_label_kind()
-        local = self._core.shard(batch, needs_labels=training)
+        try:
+            if training:
+                self._core.require_label_kind()
+            local = self._core.shard(batch, needs_labels=training)
+        except UndeclaredError as error:
+            asked = {"needs_labels": training, "batch": batch}
+            raise of_run(error, self._models, {}, self._core.settings, **asked) from None
         if training:
             self._position.begin_micro_batch()
         self._core.begin_step()
@@ -85,9 +90,10 @@ class UlyssesRingStrategy(FabricSetup):
             ConfigError: no model was set up, or a step that cannot be compared.
         """
         self._end_last_step()
-        line = FabricParity(self._core, self._engine, self._models, self.precision).check(
-            batch, step, partial(super().backward, module=None)
-        )
+        with asking_at_once(self._core.settings):
+            line = FabricParity(self._core, self._engine, self._models, self.precision).check(
+                batch, step, partial(super().backward, module=None)
+            )
         self._core.ask_for_counts = None
         return line
 

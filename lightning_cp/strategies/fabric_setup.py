@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_cp.errors import UndeclaredError
 from lightning_cp.strategies.arguments.parity import check_asked
 from lightning_cp.strategies.engines import Engine
 from lightning_cp.strategies.front import ContextParallelFront
@@ -27,6 +28,7 @@ from lightning_cp.strategies.saves.fabric import FabricSaves
 from lightning_cp.strategies.step.counts import ASK
 from lightning_cp.strategies.step.max_logits import adopted
 from lightning_cp.strategies.trainer_hooks import STEPS
+from lightning_cp.strategies.undeclared import of_run
 from lightning_cp.strategies.watch.alike import require_same_model, require_same_optimizers
 from lightning_cp.strategies.watch.steps import WatchedFabricSteps
 
@@ -77,7 +79,12 @@ class FabricSetup(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStra
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         require_same_model(module)
-        self._build_mesh(module)
+        try:
+            self._build_mesh(module)
+        except UndeclaredError as error:
+            every = nn.ModuleList([*self._models, module])
+            asked = {"needs_labels": module.training}
+            raise of_run(error, every, {}, self._core.settings, **asked) from None
         swapped = self._attach(module)
         if swapped:
             rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")

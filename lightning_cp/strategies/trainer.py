@@ -16,6 +16,7 @@ from lightning_cp.models.token_draws import as_ever
 from lightning_cp.strategies.front import ContextParallelFront
 from lightning_cp.strategies.step.reduced import in_floating_point
 from lightning_cp.strategies.trainer_setup import TrainerSetup
+from lightning_cp.strategies.undeclared import asking_at_once
 
 
 class UlyssesRingStrategy(TrainerSetup):
@@ -33,9 +34,10 @@ class UlyssesRingStrategy(TrainerSetup):
         assert self._callback is not None
         assert module is not None
         training = module.trainer.training
-        if training:
-            self.parity.before_batch(module, batch, self._callback)
-        return self._callback.shard_batch(batch, needs_labels=training)
+        with asking_at_once(self._core.settings):
+            if training:
+                self.parity.before_batch(module, batch, self._callback)
+            return self._callback.shard_batch(batch, needs_labels=training)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

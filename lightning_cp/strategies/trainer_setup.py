@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cp.callback import ContextParallelCallback, callback_among
+from lightning_cp.errors import UndeclaredError
 from lightning_cp.mixin import options_of
 from lightning_cp.strategies.engines.fresh import is_on_meta
 from lightning_cp.strategies.front import ContextParallelFront
@@ -37,6 +38,7 @@ from lightning_cp.strategies.trainer_hooks import (
     place_of_profiles,
     refuse_dataloader_iter,
 )
+from lightning_cp.strategies.undeclared import of_trainer
 from lightning_cp.strategies.watch.alike import require_same_model, require_same_optimizers
 from lightning_cp.strategies.watch.signals import listen
 from lightning_cp.strategies.watch.steps import WatchedTrainerSteps
@@ -78,10 +80,13 @@ class TrainerSetup(
         assert module is not None
         require_same_model(module)
         options = options_of(module)
-        self._build_mesh(module, options.get("num_heads"))
         refuse_dataloader_iter(module)
         needs_labels = trainer.state.fn != TrainerFn.PREDICTING
-        swapped = self._core.attach(module, options, needs_labels=needs_labels)
+        try:
+            self._build_mesh(module, options.get("num_heads"))
+            swapped = self._core.attach(module, options, needs_labels=needs_labels)
+        except UndeclaredError as error:
+            raise of_trainer(error, trainer, options, self._core.settings) from None
         self.parity = TrainerParity(self._core, self._engine)
         self._place_profiles(trainer)
         self._announce(module, swapped)

@@ -20,6 +20,7 @@ from lightning_cp.errors import (
     NonFiniteError,
     RankFailure,
     ShapeError,
+    UndeclaredError,
 )
 from tests.pool import RankError, expect_on_every_rank, run_ranks
 from tests.pool.environment import PoolEnvironment
@@ -527,7 +528,7 @@ def test_one_rank_refuses_and_nobody_hangs() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(2, fit_one_broken)
     text = str(caught.value)
-    assert ConfigError.__name__ in text
+    assert UndeclaredError.__name__ in text
     assert f"{RankFailure.__name__}: stopped before any data moved, because rank 0 raised" in text
 
 

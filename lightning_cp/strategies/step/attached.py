@@ -23,6 +23,7 @@ from lightning_cp.models.hf_positions import take_positions
 from lightning_cp.models.hf_signature import takes_extra
 from lightning_cp.models.patches import StepPatches
 from lightning_cp.models.random_functions import follow_draws
+from lightning_cp.models.shifts import watch_shifts
 from lightning_cp.models.swap import Listener, SwapHandle, hf_models, swap_attention
 from lightning_cp.models.token_draws import TokenDraws
 from lightning_cp.profile.recorder import StepRecorder
@@ -52,6 +53,7 @@ class AttachedModel(StepLosses):
         self._loss_outside = False
         self._needs_loss = True
         self._gives_positions = False  # where no rank shares a batch
+        self._looks_at_labels = 3  # batches, until one tells whether its dataset shifts
         self._rule = LayoutRule(settings.layout)
         self.recorder = StepRecorder(
             settings.profiled_steps, Path(settings.profile_folder or "profile")
@@ -127,6 +129,7 @@ class AttachedModel(StepLosses):
             undo = weakref.finalize(handle, follow_draws())
             undo.atexit = False
             handle.on_undo(undo)
+        watch_shifts(handle, self._when_not_aside())
         return handle
 
     def clip_for(self, optimizers: Iterable[Optimizer]) -> None:
@@ -145,14 +148,19 @@ class AttachedModel(StepLosses):
             self.attach(model, options, needs_labels=needs_labels)
 
     def _collect(self, model: nn.Module, handle: SwapHandle) -> None:
-        core = weakref.ref(self)  # which refers to the handle
-
-        def is_aside() -> bool:
-            found = core()
-            return found is None or found._is_aside
-
-        modules = collected_modules(model, self._clips, is_aside)
+        is_run = self._when_not_aside()
+        modules = collected_modules(model, self._clips, lambda: not is_run())
         handle.collect(modules, extra_pass=any(clip.extra_pass for clip in self._clips))
+
+    def _when_not_aside(self) -> Callable[[], bool]:
+        """Whether a step is one of the run's; it does not keep the core, which refers to its handle."""
+        core = weakref.ref(self)
+
+        def is_run() -> bool:
+            found = core()
+            return found is not None and not found._is_aside
+
+        return is_run
 
     def listen(self, listener: Listener) -> Callable[[], None]:
         """Tell of every attention call, of models that come later too; returns what ends that."""

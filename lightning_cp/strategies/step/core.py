@@ -8,12 +8,15 @@ Nothing here knows of a Trainer. A strategy calls, in this order: ``build_mesh``
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_cp.batch import completed
+from lightning_cp.containers import tensors_of
 from lightning_cp.errors import ConfigError
+from lightning_cp.labels import are_shifted
 from lightning_cp.layout import LayoutChoice
 from lightning_cp.models.hf_labels import require_taken
 from lightning_cp.models.token_draws import Tokens
@@ -59,6 +62,7 @@ class ContextParallelCore(StepsAside):
                 before=before,
             )
         self._say_once(sharding.choice)
+        self._warn_if_shifted_twice(batch)
         self._part, self._loss = sharding.part, StepLoss(sharding, self.mesh, self._accumulated)
         self._positions, self._trains = sharding.positions, needs_labels
         return self._part.batch
@@ -67,6 +71,18 @@ class ContextParallelCore(StepsAside):
         if self.layout_choice is None and choice is not None and not self._is_aside:
             rank_zero_info(f"context parallel {choice} (of the first batch; each gets its own)")
         self.layout_choice = choice
+
+    def _warn_if_shifted_twice(self, batch: Any) -> None:
+        """Look at the labels of the first batches, on the first rank."""
+        first = self.mesh.sample_rank == 0 and self.mesh.data_rank == 0
+        if self._is_aside or not first or not self._looks_at_labels or self.rules.labels != "shift":
+            return
+        tensors = dict(tensors_of(batch))
+        labels, ids = tensors.get(self.rules.label_key), tensors.get("input_ids")
+        shifted = None if labels is None or ids is None else are_shifted(labels, ids)
+        self._looks_at_labels -= 1 if shifted is None else self._looks_at_labels
+        if shifted:
+            warnings.warn(_SHIFTED_TWICE, stacklevel=2)
 
     def was_sharded(self, batch: Any) -> bool:
         """Whether ``batch`` is a shard that this core made last; to shard it again will be refused."""
@@ -131,4 +147,11 @@ _NO_POSITIONS = (
     "rank's part of the sequence the same positions, which is silently wrong. Take them from "
     "batch['position_ids'], or from ContextParallelMixin.token_positions, which works for batches that are "
     "no dict too; a model without positions is fine."
+)
+
+_SHIFTED_TWICE = (
+    "the labels of the batch are shifted already (labels[i] is input_ids[i + 1] nearly everywhere), and are "
+    "shifted again for the loss: a token is trained on the one after the next. Leave the dataset's labels "
+    "unshifted (labels[i] belongs to input_ids[i]); or call the model without labels, compute the loss in "
+    "the step, and declare labels='aligned'."
 )

@@ -20,7 +20,7 @@ from lightning_cp.comm.agreement import find_difference
 from lightning_cp.comm.checksum import checksum, fingerprint
 from lightning_cp.comm.vote import tally
 from lightning_cp.containers import tensors_of
-from lightning_cp.errors import BatchMismatchError, ConfigError, ShapeError
+from lightning_cp.errors import BatchMismatchError, ShapeError, UndeclaredError
 from lightning_cp.layout import LayoutChoice, SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.models.facts import PositionFacts, position_facts
@@ -133,7 +133,7 @@ def label_kind(model: nn.Module, declared: str, *, required: bool) -> str:
     """How labels are read: ``shift``, ``aligned`` or ``ignore``.
 
     Raises:
-        ConfigError: labels matter, and nothing says whether they are shifted.
+        UndeclaredError: labels matter, and nothing says whether they are shifted.
     """
     if declared in ("aligned", "shift"):
         return declared
@@ -145,7 +145,7 @@ def label_kind(model: nn.Module, declared: str, *, required: bool) -> str:
     names = [
         type(part).__name__ for part in (model if isinstance(model, nn.ModuleList) else [model])
     ]
-    raise ConfigError(
+    question = (
         f"it is not known how {', '.join(names)} reads its labels. A step that shifts them itself "
         "(logits[:, :-1], labels[:, 1:]) is silently wrong at every seam between ranks. Shift them in the "
         "dataset (labels[i] is the target of token i) and declare labels='aligned'; or leave the dataset as "
@@ -153,6 +153,7 @@ def label_kind(model: nn.Module, declared: str, *, required: bool) -> str:
         "is there where ranks share a sequence. There must be one label per token, -100 where there is no "
         "target; a label per sequence cannot be weighted."
     )
+    raise UndeclaredError([question], {"labels": "aligned"})
 
 
 def _agree_on_batch(

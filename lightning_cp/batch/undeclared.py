@@ -1,0 +1,143 @@
+"""What a batch has that nothing says how to read: all of it is asked at once, with what would answer it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from lightning_cp.batch.declarations import has_boundaries, last_part
+from lightning_cp.batch.rules import KNOWN_DIMS, BatchRules
+from lightning_cp.errors import UndeclaredError
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def check_any_known(
+    tensors: Tensors, dims: Mapping[str, int], rules: BatchRules, *, needs_labels: bool
+) -> None:
+    """Refuse a batch of which no tensor is known to run along the sequence.
+
+    Raises:
+        UndeclaredError: with the dimensions that it seems to have.
+    """
+    if dims:
+        return
+    seen = _likely_dims(tensors)
+    question = (
+        "no tensor of the batch is known to run along the sequence; it has "
+        f"{sorted(tensors) or 'no tensors'}. {_what_to_declare(tensors)}"
+    )
+    arguments: dict[str, object] = {"sequence_dims": seen} if seen else {}
+    asked = _ask_for_labels(tensors, seen, rules) if needs_labels else ([], {})
+    raise UndeclaredError([question, *asked[0]], arguments | asked[1])
+
+
+def check_declared(
+    tensors: Tensors,
+    dims: Mapping[str, int],
+    rules: BatchRules,
+    *,
+    seq_len: int,
+    rows: int,
+    needs_labels: bool,
+) -> None:
+    """Refuse tensors that may run along the sequence, and labels that are not there.
+
+    Raises:
+        UndeclaredError: with everything that is to be declared.
+    """
+    questions: list[str] = []
+    asked: dict[str, int | None] = {}
+    for name, x in tensors.items():
+        if name in dims or name in rules.sequence_dims or has_boundaries(name):
+            continue
+        if seq_len in x.shape:
+            asked[name] = list(x.shape).index(seq_len)
+            questions.append(
+                f"{name!r} of shape {tuple(x.shape)} has a dimension as long as the sequence "
+                f"({seq_len}), but it is not declared. Say "
+                f"sequence_dims={{{name!r}: {asked[name]}}} to shard it, or "
+                f"sequence_dims={{{name!r}: None}} to give every rank all of it."
+            )
+        elif (near := _near_dim(x, seq_len, rows)) is not None:
+            asked[name] = None
+            questions.append(
+                f"{name!r} of shape {tuple(x.shape)} has a dimension nearly as long as the sequence "
+                f"({seq_len}), but it is not declared. If it has a value for each token, pad it to {seq_len} "
+                f"and say sequence_dims={{{name!r}: {near}}}; if not, sequence_dims={{{name!r}: None}} "
+                "gives every rank all of it."
+            )
+    arguments: dict[str, object] = {"sequence_dims": asked} if asked else {}
+    of_labels = _ask_for_labels(tensors, {**dims, **asked}, rules) if needs_labels else ([], {})
+    questions += of_labels[0]
+    if questions:
+        raise UndeclaredError(questions, arguments | of_labels[1])
+
+
+def _ask_for_labels(
+    tensors: Tensors, dims: Mapping[str, int | None], rules: BatchRules
+) -> tuple[list[str], dict[str, object]]:
+    """The question where there are none, and which tensor they may be."""
+    if rules.label_key in tensors:
+        return [], {}
+    question = (
+        "training needs the labels of the batch to weight the loss of each rank, but there is no key "
+        f"{rules.label_key!r} among {sorted(tensors)}. Add it, or name it: label_key='<name>' "
+        "('1' for the second of a tuple)."
+    )
+    likely = _likely_labels(tensors, dims)
+    return [question], {} if likely is None else {"label_key": likely}
+
+
+def _near_dim(x: torch.Tensor, seq_len: int, rows: int) -> int | None:
+    """The dimension that is one shorter or longer: what was shifted in the dataset, or has one end more."""
+    for dim, size in enumerate(x.shape):
+        if abs(size - seq_len) == 1 and (dim, size) != (0, rows):
+            return dim
+    return None
+
+
+def _likely_dims(tensors: Tensors) -> dict[str, int | None]:
+    """Dimension 1 (0 of tensors of one) of those that share the most common length there."""
+    at = {name: min(1, x.dim() - 1) for name, x in tensors.items() if x.dim()}
+    several = {name: dim for name, dim in at.items() if tensors[name].dim() > 1} or at
+    lengths = Counter(tensors[name].size(dim) for name, dim in several.items())
+    if not lengths:
+        return {}
+    most = max(lengths, key=lambda length: (lengths[length], length))
+    return {name: dim for name, dim in several.items() if tensors[name].size(dim) == most}
+
+
+def _likely_labels(tensors: Tensors, dims: Mapping[str, int | None]) -> str | None:
+    """The integers along the sequence that are called so; of unnamed ones the last of several."""
+    whole = [
+        name
+        for name, dim in dims.items()
+        if dim is not None and not tensors[name].is_floating_point()
+    ]
+    for name in whole:
+        if any(word in last_part(name).lower() for word in ("label", "target")):
+            return name
+    unnamed = [name for name in whole if last_part(name).isdigit()]
+    return unnamed[-1] if len(unnamed) > 1 else None
+
+
+def _what_to_declare(names: Iterable[str]) -> str:
+    """Nested names are not taken for known ones: which of several inputs would a mask belong to?"""
+    nested = {name: KNOWN_DIMS.get(last_part(name)) for name in names if "." in name}
+    known = {name: dim for name, dim in nested.items() if dim is not None}
+    labels = [name for name in known if name.endswith(".labels")]
+    if len(labels) > 1:
+        return (
+            f"It has several labels, {', '.join(map(repr, labels))}, but a step has one loss. Batches of "
+            "several loaders can be joined to one: concatenate their rows in on_after_batch_transfer."
+        )
+    if known:
+        key = f" and label_key={labels[0]!r}" if labels else ""
+        return f"Declare what is nested: sequence_dims={known}{key}."
+    return (
+        "Declare them: sequence_dims={'<name>': <dim>}, with names like '0' for tuples and 'a.b' for nested "
+        "ones."
+    )

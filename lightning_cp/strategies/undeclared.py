@@ -1,0 +1,150 @@
+"""Everything that a run has to be told, in one message: heads, labels, and what a batch has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from lightning_cp.batch import BatchRules, read_batch
+from lightning_cp.containers import tensors_of
+from lightning_cp.errors import ConfigError, ShapeError, UndeclaredError
+from lightning_cp.labels import are_shifted
+from lightning_cp.models.sdpa import observe_sdpa
+from lightning_cp.models.swap import hf_models
+from lightning_cp.strategies.arguments.settings import Settings
+from lightning_cp.strategies.step.sharding import label_kind
+
+
+@contextmanager
+def asking_at_once(settings: Settings) -> Iterator[None]:
+    """What a batch raises within is completed by the strategy's own arguments, so that it can be pasted."""
+    try:
+        yield
+    except UndeclaredError as error:
+        raise at_once([error], settings) from None
+
+
+def at_once(errors: Sequence[UndeclaredError], settings: Settings) -> UndeclaredError:
+    """One error of several, whose arguments are the user's own and what is missing."""
+    questions = list(dict.fromkeys(line for error in errors for line in error.questions))
+    arguments = _chosen(settings)
+    for error in errors:
+        for name, value in error.arguments.items():
+            known = arguments.get(name)
+            both = isinstance(value, Mapping) and isinstance(known, Mapping)
+            arguments[name] = {**known, **value} if both else value  # type: ignore[dict-item]
+    return UndeclaredError(questions, arguments)
+
+
+def _chosen(settings: Settings) -> dict[str, Any]:
+    """The settings that are not the default ones."""
+    default = Settings()
+    found = {item.name: getattr(settings, item.name) for item in fields(settings)}
+    return {name: value for name, value in found.items() if value != getattr(default, name)}
+
+
+def of_run(
+    first: UndeclaredError,
+    model: nn.Module,
+    options: Mapping[str, Any],
+    settings: Settings,
+    *,
+    needs_labels: bool,
+    batch: Any = None,
+) -> UndeclaredError:
+    """All that a run lacks which is about to end because of ``first``.
+
+    Args:
+        first: what was found.
+        model: whose labels are in question.
+        options: what its mixin declares.
+        settings: the user's.
+        needs_labels: the run weights a loss by them.
+        batch: as the step gets it; ``None``: there is none yet.
+    """
+    errors, said = [first], settings.with_sequence_dims(options.get("sequence_dims") or {})
+    key = options.get("label_key") or settings.label_key
+    try:
+        label_kind(model, options.get("labels") or settings.labels, required=needs_labels)
+    except UndeclaredError as error:
+        errors.append(error)
+    if batch is None:
+        return at_once(errors, settings)
+    try:
+        rules = BatchRules(said.sequence_dims, key, reads_masks=bool(hf_models(model)))
+        read_batch(batch, rules, needs_labels=needs_labels)
+    except UndeclaredError as error:
+        errors.append(error)
+    except (ConfigError, ShapeError):
+        pass  # refused when it is sharded
+    found = at_once(errors, settings)
+    tensors = dict(tensors_of(batch))
+    labels, ids = tensors.get(key), tensors.get("input_ids")
+    shifted = None if labels is None or ids is None else are_shifted(labels, ids)
+    asked = any("labels" in error.arguments for error in errors)
+    if asked and shifted is False:  # aligned, they would be their own tokens
+        found = UndeclaredError(found.questions, {**found.arguments, "labels": "shift"})
+    return found
+
+
+def of_trainer(
+    first: UndeclaredError, trainer: Trainer, options: Mapping[str, Any], settings: Settings
+) -> UndeclaredError:
+    """All that a Trainer's run lacks, before its first batch: one is looked at, since the run ends here."""
+    module = trainer.lightning_module
+    training = trainer.state.fn == TrainerFn.FITTING
+    batch = None
+    with suppress(Exception):  # any: it is the user's, and what is wrong with it comes later
+        batch = _first_batch(trainer)
+    if first.arguments.get("num_heads") is ... and batch is not None:
+        first.arguments["num_heads"] = _heads_of_step(module, batch, training=training)
+    needs_labels = trainer.state.fn != TrainerFn.PREDICTING
+    return of_run(first, module, options, settings, needs_labels=needs_labels, batch=batch)
+
+
+def _first_batch(trainer: Trainer) -> Any:
+    """As a step gets it, on the host."""
+    loops: dict[Any, Any] = {
+        TrainerFn.FITTING: trainer.fit_loop,
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
+    loop = loops[trainer.state.fn]
+    loader = loop._data_source.dataloader()
+    while isinstance(loader, (list, tuple)) and loop is not trainer.fit_loop:
+        loader = loader[0]  # one after the other
+    batch = next(iter(CombinedLoader(loader)))[0]
+    module: Any = trainer.lightning_module
+    for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+        data: Any = getattr(trainer, "datamodule", None)
+        holder = data if data is not None and is_overridden(hook, data) else module
+        batch = getattr(holder, hook)(batch, 0)
+    return batch
+
+
+def _heads_of_step(module: Any, batch: Any, *, training: bool) -> Any:
+    """Query heads that a small model's step gives to PyTorch's attention; ``...``: not known."""
+    seen: list[int] = []
+    if sum(p.numel() for p in module.parameters()) > _SMALL:
+        return ...
+    end = observe_sdpa(lambda query, *rest: seen.append(query.shape[1]))
+    try:
+        with torch.no_grad(), suppress(Exception):  # any: what it logs has no place yet
+            (module.training_step if training else module.validation_step)(batch, 0)
+    finally:
+        end()
+    return seen[0] if seen else ...
+
+
+_SMALL = 10**8
+"""Parameters of a model that a host can call at once."""
