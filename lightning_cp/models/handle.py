@@ -197,7 +197,7 @@ class SwapHandle:
             f"own tokens only. Attention classes seen: {', '.join(seen) or 'none'}. Attention is "
             "intercepted in Hugging Face models that use transformers' attention interface, in LitGPT "
             "models, and in calls of torch.nn.functional.scaled_dot_product_attention; call one of these, or "
-            "use a strategy without context parallelism."
+            "pass context_parallel_size=1 and data_parallel_size=<number of ranks>, which shares no sample."
         )
 
     def require_same_gradients(self) -> None:

@@ -17,6 +17,7 @@ from lightning_cp.mesh import Flat
 from lightning_cp.strategies.answers import Answers
 from lightning_cp.strategies.arguments.check import checked
 from lightning_cp.strategies.arguments.contradictions import check_group_options
+from lightning_cp.strategies.arguments.sizes import explicit_size
 from lightning_cp.strategies.engines import engine
 from lightning_cp.strategies.engines.comm_hooks import ARGUMENTS as HOOK
 from lightning_cp.strategies.engines.comm_hooks import CommHook
@@ -168,15 +169,15 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
         check_group_options(kwargs)
         super().__init__(**kwargs)  # written like this, LightningCLI finds DDPStrategy's arguments
         hook = {name: kwargs.get(name) for name in (*HOOK, "model_averaging_period")}
-        given = {
+        self._ddp_kwargs = {  # Fabric's has no arguments for hooks
             name: x for name, x in self._ddp_kwargs.items() if name not in hook
-        }  # Fabric's has none
-        self._ddp_kwargs = without_defaults(given)
-        require_known(self._ddp_kwargs)
-        require_ddp(data_parallel, self._ddp_kwargs, hook)
+        }
+        self._ddp_options = without_defaults(self._ddp_kwargs)
+        require_known(self._ddp_options)
+        require_ddp(data_parallel, self._ddp_options, hook)
         check_start_method(self._start_method)
         self._core = ContextParallelCore(settings)
-        self._comm_hook = CommHook.of(hook)
+        self._comm_hook = CommHook.of(hook, explicit_size(settings))
         self._engine = engine(settings, self._comm_hook)
         self._engine.before_data = self._core.before_data
         self._core.follow_unreduced(self._engine.unreduced)
@@ -199,7 +200,7 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
 
     def _wrap(self: Any, module: nn.Module, methods: Sequence[str] = ()) -> nn.Module:
         self._load_whole(module)
-        options = self._ddp_kwargs
+        options = self._ddp_options
         wrapped = self._engine.wrap(module, self.mesh, self.root_device, options, methods)
         if not self._whole:
             self._pretrained.load(module, self.root_device)

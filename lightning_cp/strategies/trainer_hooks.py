@@ -28,7 +28,8 @@ def refuse_dataloader_iter(module: LightningModule) -> None:
         ConfigError: one of them takes an iterator of batches.
     """
     for step in STEPS:
-        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+        hook = getattr(module, step, None)
+        if callable(hook) and is_param_in_hook_signature(hook, "dataloader_iter", explicit=True):
             raise ConfigError(
                 f"{step}(dataloader_iter) fetches batches by itself, so they are never sharded. Take the "
                 f"batch instead: {step}(self, batch, batch_idx)."

@@ -80,18 +80,20 @@ class TrainerSetup(
         assert module is not None
         require_same_model(module)
         options = options_of(module)
-        refuse_dataloader_iter(module)
         needs_labels = trainer.state.fn != TrainerFn.PREDICTING
         try:
             self._build_mesh(module, options.get("num_heads"))
             swapped = self._core.attach(module, options, needs_labels=needs_labels)
         except UndeclaredError as error:
             raise of_trainer(error, trainer, options, self._core.settings) from None
+        if self._core.enabled:
+            refuse_dataloader_iter(module)
         self.parity = TrainerParity(self._core, self._engine)
         self._place_profiles(trainer)
         self._announce(module, swapped)
         self._watch_precision()
-        listen(self._replaced, trainer, self._guard)
+        listen(trainer, self._guard)
+        self._guard.yield_to(trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
         assert self._callback is not None
         self._callback.watch(trainer, module)
         self._adopt_callbacks(trainer)
@@ -168,7 +170,7 @@ class TrainerSetup(
         assert self.model is not None
         if self._engine.is_current(module):
             return False
-        options = (self.mesh, self.root_device, self._ddp_kwargs)
+        options = (self.mesh, self.root_device, self._ddp_options)
         self.model = self._engine.follow(self.model, *options)
         return True
 

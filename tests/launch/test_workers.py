@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from lightning_cp import ContextParallelCallback, ContextParallelMixin, UlyssesRingStrategy
+from lightning_cp.strategies.watch.launchers import _Noting
 from tests.launch.expected import came_to_the_same, expected, expected_of_two_fits
 from tests.launch.scripts.model import QUIET, Tiny
 from tests.launch.scripts.notebook import CELLS
@@ -110,3 +112,15 @@ def test_parts_are_no_result_of_fabric(tmp_path: Path) -> None:
     (done,) = ranks(tmp_path, [{}], SCRIPTS / "fabric_returns.py", tmp_path, "fork", "parts")
     assert done.status == 1
     assert "lightning_cp.checkpoint.whole(x) of each" in done.output
+
+
+def test_workers_draw_from_the_programs_random_state() -> None:
+    """Python seeds its generator again in every process that is forked."""
+    before = random.getstate()
+    random.seed(7)
+    worker = _Noting(lambda: (random.random(), torch.rand(()).item()), None)
+    want = random.random(), torch.rand(()).item()
+    random.seed(8)
+    torch.manual_seed(8)
+    assert worker() == want
+    random.setstate(before)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
-
 from torch import nn
 
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import ConfigError, UndeclaredError
 from lightning_cp.mesh import Factors, factorise
 from lightning_cp.models.swap import num_heads_of
 from lightning_cp.strategies.arguments.settings import GATHERING_MODE, Settings
@@ -85,8 +83,17 @@ def known_heads(
     if cp_size == 1:
         return heads
     if heads is None and model is not None:
-        with nullcontext() if settings.needs_heads else suppress(ConfigError):
+        try:
             heads = num_heads_of(model)
+        except UndeclaredError as unknown:
+            if settings.needs_heads:
+                ranks = cp_size * settings.data_parallel_size
+                *others, last = unknown.questions
+                without = (
+                    "A model without attention cannot share a sequence: pass context_parallel_size=1 and "
+                    f"data_parallel_size={ranks}; ranks then have different samples, as with ddp."
+                )
+                raise UndeclaredError([*others, f"{last} {without}"], unknown.arguments) from None
     heads = _of_tensor_parallel_rank(settings, heads)
     if heads is not None and not settings.needs_heads:
         split(settings, cp_size, heads, None)

@@ -1,7 +1,7 @@
 """A user's communication hook: how DistributedDataParallel's gradients get from rank to rank.
 
-It takes the place of our sum and division, of which there can be one, and so has to give the mean over all
-ranks: what ranks that share a sample hold alone is a part of a gradient, not one of fewer samples.
+It takes the place of our sum and division, of which there can be one. Where ranks share samples it has to
+give the mean over all ranks: what one of them holds is a part of a gradient, not one of fewer samples.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ class CommHook:
     wrapper: Callable[..., Any] | None = None
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> CommHook:
+    def of(cls, arguments: Mapping[str, Any], cp_size: int | None) -> CommHook:
         """The one among a strategy's arguments.
+
+        Args:
+            arguments: the strategy's.
+            cp_size: ranks that share a sample; ``None``: not known yet.
 
         Raises:
             ConfigError: a part of a hook without the hook, or one that leaves ranks with other gradients.
@@ -42,10 +46,10 @@ class CommHook:
                 f"{' and '.join(given)} without a ddp_comm_hook does nothing. Pass the hook too, or leave "
                 f"{'them' if len(given) > 1 else 'it'} out."
             )
-        if hook is not None:
+        if cp_size != 1:
             _require_mean(hook, state)
-        if arguments.get("model_averaging_period") is not None:
-            raise ConfigError(f"model_averaging_period: {_APART}")
+            if arguments.get("model_averaging_period") is not None:
+                raise ConfigError(f"model_averaging_period: {_APART}")
         return cls(hook, state, wrapper)
 
     def register(self, wrapped: DistributedDataParallel, group: dist.ProcessGroup) -> None:
@@ -69,7 +73,7 @@ class CommHook:
             ) from refused
 
 
-def _require_mean(hook: Callable[..., Any], state: object) -> None:
+def _require_mean(hook: Callable[..., Any] | None, state: object) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
         PostLocalSGDState,
@@ -80,7 +84,7 @@ def _require_mean(hook: Callable[..., Any], state: object) -> None:
         raise ConfigError(
             "ddp_comm_hook=noop_hook leaves gradients on their ranks, so that each would train another "
             "model, on a part of its samples. Leave it out, or use a hook that gives the mean, such as "
-            "fp16_compress_hook."
+            "fp16_compress_hook. With context_parallel_size=1 it is DistributedDataParallel's."
         )
     if hook is post_localSGD_hook or isinstance(state, PostLocalSGDState):
         raise ConfigError(f"ddp_comm_hook={_name(hook)}: {_APART}")
@@ -103,5 +107,5 @@ def _name(hook: object) -> str:
 _APART = (
     "local SGD lets ranks step apart and averages their weights later, but ranks that share a sample hold "
     "parts of one gradient. Leave it out; accumulate_grad_batches reduces less often, and fp16_compress_hook "
-    "sends half."
+    "sends half. With context_parallel_size=1 no sample is shared, and local SGD works."
 )

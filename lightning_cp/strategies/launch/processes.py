@@ -56,7 +56,7 @@ class Processes:
         """What ranks have to agree on, and is no setting of ours."""
         plugin = self.precision_plugin if hasattr(self, "precision_plugin") else self.precision
         precision = (type(plugin).__qualname__, getattr(plugin, "precision", None))
-        return {**self._ddp_kwargs, **vars(self._comm_hook), "precision": precision}
+        return {**self._ddp_options, **vars(self._comm_hook), "precision": precision}
 
     def _check_launcher(self: Any) -> None:
         processes = self.num_nodes * self.num_processes

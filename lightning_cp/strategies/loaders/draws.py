@@ -33,6 +33,11 @@ def random_state() -> State:
     return _collect_rng_states(include_cuda=False)
 
 
+def restore(state: State) -> None:
+    """Draw from that state on."""
+    _set_rng_states(state)
+
+
 def drawn_since(before: State) -> Draws:
     """What was drawn since then."""
     after, mark = random_state(), _mark(before)
@@ -42,7 +47,7 @@ def drawn_since(before: State) -> Draws:
 def follow(draws: Draws) -> None:
     """Draw the same; a rank that was in another state (seeded by its rank) keeps its own."""
     if draws.after is not None and _mark(random_state()) == draws.before:
-        _set_rng_states(draws.after)
+        restore(draws.after)
 
 
 @contextmanager
@@ -55,7 +60,7 @@ def going_on() -> Iterator[None]:
     before = random_state()
     yield
     if same_in_the_world(_mark(before)):
-        _set_rng_states(before)
+        restore(before)
 
 
 def _mark(state: State) -> int:

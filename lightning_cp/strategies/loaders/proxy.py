@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 
 class LoaderProxy:
     """Has everything that the loader has, also for those who read its ``__dict__``, as Fabric does.
@@ -34,5 +36,19 @@ class LoaderProxy:
             setattr(self._loader, name, value)
 
     @property
+    def __class__(self) -> type:  # type: ignore[override]
+        """That of a ``DataLoader``: Lightning and callbacks look at those only, with ``isinstance``."""
+        loader = object.__getattribute__(self, "_loader")
+        return type(loader) if isinstance(loader, DataLoader) else type(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, and what comes of a pickle, is the loader itself: ranks are those of one run."""
+        return _itself, (self._loader,)
+
+    @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
         return getattr(self._loader, "__dict__", {})
+
+
+def _itself(loader: Any) -> Any:
+    return loader

@@ -53,7 +53,7 @@ class ResumesExactly:
 
     def _follow_loader(self: Any, shared: SharedLoader, *, training: bool) -> None:
         if training:
-            self._resume.place_loader(shared, self.mesh, self.global_rank)
+            self._resume.place_loader(shared, self._core, self.global_rank)
         else:
             known = weakref.ref(self)  # a loader may outlive its strategy
 

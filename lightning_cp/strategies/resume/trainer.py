@@ -12,7 +12,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.strategies.loaders.shared import SharedLoader
 from lightning_cp.strategies.resume import loops
 from lightning_cp.strategies.resume.buckets import lay_out, orders_of
@@ -141,14 +140,14 @@ class TrainerResume:
         checkpoint["loops"] = loops.prepare(checkpoint["loops"], record["place"])
         self._loaded, self._point = record, None
 
-    def place_loader(self, shared: SharedLoader, mesh: ContextParallelMesh, rank: int) -> None:
+    def place_loader(self, shared: SharedLoader, run: RunMesh, rank: int) -> None:
         """The next training loader of the run begins where it was.
 
         Raises:
             CheckpointError: the state cannot be used on this mesh.
         """
         if self._loaded is not None and self._point is None:
-            self._point = point_of(self._loaded, mesh, rank)
+            self._point = point_of(self._loaded, run.mesh, rank)
             over = self._loaded["place"]["over"]
             self._to_place = [{**saved, "over": over} for saved in self._point.loaders]
         if self._to_place:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.spike import SpikeDetection
 from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
@@ -56,7 +57,7 @@ class FiniteGuard:
     """
 
     def __init__(self, checks: bool, counts: TargetCounts) -> None:
-        self._checks = checks
+        self._checks = self._looks = checks
         self._counts = counts
         self._bad_loss: torch.Tensor | None = None
         self._voted: set[int] = set()  # optimizers, since the last backward
@@ -65,6 +66,13 @@ class FiniteGuard:
         self.wishes = 0
         """The sum of what all ranks told in the last vote."""
 
+    def yield_to(self, callbacks: Iterable[object]) -> None:
+        """Leave values that are not finite to Lightning's SpikeDetection, if it is among the callbacks.
+
+        It looks at losses after each step, leaves out the batches, and may let them pass.
+        """
+        self._looks = self._checks and not any(isinstance(x, SpikeDetection) for x in callbacks)
+
     def note_loss(self, loss: torch.Tensor | None) -> None:
         """Before a backward: remember whether this rank's loss is finite, without waiting for it.
 
@@ -72,7 +80,7 @@ class FiniteGuard:
             loss: ``None`` on a rank without targets: the mean of nothing says nothing.
         """
         self._voted.clear()
-        if self._checks and loss is not None:
+        if self._looks and loss is not None:
             bad = ~loss.detach().isfinite().all()
             self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
 
@@ -92,13 +100,13 @@ class FiniteGuard:
         if id(step.optimizer) in self._voted:
             return
         self._voted.add(id(step.optimizer))
-        looks = self._checks and scaler is None
+        looks = self._looks and scaler is None
         bad_loss, self._bad_loss = self._bad_loss, None
         counts = self._counts.take()
         differ = counts.differ
         finite, same = _look(step.optimizer if looks else None, bad_loss, differ)
         number = 0 if self.wish is None else self.wish()
-        if not self._checks and self.wish is None and differ is None:
+        if not self._looks and self.wish is None and differ is None:
             return
         if group is None:
             total = number if finite and same else None

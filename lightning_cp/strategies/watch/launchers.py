@@ -28,6 +28,7 @@ from lightning_cp import console
 from lightning_cp.errors import LightningCPError, RankFailure
 from lightning_cp.faults.ending import FOLDER
 from lightning_cp.strategies.launch.results import Packing, receiving, sending_whole, unpacked
+from lightning_cp.strategies.loaders.draws import random_state, restore
 from lightning_cp.strategies.watch.signals import STATUS
 
 INTERRUPTED = 130
@@ -138,12 +139,17 @@ def reporting(launcher: Any) -> Any:
 
 
 class _Noting:
-    """What a worker runs; its errors are noted before anybody sees them."""
+    """What a worker runs, from the program's random state; its errors are noted before anybody sees them.
+
+    Python seeds ``random`` again in every process that is forked, and orders of samples would differ.
+    """
 
     def __init__(self, function: Callable[..., Any], strategy: Any) -> None:
         self._function, self._strategy = function, strategy
+        self._random = random_state()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        restore(self._random)
         try:
             return self._function(*args, **kwargs)
         except BaseException as error:

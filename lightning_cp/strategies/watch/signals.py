@@ -17,6 +17,7 @@ import atexit
 import os
 import signal
 import subprocess
+import sys
 import threading
 import weakref
 from contextlib import suppress
@@ -26,13 +27,13 @@ from typing import Any
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cp.checkpoint.failures import shown
 from lightning_cp.checkpoint.store import is_store
-from lightning_cp.strategies.replaced import Replaced
 from lightning_cp.strategies.watch.finite import FiniteGuard
 from lightning_cp.strategies.watch.last_words import LastWords
 
@@ -85,29 +86,60 @@ def _give_back(note: Any, own: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if own is None else own)
 
 
-def listen(replaced: Replaced, trainer: Trainer, guard: FiniteGuard) -> None:
+def listen(trainer: Trainer, guard: FiniteGuard) -> None:
     """Have the Trainer's handlers make a note while it fits; called before it registers them.
 
     Args:
-        replaced: keeps what was there.
-        trainer: its handlers are private, and looked up on this object when they are registered.
+        trainer: its connector of signals is replaced.
         guard: asks every rank before each step.
     """
-    sent, connector = Sent(), trainer._signal_connector
-    fits = trainer.state.fn == TrainerFn.FITTING
-    guard.wish = sent.wish if fits else None
-    replaced.replace(connector, "_sigterm_notifier_fn", lambda own: sent.stop if fits else _leave)
-    if not fits:
+    sent = Sent() if trainer.state.fn == TrainerFn.FITTING else None
+    trainer._signal_connector = StepSignals(trainer, sent)
+    guard.wish = None if sent is None else sent.wish
+    if sent is None:
         return
-    replaced.replace(connector, "_slurm_sigusr_handler_fn", lambda own: sent.requeue)
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     callbacks[:] = [each for each in callbacks if not isinstance(each, StopAtStep)]
     callbacks.append(StopAtStep(guard))  # the last one: the others have seen the step
 
 
-def _leave(*_: Any) -> None:
-    """A handler where nothing can be lost."""
-    raise SIGTERMException(STATUS)
+class StepSignals(_SignalConnector):
+    """Lightning's connector of signals, with handlers that only make a note.
+
+    ``received_sigterm`` is true from the signal on, on the rank that was sent it, and on all ranks once they
+    stop. Lightning's loops read False: they would stop this rank alone, within an accumulation window.
+
+    Args:
+        trainer: whose signals they are.
+        sent: where notes are made; ``None`` where nothing can be lost: then SIGTERM ends the run at once.
+    """
+
+    def __init__(self, trainer: Trainer, sent: Sent | None) -> None:
+        self._sent, self._received = sent, False
+        super().__init__(trainer)
+
+    @property
+    def received_sigterm(self) -> bool:  # type: ignore[override]
+        """Whether this rank was sent SIGTERM, for everybody but Lightning's loops."""
+        reader = sys._getframe(2).f_globals.get("__name__", "")  # past Trainer.received_sigterm
+        return self._received and not reader.startswith(_LOOPS)
+
+    @received_sigterm.setter
+    def received_sigterm(self, received: bool) -> None:
+        self._received = received
+
+    def _sigterm_notifier_fn(self, *_: Any) -> None:
+        self._received = True
+        if self._sent is None:
+            raise SIGTERMException(STATUS)
+        self._sent.stop()
+
+    def _slurm_sigusr_handler_fn(self, *_: Any) -> None:
+        if self._sent is not None:
+            self._sent.requeue()
+
+
+_LOOPS = "lightning.pytorch.loops."
 
 
 class StopAtStep(Callback):
@@ -131,6 +163,7 @@ class StopAtStep(Callback):
         wishes, self._guard.wishes = self._guard.wishes, 0
         if not wishes:
             return
+        trainer._signal_connector.received_sigterm |= wishes % REQUEUE > 0
         name = save_for_queue(trainer) if _is_queued(trainer) else save_last(trainer)
         again = wishes >= REQUEUE and trainer.is_global_zero and queue_again()
         _wait_at_exit(trainer)
