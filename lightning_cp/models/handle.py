@@ -57,6 +57,8 @@ class SwapHandle:
         """Whether calls outside of all modules that tell (``scopes``) are intercepted."""
         self.scopes: list[tuple[nn.Module, bool]] = []
         """The modules that are being called and tell so, and whether attention in them is intercepted."""
+        self.alone: set[nn.Module] = set()
+        """Modules whose attention each rank computes by itself."""
         self.tells_positions = False
         """Models inside are told the positions of their tokens, so that the step need not read them."""
         self.warned: set[str] = set()

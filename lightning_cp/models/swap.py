@@ -70,7 +70,7 @@ def swap_attention(
     refuse_held(model, alone)
     require_whole(litgpts, alone)
     handle = SwapHandle(mesh, kernel, exchange)
-    handle.tells_positions = bool(found or litgpts)
+    handle.tells_positions, handle.alone = bool(found or litgpts), alone
     try:
         swaps = {root: swap_hf(root, handle) for root in chosen}
         swaps.update({root: swap_litgpt(root, handle) for root in litgpts})

@@ -94,10 +94,22 @@ def compare(
     )
 
 
-def tokens_agree(
+@dataclass(frozen=True)
+class TokenGradients:
+    """Those at the last output, compared with one process's: each token's has a direction, and a factor."""
+
+    most_agree: bool
+    """But for one factor of a rank."""
+    all_along: bool
+    """Every token's is a multiple of one process's."""
+    one_factor: bool
+    """That of all tokens is the same, or differs between ranks as their numbers of targets do."""
+
+
+def token_gradients(
     alone: Pass, parallel: Pass, mesh: ContextParallelMesh, tolerance: Tolerance
-) -> bool | None:
-    """Whether most tokens' gradients at the last output are one process's, but for one factor of a rank.
+) -> TokenGradients | None:
+    """Compare those of all ranks.
 
     Returns:
         ``None`` if there is no such output on some rank.
@@ -110,14 +122,32 @@ def tokens_agree(
     assert pair is not None
     whole, own = (x.reshape(-1, x.shape[-1]) for x in pair)
     kept = whole.abs().sum(-1) > 0
-    if not bool(kept.any()):
-        return not largest(0.0, mesh)
+    extra = bool((own[~kept] != 0).any())
     whole, own = whole[kept], own[kept]
+    factors = ((own * whole).sum(-1) / whole.square().sum(-1))[:, None]
     # The median token's, as those at seams have another target or none.
-    factor = ((own * whole).sum(-1) / whole.square().sum(-1)).median()
-    apart = (own - factor * whole).norm(dim=-1) / (factor * whole).norm(dim=-1)
-    differs = float(apart.nan_to_num(1.0).median()) > tolerance.gradient
-    return not largest(float(differs), mesh)
+    factor = factors.median() if len(factors) else factors.sum()
+    along = _apart(own, factors * whole) <= tolerance.gradient
+    equal = _apart(own, factor * whole) <= tolerance.gradient
+    most = not len(equal) or bool(equal.double().median())
+    told = (most, bool(along.all()) and not extra, bool(equal.all()))
+    most, along_all, equal_all = (not largest(float(not one), mesh) for one in told)
+    own_factor = float(factor) if len(factors) else None
+    shared = None if own_factor is None else own_factor / (parallel.share or 1.0)
+    fixed = [_is_same(value, mesh, tolerance) for value in (own_factor, shared)]
+    return TokenGradients(most, along_all, equal_all and any(fixed))
+
+
+def _is_same(value: float | None, mesh: ContextParallelMesh, tolerance: Tolerance) -> bool:
+    """On all ranks that have one."""
+    high = largest(-float("inf") if value is None else value, mesh)
+    low = -largest(-float("inf") if value is None else -value, mesh)
+    return high - low <= tolerance.gradient * abs(high)
+
+
+def _apart(own: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Of each token, relative; 1 where there is nothing."""
+    return ((own - want).norm(dim=-1) / want.norm(dim=-1)).nan_to_num(1.0)
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]

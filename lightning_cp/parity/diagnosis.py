@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from lightning_cp.parity.compare import Comparison
+from lightning_cp.parity.compare import Comparison, TokenGradients
 from lightning_cp.parity.events import Event
 
 
@@ -16,8 +16,10 @@ class Cause(Enum):
     DIFFERENT_DATA = "different data inside the cp group"
     UNSCALED_LOSS = "unscaled loss"
     LOCAL_LABELS = "local labels"
+    OF_SEQUENCES = "a function of sums over sequences"
     NO_MEAN = "a loss that is no mean over targets"
     LOCAL_POSITIONS = "local positions"
+    TRAINING_ONLY = "code of training alone"
     MIXES_THE_SEQUENCE = "a module that mixes the sequence"
     CROSS_DOCUMENT = "cross-document attention"
     UNKNOWN = "unknown"
@@ -41,9 +43,17 @@ REMEDY = {
         "are none, such as a router's balance or a ratio of sums, would have to see all tokens: gather what "
         "they are made of by self.unshard(x), or leave them out."
     ),
+    Cause.OF_SEQUENCES: (
+        "A rank has a part of each sequence, and so of its sum. Put the values of tokens together before "
+        "they are summed: self.unshard(x) of ContextParallelMixin, or fabric.strategy.unshard(x)."
+    ),
     Cause.LOCAL_POSITIONS: (
         "Take positions from batch['position_ids'] or self.token_positions(x), which are global, and not "
         "from the length of what a rank has."
+    ),
+    Cause.TRAINING_ONLY: (
+        "What only training does takes something from the tokens that a rank has: their number, as NEFTune "
+        "scales its noise, or a mean over them. Take it from the whole sequence."
     ),
     Cause.MIXES_THE_SEQUENCE: (
         "Under context parallelism only attention sees other ranks' tokens. Leave this module out, or give "
@@ -85,8 +95,8 @@ class Evidence:
     experiments: Mapping[str, Comparison | str]
     """By name; a text says why one could not be made."""
     positions_ignored: bool
-    tokens_agree: bool | None = None
-    """Most tokens' gradients at the last output are right, but for a factor; ``None``: not known."""
+    tokens: TokenGradients | None = None
+    """``None``: not known."""
 
     def cures(self, name: str) -> bool:
         """Whether the difference is gone in that experiment."""
@@ -102,6 +112,7 @@ class Evidence:
 
 
 NO_PACKING, NO_PADDING, PLAIN_LOSS = "no packing", "no padding", "plain loss"
+EVALUATION = "evaluation mode"
 ULYSSES, RING, CONTIGUOUS = "Ulysses only", "ring only", "contiguous layout, first rank"
 
 
@@ -122,6 +133,9 @@ def diagnose(found: Evidence) -> Diagnosis:
             f"the same batch, whole on every rank, has losses that are {base.spread:.1e} apart on the ranks "
             "of a group",
         )
+    if found.cures(EVALUATION):
+        where = f"; the difference begins {found.beginning}" if found.beginning else ""
+        return Diagnosis(Cause.TRAINING_ONLY, f"in evaluation mode both agree{where}")
     if found.beginning is not None:
         return _of_the_forward(found, found.beginning)
     return _of_the_loss(found)
@@ -136,7 +150,9 @@ def _of_the_loss(found: Evidence) -> Diagnosis:
             Cause.UNSCALED_LOSS,
             f"logits agree, and all gradients are {base.factor:.4g} times those of one process",
         )
-    if found.cures(PLAIN_LOSS) and found.tokens_agree is not False:
+    if found.tokens is not None and found.tokens.all_along:
+        return _of_factors(found.tokens)
+    if found.cures(PLAIN_LOSS) and (found.tokens is None or found.tokens.most_agree):
         return Diagnosis(
             Cause.LOCAL_LABELS,
             "logits agree, and with a loss that takes no labels gradients do too",
@@ -147,7 +163,18 @@ def _of_the_loss(found: Evidence) -> Diagnosis:
             "logits agree, with their mean square for a loss gradients do too, and with the step's own loss "
             "those of most tokens differ, not of a rank's last ones alone",
         )
-    return Diagnosis(Cause.UNKNOWN, "logits agree, and gradients do not, with any loss")
+    tried = isinstance(found.experiments.get(PLAIN_LOSS), Comparison)
+    also = ", with a plain loss neither" if tried else "; no other loss could be tried"
+    return Diagnosis(Cause.UNKNOWN, f"logits agree, and gradients do not{also}")
+
+
+def _of_factors(tokens: TokenGradients) -> Diagnosis:
+    """Every token's gradient points where it should."""
+    what = "logits agree, and the gradient of each token's is one process's times a factor"
+    if tokens.one_factor:
+        by = "which depends on how many targets its rank has, at most"
+        return Diagnosis(Cause.UNSCALED_LOSS, f"{what}, {by}")
+    return Diagnosis(Cause.OF_SEQUENCES, f"{what}, another one for each rank or row")
 
 
 def _of_the_forward(found: Evidence, beginning: Beginning) -> Diagnosis:

@@ -21,6 +21,8 @@ class Pass:
     events: list[Event] = field(default_factory=list)
     part: Part | None = None
     """Of a context-parallel one."""
+    share: float = 1.0
+    """Of its group's targets, this rank's."""
     positions_ignored: bool = False
     """Nothing in the step asked for the positions of its tokens."""
     documents_isolated: bool = False

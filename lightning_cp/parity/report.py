@@ -16,7 +16,9 @@ def begins(tokens: int) -> str:
     return f"parity: comparing one process and context parallel on {tokens:,} tokens"
 
 
-def healthy(found: Comparison, tokens: int, seconds: float, *, chunked: bool) -> str:
+def healthy(
+    found: Comparison, tokens: int, seconds: float, *, chunked: bool, evaluation: bool
+) -> str:
     """One line.
 
     Args:
@@ -24,14 +26,16 @@ def healthy(found: Comparison, tokens: int, seconds: float, *, chunked: bool) ->
         tokens: that were compared.
         seconds: that it took.
         chunked: the run makes no logits for its loss, unless the step asks for them.
+        evaluation: training draws numbers that ranks have other ones of, so evaluation mode was looked at.
     """
     worst, size = found.worst, len(found.gradients)
     unseen = "never made (chunked_loss)" if chunked else "not seen"
     logits = unseen if found.logits is None else f"{found.logits.error:.1e}"
     first = f"{found.gradients[0].error:.1e}" if size else "none"
     isolated = ", documents isolated as the batch declares them" * found.documents_isolated
+    mode = ", in evaluation mode, as training draws numbers of its own for them" * evaluation
     return (
-        f"parity: one process and context parallel agree on {tokens:,} tokens{isolated} "
+        f"parity: one process and context parallel agree on {tokens:,} tokens{isolated}{mode} "
         f"({found.tolerance.dtype}; loss "
         f"{found.loss.error:.1e}, logits {logits}, worst of {size} gradients {first}; the nearest to its "
         f"tolerance, {worst.tolerance:.0e}, is {worst.name}; {seconds:.1f} s)"

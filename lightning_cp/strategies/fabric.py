@@ -64,6 +64,8 @@ class UlyssesRingStrategy(FabricSetup):
         try:
             if training:
                 self._core.require_label_kind()
+                if not self._steps:
+                    self._core.check_trains()
             local = self._core.shard(batch, needs_labels=training)
         except UndeclaredError as error:
             asked = {"needs_labels": training, "batch": batch}
@@ -90,6 +92,7 @@ class UlyssesRingStrategy(FabricSetup):
             ConfigError: no model was set up, or a step that cannot be compared.
         """
         self._end_last_step()
+        self._core.check_trains()
         with asking_at_once(self._core.settings):
             line = FabricParity(self._core, self._engine, self._models, self.precision).check(
                 batch, step, partial(super().backward, module=None)

@@ -88,6 +88,8 @@ class TrainerSetup(
             raise of_trainer(error, trainer, options, self._core.settings) from None
         if self._core.enabled:
             refuse_dataloader_iter(module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._core.check_trains()
         self.parity = TrainerParity(self._core, self._engine)
         self._place_profiles(trainer)
         self._announce(module, swapped)

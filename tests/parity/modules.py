@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_cp import ContextParallelMixin
+
 VOCAB, LENGTH, FEATURES, HEADS = 41, 48, 32, 4
 
 
@@ -128,6 +130,41 @@ class Summed(Healthy):
         return 0.01 * F.cross_entropy(
             logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
         )
+
+
+class SummedTargets(OfTargets):
+    """The same, of targets that the strategy has shifted: one rank has one less."""
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        targets = batch["shift_labels"].flatten()
+        return 0.01 * F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
+
+
+class Preferred(Healthy):
+    """A function of sums over sequences, of which a rank has a part."""
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        found = logits.log_softmax(-1).gather(-1, batch["labels"][..., None])[..., 0]
+        first, second = self.sums(found)
+        return -F.logsigmoid(0.1 * (first - second) + 0.3)
+
+    def sums(self, found: torch.Tensor) -> torch.Tensor:
+        return found.sum(1)
+
+
+class PreferredWhole(ContextParallelMixin, Preferred):
+    """The same, put together before it is summed."""
+
+    def sums(self, found: torch.Tensor) -> torch.Tensor:
+        return self.unshard(found).sum(1)
+
+
+class Swelling(Healthy):
+    """Code of training alone: scaled by the length that it sees."""
+
+    def logits(self, batch: Any) -> torch.Tensor:
+        logits = super().logits(batch)
+        return logits * (1 + logits.shape[1] ** -0.5) if self.training else logits
 
 
 class CountedHere(Healthy):

@@ -9,6 +9,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_cp.errors import ConfigError, ParityError
+from lightning_cp.parity.compare import Comparison, Difference
+from lightning_cp.parity.diagnosis import PLAIN_LOSS, Cause, Evidence, diagnose
+from lightning_cp.parity.tolerance import TOLERANCES
 from tests.models.steps import Case, make_batch
 from tests.parity import modules
 from tests.parity.test_healthy import MODES, HuggingFace
@@ -28,6 +31,8 @@ FAULTS = [
     ("CountedHere", "local positions", "the output of places .Embedding., which does not depend"),
     ("TurnedHere", "local positions", "before blocks.0.attention.out .* the first rank"),
     ("ShiftedHere", "local labels", "with a loss that takes no labels gradients do too"),
+    ("Preferred", "a function of sums over sequences", r"for each rank or row.*self\.unshard\(x\)"),
+    ("Swelling", "code of training alone", "in evaluation mode both agree|In evaluation"),
     ("Mixed", "a module that mixes the sequence", r"blocks.0.mixing.own"),
     (
         "SummedBefore",
@@ -50,6 +55,23 @@ def test_labels_that_the_step_shifts_beside_those_that_are_shifted() -> None:
     settings = {**RING, "labels": "shift"}
     match = "Likely cause: local labels"
     expect_on_every_rank(2, fit, "ShiftedHere", settings, False, error=ParityError, match=match)
+
+
+def test_a_sum_over_targets_that_are_shifted() -> None:
+    settings = {**RING, "labels": "shift"}
+    match = r"(?s)Likely cause: unscaled loss\..*how many targets its rank has"
+    expect_on_every_rank(2, fit, "SummedTargets", settings, False, error=ParityError, match=match)
+
+
+def test_what_could_not_be_tried_is_not_said() -> None:
+    """A plain loss is made of the last output; not every step has one."""
+    fine, off = Difference("loss", 0.0, 1e-5), Difference("weight", 0.5, 1e-4)
+    numbers = {"factor": 0.7, "residual": 0.3, "spread": 0.0, "first_rank": 0.0}
+    base = Comparison(fine, None, (off,), **numbers, tolerance=TOLERANCES[torch.float64])
+    for tried, said in (("not possible", "no other loss"), (base, "with a plain loss neither")):
+        found = diagnose(Evidence(base, None, {PLAIN_LOSS: tried}, positions_ignored=False))
+        assert found.cause is Cause.UNKNOWN
+        assert said in found.because
 
 
 def fit_packed(rank: int, world_size: int, settings: dict[str, Any]) -> None:

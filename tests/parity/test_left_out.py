@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from lightning_cp.errors import ParityError
+from lightning_cp.errors import ConfigError, ParityError
 from tests.models.steps import Case
 from tests.parity import modules
 from tests.parity.test_healthy import CHECKED, Heard, huggingface
@@ -68,6 +68,30 @@ class PromptFirst(modules.Healthy):
         return loss[kept].sum() / kept.sum() if kept.any() else logits.sum() * 0
 
 
+class Dropping(modules.Attention):
+    """Drops out scores, which no config tells; notes the lengths that it is called with."""
+
+    seen: ClassVar[list[int]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x.shape[1])
+        q = x.unflatten(-1, (modules.HEADS, -1)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, q, q, dropout_p=0.1, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class DropsScores(modules.Healthy):
+    attention = Dropping
+
+
+class TellsThatItDropsScores(DropsScores):
+    """By a module of PyTorch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.nn.MultiheadAttention(8, 2, dropout=0.1)
+
+
 KINDS = {
     cls.__name__: cls
     for cls in (ByHand, OfOneLength, PartlyTrained, FaultyAtLast, PromptFirst, modules.Healthy)
@@ -84,6 +108,27 @@ def fit(rank: int, world_size: int, name: str, settings: Any) -> tuple[int, list
     return module.counted, heard.parity
 
 
+def refused(rank: int, world_size: int, kind: Any) -> tuple[str, list[int], list[str]]:
+    """What is refused; the lengths of its steps until then; and how often a check began."""
+    Dropping.seen.clear()
+    loader: Any = DataLoader(modules.rows(8), batch_size=2)  # type: ignore[arg-type]
+    with Heard() as heard, pytest.raises(ConfigError, match="attention dropout") as found:
+        trainer_of(world_size, {**RING, **CHECKED}).fit(kind(), loader)
+    return str(found.value), Dropping.seen, heard.begun
+
+
+def test_what_a_step_refuses_is_refused_before_one_process_runs_it() -> None:
+    for _, lengths, begun in run_ranks(2, refused, DropsScores, timeout=60):
+        assert lengths == [modules.LENGTH // 2]
+        assert len(begun) < 2
+
+
+def test_what_modules_tell_is_refused_before_the_check() -> None:
+    for said, lengths, begun in run_ranks(2, refused, TellsThatItDropsScores, timeout=60):
+        assert "dropout of own (MultiheadAttention)" in said
+        assert lengths == begun == []
+
+
 def heard(name: str, **settings: Any) -> list[str]:
     (steps, first), (_, second) = run_ranks(2, fit, name, {**CHECKED, **settings}, timeout=60)
     assert steps == 4
@@ -93,7 +138,7 @@ def heard(name: str, **settings: Any) -> list[str]:
 
 def test_manual_optimization_is_said() -> None:
     (line,) = heard("ByHand")
-    assert "parity_check was left out: with manual optimization" in line
+    assert "parity_check was left out because with manual optimization" in line
 
 
 def test_a_step_that_fails_on_a_prefix_is_said() -> None:

@@ -119,7 +119,7 @@ def test_noise_that_is_not_seen_cannot_be_compared() -> None:
     """A rank draws other numbers than one process: no fault, and said."""
     got = run_ranks(2, fit, "NoisyUnseen", {**RING, **CHECKED}, timeout=60)
     (line,) = got[0][2]
-    assert "parity_check was left out: the step draws random numbers" in line
+    assert "parity_check was left out because the step draws random numbers" in line
 
 
 def test_a_loss_that_is_no_mean_over_targets() -> None:

@@ -23,6 +23,10 @@ from lightning_cp.strategies.parity.explain import Explaining
 from lightning_cp.strategies.parity.runner import CannotRun, Runner
 
 
+class _UnlikeNoise(CannotRun):
+    """Ranks draw other numbers than one process."""
+
+
 @dataclass
 class ParityCheck:
     """Compares a step of one model; all ranks come here together."""
@@ -45,14 +49,15 @@ class ParityCheck:
         part = self._prefix(batch, self.tokens)
         tokens = self.runner.count(part)
         rank_zero_info(begins(tokens))
-        base = self._base(part)
+        base = self._compared(part)
         if base.is_fault:
             core = self.runner.core
             counted = core.counts_aside.difference(core.mesh.control_group(Flat.LOSS))
             told = Explaining(self.runner).explain(*self._shortest(part, base))
             raise ParityError(told if counted is None else f"{told}\nBesides, {counted}")
         chunked = self.runner.core.settings.loss_chunk_tokens is not None
-        return healthy(base, tokens, time.monotonic() - started, chunked=chunked)
+        seconds, evaluation = time.monotonic() - started, self.runner.evaluation
+        return healthy(base, tokens, seconds, chunked=chunked, evaluation=evaluation)
 
     def _prefix(self, batch: Any, tokens: int) -> Any:
         """The window to be looked at; a batch that cannot be read is refused when it is sharded."""
@@ -61,8 +66,18 @@ class ParityCheck:
             part = prefix_of(batch, core.rules, tokens, 4 * core.mesh.cp_size)
         except Exception as refused:  # any: on one rank, maybe
             told = f"{type(refused).__name__}: {refused}"
-        self.runner.require(told, "its batch cannot be cut")
+        self.runner.require(told, "the batch cannot be cut")
         return part
+
+    def _compared(self, batch: Any) -> Comparison:
+        """In the mode of the run, if all that it draws is drawn on both sides alike."""
+        try:
+            return self._base(batch)
+        except _UnlikeNoise:
+            if self.runner.evaluation:
+                raise
+            self.runner = replace(self.runner, evaluation=True)
+            return self._base(batch)
 
     def _base(self, batch: Any) -> Comparison:
         """Where the step differs, what chance and rounding do to it is no fault."""
@@ -87,15 +102,16 @@ class ParityCheck:
         """A step that draws numbers for its tokens draws others where it has others.
 
         Raises:
-            CannotRun: they decide what its loss is.
+            _UnlikeNoise: they decide what its loss is.
         """
         unlike = alone.drawn_on_cuda or not torch.equal(alone.drawn, parallel.drawn)
         if not self.runner.anywhere(unlike):
             return
         other = replace(self.runner, seed=1).alone(batch)
-        told = None if torch.equal(other.loss, alone.loss) else "others give another loss"
-        what = "the step draws random numbers for its tokens, and a rank has other ones"
-        self.runner.require(told, what)
+        if self.runner.anywhere(not torch.equal(other.loss, alone.loss)):
+            raise _UnlikeNoise(
+                "the step draws random numbers for its tokens, and a rank has other ones"
+            )
 
     def _on_one_rank(self, alone: Pass, batch: Any) -> Pass:
         """To be compared with another pass of the kind."""
@@ -110,7 +126,7 @@ class ParityCheck:
             return batch, base
         part = self._prefix(batch, FEW)
         try:
-            shorter = self._base(part)
+            shorter = self._compared(part)
         except CannotRun:
             return batch, base
         return (part, shorter) if shorter.is_fault else (batch, base)

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_cp.errors import ConfigError, ShapeError
-from lightning_cp.parity.compare import Comparison, first_deviation, tokens_agree
+from lightning_cp.parity.compare import Comparison, first_deviation, token_gradients
 from lightning_cp.parity.diagnosis import (
     CONTIGUOUS,
+    EVALUATION,
     NO_PACKING,
     NO_PADDING,
     PLAIN_LOSS,
@@ -35,10 +36,10 @@ class Explaining(Comparing):
         runner = replace(self.runner, everything=True)
         alone, parallel = runner.alone(batch), runner.parallel(batch)
         beginning = self._beginning(batch, runner, alone, parallel)
-        agree = tokens_agree(alone, parallel, core.mesh, self.tolerance)
+        tokens = token_gradients(alone, parallel, core.mesh, self.tolerance)
         ignored = parallel.positions_ignored
         made = self._experiments(batch)
-        diagnosis = diagnose(Evidence(base, beginning, made, ignored, agree))
+        diagnosis = diagnose(Evidence(base, beginning, made, ignored, tokens))
         return ill(base, made, diagnosis, self.runner.count(batch))
 
     def _beginning(
@@ -87,6 +88,9 @@ class Explaining(Comparing):
         tries[NO_PADDING] = of(without_padding(batch), "the batch has none of its own")
         tries[NO_PACKING] = of(without_documents(batch, core.rules), "nothing is packed")
         tries[PLAIN_LOSS] = lambda: Comparing(replace(self.runner, plain_loss=True)).run(batch)
+        if not self.runner.evaluation:
+            other = replace(self.runner, evaluation=True)
+            tries[EVALUATION] = lambda: Comparing(other).run(batch)
         tries[CONTIGUOUS] = lambda: self._contiguous(batch)
         return {name: _tried(attempt) for name, attempt in tries.items()}
 

@@ -14,7 +14,7 @@ from lightning_cp.comm.agreement import agree
 from lightning_cp.comm.local import local_part
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.containers import tensors_of
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import ConfigError, LightningCPError
 from lightning_cp.mesh import Flat
 from lightning_cp.parity.events import Recording, recording
 from lightning_cp.parity.passes import Part, Pass, plain_loss
@@ -37,6 +37,17 @@ class CannotRun(Exception):  # noqa: N818 - no error: the check is left out, and
     """A step that cannot be compared."""
 
 
+class StepFailed(Exception):  # noqa: N818 - on all ranks, of which one at least knows why
+    """A step on a rank's part of a batch that the user's own code ended, or PyTorch."""
+
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__()
+        self.error = error
+
+
+_KNOWN = (LightningCPError, CannotRun)
+
+
 @dataclass
 class Runner:
     """Runs a step twice; all ranks come to each method together.
@@ -51,6 +62,7 @@ class Runner:
         backward: how a loss goes back, where precision has a say in it.
         everything: records what passes through all modules, for where a difference begins.
         plain_loss: instead of the step's own loss, the mean square of the last output along the sequence.
+        evaluation: in evaluation mode; by default modules are in the mode of the run.
         seed: added to the run's: other random numbers.
         rounding: of the draws of what is rounded otherwise in every module; ``None``: nothing.
     """
@@ -64,6 +76,7 @@ class Runner:
     backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward
     everything: bool = False
     plain_loss: bool = False
+    evaluation: bool = False
     seed: int | None = None
     rounding: int | None = None
 
@@ -78,7 +91,7 @@ class Runner:
         """
         with (
             self.core.alone(batch) as isolated,
-            untouched(self.model, seed=self.seed),
+            untouched(self.model, seed=self.seed, evaluation=self.evaluation),
             self.engine.aside(self.model),
             Drawn(self.model) as drawn,
         ):
@@ -116,16 +129,20 @@ class Runner:
         except CannotRun as refused:
             told = str(refused)
         except Exception as failed:  # any: it is the user's
-            told = f"{type(failed).__name__}: {failed}"
+            told = f"{type(failed).__name__}: {failed}".splitlines()[0]
             if self.engine.shards:
-                other = "lower" if isinstance(failed, torch.OutOfMemoryError) else "raise"
-                raise ConfigError(
-                    f"the parity check ran the step on {self.count(batch)} tokens of its batch, and it "
-                    f"failed: {told}. If it does not fail in training, say parity_check='off', or {other} "
-                    "parity_tokens."
-                ) from failed
+                raise self._refusal(batch, failed) from failed
         self.require(told, f"the step fails on {self.count(batch)} tokens")
         return result
+
+    def _refusal(self, batch: Any, failed: Exception) -> ConfigError:
+        """Ranks that gather parameters cannot go on."""
+        other = "lower" if isinstance(failed, torch.OutOfMemoryError) else "raise"
+        return ConfigError(
+            f"the parity check ran the step on {self.count(batch)} tokens of its batch, and it failed: "
+            f"{type(failed).__name__}: {failed}. If it does not fail in training, say parity_check='off', or "
+            f"{other} parity_tokens."
+        )
 
     def require(self, told: str | None, what: str) -> None:
         """Leave the check out on all ranks, if one cannot make it.
@@ -152,11 +169,12 @@ class Runner:
 
         Raises:
             ConfigError: as a step of training does.
+            StepFailed: the step itself has failed, on some rank.
         """
         core = self.core
         with (
             core.aside(),
-            untouched(self.model, seed=self.seed),
+            untouched(self.model, seed=self.seed, evaluation=self.evaluation),
             self.engine.aside(self.model),
             Drawn(self.model) as drawn,
         ):
@@ -165,24 +183,24 @@ class Runner:
             part = Part(core.part.layout, core.mesh.cp_rank, core.part.rows, core.part.padding_mask)
             core.begin_step()
             try:
-                scaled, shown, found = self._forward_together(local, part)
+                scaled, shown, found = self._forward_together(batch, local, part)
                 self._backward(scaled)
                 self._average()
                 if not self.plain_loss:
                     core.after_backward(self.model.parameters())
-                ignored = core.positions_ignored
+                ignored, share = core.positions_ignored, core.shares[core.mesh.cp_rank]
             finally:
                 core.end_step()
             gradients, at_output = self._gradients(), found.end()
         return Pass(
-            *(shown, gradients, found.events, part, ignored),
+            *(shown, gradients, found.events, part, share, ignored),
             at_output=at_output,
             drawn=drawn.on_cpu,
             drawn_on_cuda=drawn.on_cuda,
         )
 
     def _forward_together(
-        self, local: Any, part: Part
+        self, batch: Any, local: Any, part: Part
     ) -> tuple[torch.Tensor, torch.Tensor, Recording]:
         """What to call backward on, and one process's value; what one group refuses, all are told of."""
         core, error = self.core, None
@@ -198,10 +216,18 @@ class Runner:
             found.follow_last()
         except Exception as refused:  # any: a rank that raised alone would leave the others waiting
             error = refused
-        agree({}, core.mesh.control_group(Flat.LOSS), what="parity check", error=error)
+        if self.engine.shards and error is not None and not isinstance(error, _KNOWN):
+            error = self._refusal(batch, error)
+        if self.anywhere(error is not None and not isinstance(error, LightningCPError)):
+            raise StepFailed(error)
+        self.tell(error)
         assert weighted is not None
         assert found is not None
         return *weighted, found
+
+    def tell(self, error: Exception | None) -> None:
+        """Raise on all ranks what went wrong on one, if anything did."""
+        agree({}, self.core.mesh.control_group(Flat.LOSS), what="parity check", error=error)
 
     def _weighted(
         self, loss: torch.Tensor, found: Recording, part: Part

@@ -56,7 +56,7 @@ class TrainerParity:
             )
             return
         if type(callback).shard_batch is not ContextParallelCallback.shard_batch:
-            self._say_left_out(f"{type(callback).__name__} shards batches in a way of its own")
+            self._say_left_out(f"{type(callback).__name__} overrides shard_batch")
             return
         plugin = module.trainer.precision_plugin
         dtypes = dtypes_of(str(plugin.precision), self._core.settings)
@@ -93,7 +93,7 @@ class TrainerParity:
             f"let the parity check compare the step with one process (it was left out: {why})"
         )
         if self._is_first_rank:
-            _log.warning("parity_check was left out: %s. parity_check='off' says nothing.", why)
+            _log.warning("parity_check was left out because %s", why)
 
     def _ask(self, check: str) -> None:
         names = {"count": "self.count_targets", "unshard": "self.unshard"}

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._C._autograd import _toggle_collection_dynamic
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity
 
 from lightning_cp.comm.local import local_part
@@ -22,8 +24,10 @@ _LOGS = ("log", "log_dict", RATIO_HOOK)
 
 
 @contextmanager
-def untouched(model: nn.Module, *, seed: int | None = None) -> Iterator[None]:
-    """Within: evaluation mode, no gradients yet, nothing is logged. Afterwards all is as it was.
+def untouched(
+    model: nn.Module, *, seed: int | None = None, evaluation: bool = False
+) -> Iterator[None]:
+    """Within: no dropout, no gradients yet, nothing is logged. Afterwards all is as it was.
 
     That are gradients, buffers, modes, metrics, random numbers and other attributes of modules; what these
     refer to, but containers, tensors and sources of random numbers, is not looked into.
@@ -31,6 +35,7 @@ def untouched(model: nn.Module, *, seed: int | None = None) -> Iterator[None]:
     Args:
         model: all of whose modules are looked at.
         seed: added to the run's, for other random numbers.
+        evaluation: of all modules, instead of the mode that they are in.
     """
     with ExitStack() as stack:
         stack.enter_context(_same_random_numbers(model, seed))
@@ -45,8 +50,27 @@ def untouched(model: nn.Module, *, seed: int | None = None) -> Iterator[None]:
         stack.callback(_keep_modes(model))
         stack.callback(_keep_parameters(model))
         stack.callback(_unmute(model))
-        model.eval()  # ranks would drop out others than one process
+        if evaluation:
+            model.eval()
+        stack.enter_context(_NoDropout())
         yield
+
+
+class _NoDropout(TorchFunctionMode):
+    """What would be dropped out stays; in what backward recomputes, too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else given["input"]
+        return func(*args, **given)
+
+
+_KINDS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout")
+_DROPOUTS = {
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(getattr(torch, f"{kind}{end}") for kind in _KINDS for end in ("", "_")),
+}
 
 
 @contextmanager

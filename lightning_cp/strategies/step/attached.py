@@ -21,6 +21,7 @@ from lightning_cp.layout.cost import Heads
 from lightning_cp.models.expected import expected_heads, expected_mask
 from lightning_cp.models.hf_positions import take_positions
 from lightning_cp.models.hf_signature import takes_extra
+from lightning_cp.models.noise import check_training_noise
 from lightning_cp.models.patches import StepPatches
 from lightning_cp.models.random_functions import follow_draws
 from lightning_cp.models.shifts import watch_shifts
@@ -201,6 +202,15 @@ class AttachedModel(StepLosses):
             return THEIR_KERNELS
         lines = [explain_kernels(kernel, request) for request in self._requests]
         return "\n".join(lines) or "no attention call came through context parallelism yet"
+
+    def check_trains(self) -> None:
+        """Refuse what no step of training could do, before the first one.
+
+        Raises:
+            ConfigError: noise that ranks would draw otherwise than one process.
+        """
+        if self.enabled and self._model is not None and self._handle is not None:
+            check_training_noise(self._model, self._handle.alone)
 
     def require_label_kind(self) -> None:
         """Refuse to train where nothing says how labels are read.
