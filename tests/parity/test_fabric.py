@@ -34,6 +34,8 @@ def loop(
     rows, line = modules.rows(6), ""
     for at in range(3):
         batch = default_collate(rows[2 * at : 2 * at + 2])
+        if settings.get("labels") == "shift":
+            batch["labels"] = batch["input_ids"].clone()
         if at == checked:
             line = strategy.check_parity(batch, model)
         loss = model(strategy.shard_batch(batch))
