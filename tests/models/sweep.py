@@ -129,8 +129,8 @@ def some_ranks(
     """The same on a mesh, gradients averaged as an engine does."""
     model = make_tiny(name)
     labels = "auto" if label_alignment(model) else "aligned"
-    sizes = {"ulysses_size": ulysses_size, "ring_size": ring_size}
-    core = ContextParallelCore(Settings(**sizes, labels=labels))
+    settings = Settings(ulysses_size=ulysses_size, ring_size=ring_size, labels=labels)
+    core = ContextParallelCore(settings)
     core.build_mesh(world_size, "cpu", None, model)
     try:
         core.attach(model, {}, needs_labels=True)

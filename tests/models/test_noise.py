@@ -48,6 +48,7 @@ def test_what_ranks_do_by_themselves_is_theirs() -> None:
     model = llama(attention_dropout=0.1)
     check_training_noise(model, set(model.modules()))
     check_training_noise(bert(0.0))  # whose hidden dropout is 0.1
+    part: Any
     for part in model.modules():
         if hasattr(part, "attention_dropout"):
             part.attention_dropout = 0.0

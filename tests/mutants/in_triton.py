@@ -16,7 +16,7 @@ TRITON_MUTANTS = (
         FORWARD,
         "(ahead <= high) & (index",
         "(ahead <= high + 1) & (index",
-        (triton("head_dims[cpu-float32-32]"),),
+        (triton("head_dims[cpu-float32-32-32]"),),
         "Within a block of the diagonal a query sees the token that it shall predict.",
     ),
     Mutant(
@@ -32,7 +32,7 @@ TRITON_MUTANTS = (
         FORWARD,
         "total = total * decay + tl.sum(weights, 1)",
         "total = total + tl.sum(weights, 1)",
-        (triton("head_dims[cpu-float32-32]"),),
+        (triton("head_dims[cpu-float32-32-32]"),),
         "Right while the first block of keys has the largest score: the lse drifts, out shrinks.",
     ),
     Mutant(

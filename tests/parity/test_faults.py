@@ -66,7 +66,7 @@ def test_a_sum_over_targets_that_are_shifted() -> None:
 def test_what_could_not_be_tried_is_not_said() -> None:
     """A plain loss is made of the last output; not every step has one."""
     fine, off = Difference("loss", 0.0, 1e-5), Difference("weight", 0.5, 1e-4)
-    numbers = {"factor": 0.7, "residual": 0.3, "spread": 0.0, "first_rank": 0.0}
+    numbers: Any = {"factor": 0.7, "residual": 0.3, "spread": 0.0, "first_rank": 0.0}
     base = Comparison(fine, None, (off,), **numbers, tolerance=TOLERANCES[torch.float64])
     for tried, said in (("not possible", "no other loss"), (base, "with a plain loss neither")):
         found = diagnose(Evidence(base, None, {PLAIN_LOSS: tried}, positions_ignored=False))

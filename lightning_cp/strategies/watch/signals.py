@@ -128,13 +128,13 @@ class StepSignals(_SignalConnector):
     def received_sigterm(self, received: bool) -> None:
         self._received = received
 
-    def _sigterm_notifier_fn(self, *_: Any) -> None:
+    def _sigterm_notifier_fn(self, signum: Any, _: Any) -> None:
         self._received = True
         if self._sent is None:
             raise SIGTERMException(STATUS)
         self._sent.stop()
 
-    def _slurm_sigusr_handler_fn(self, *_: Any) -> None:
+    def _slurm_sigusr_handler_fn(self, signum: Any, _: Any) -> None:
         if self._sent is not None:
             self._sent.requeue()
 
