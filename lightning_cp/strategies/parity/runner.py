@@ -204,7 +204,7 @@ class Runner:
     ) -> tuple[torch.Tensor, torch.Tensor, Recording]:
         """What to call backward on, and one process's value; what one group refuses, all are told of."""
         core, error = self.core, None
-        weighted = found = None
+        loss = found = weighted = None
         try:
             with (
                 recording(self.model, core.listen, everything=self.everything) as found,
@@ -212,18 +212,27 @@ class Runner:
             ):
                 loss = self._loss(self.step(local))
             core.require_intercepted()
-            weighted = self._weighted(loss, found, part)
-            found.follow_last()
         except Exception as refused:  # any: a rank that raised alone would leave the others waiting
             error = refused
+        self._require_step(batch, error)
+        assert loss is not None
+        assert found is not None
+        try:
+            weighted = self._weighted(loss, found, part)
+            found.follow_last()
+        except Exception as refused:
+            error = refused
+        self.tell(error)
+        assert weighted is not None
+        return *weighted, found
+
+    def _require_step(self, batch: Any, error: Exception | None) -> None:
+        """End the pass on all ranks if the step failed on one; before ranks send anything for its loss."""
         if self.engine.shards and error is not None and not isinstance(error, _KNOWN):
             error = self._refusal(batch, error)
         if self.anywhere(error is not None and not isinstance(error, LightningCPError)):
             raise StepFailed(error)
         self.tell(error)
-        assert weighted is not None
-        assert found is not None
-        return *weighted, found
 
     def tell(self, error: Exception | None) -> None:
         """Raise on all ranks what went wrong on one, if anything did."""
