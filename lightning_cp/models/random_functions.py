@@ -7,7 +7,8 @@ and methods of tensors are looked up in ``torch.Tensor``: replaced there, they a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -44,6 +45,8 @@ def _dropout(name: str, original: Any) -> Callable[..., torch.Tensor]:
 
     @wraps(original)
     def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        if _undropped:
+            return input
         if not train or not 0 < p < 1 or not input.numel():
             return original(input, p, train)
         if _is_traced(input):
@@ -282,6 +285,19 @@ def follow_draws() -> Callable[[], None]:
                 _undo.pop()()
 
     return end
+
+
+_undropped: list[None] = []
+
+
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """Nothing is dropped out within, in what backward recomputes neither, on any thread."""
+    _undropped.append(None)
+    try:
+        yield
+    finally:
+        _undropped.pop()
 
 
 def _replace() -> None:

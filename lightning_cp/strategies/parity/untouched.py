@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity
 
 from lightning_cp.comm.local import local_part
 from lightning_cp.logs.token_mean import RATIO_HOOK
+from lightning_cp.models.random_functions import without_dropout
 from lightning_cp.models.swap import hf_models, told
 from lightning_cp.strategies.parity.kept import keep_attributes, keep_buffers, put_into
 
@@ -52,12 +53,13 @@ def untouched(
         stack.callback(_unmute(model))
         if evaluation:
             model.eval()
+        stack.enter_context(without_dropout())
         stack.enter_context(_NoDropout())
         yield
 
 
 class _NoDropout(TorchFunctionMode):
-    """What would be dropped out stays; in what backward recomputes, too."""
+    """What would be dropped out stays, also where PyTorch's functions are not replaced."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
