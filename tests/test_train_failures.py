@@ -65,7 +65,7 @@ def test_the_traceback_is_shown_on_request(tmp_path: Path) -> None:
 def test_an_error_of_one_rank_is_not_hidden_by_the_others(tmp_path: Path, rank: int) -> None:
     data = ("data._target_=tests.failing_data.failing_on", f"+data.rank={rank}")
     printed = failed(tmp_path, *TWO, *data, "+data.kind=refused")
-    assert printed.count("ConfigError: no tensor of the batch is known") == 1
+    assert printed.count("UndeclaredError: no tensor of the batch is known") == 1
     assert "RankFailure" not in printed
     assert "Traceback" not in printed
 
