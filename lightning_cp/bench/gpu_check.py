@@ -27,7 +27,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning_cp.bench.gpu_report import Report, Section, facts_of
+from lightning_cp.bench.gpu_report import GpuReport, Section, facts_of
 from lightning_cp.bench.gpu_sections import CHECKS, Check, sizes_of
 from lightning_cp.kernels.devices import has_nvidia_gpu
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(lines), file=sys.stderr)
         return MISSING
     given.folder.mkdir(parents=True, exist_ok=True)
-    report = Report.open(given.folder, facts_of(given.device))
+    report = GpuReport.open(given.folder, facts_of(given.device))
     print("\n".join(f"{name}: {value}" for name, value in report.facts.items()), flush=True)
     end = time.monotonic() + 60 * PART_MINUTES if given.part else None
     for check in checks:

@@ -49,7 +49,7 @@ class Section:
 
 
 @dataclass
-class Report:
+class GpuReport:
     """What is known of one device, with one set of versions and one state of the code; kept in a folder."""
 
     folder: Path
@@ -57,7 +57,7 @@ class Report:
     sections: dict[str, Section] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, folder: Path, facts: dict[str, str]) -> Report:
+    def open(cls, folder: Path, facts: dict[str, str]) -> GpuReport:
         """The report that lies in the folder, if its facts but the date are the same; else an empty one."""
         report = cls(folder, facts)
         path = folder / "report.json"

@@ -27,7 +27,7 @@ Result = tuple[list[Any], str]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CheckSizes:
     """What is measured on a device."""
 
     device_type: str
@@ -39,15 +39,15 @@ class Sizes:
     """Of the training runs."""
 
 
-def sizes_of(device_type: str) -> Sizes:
+def sizes_of(device_type: str) -> CheckSizes:
     """Full size on a GPU, small on CPU."""
     if device_type == "cuda":
         size = replay.Size(8192, [8], [8, 16, 32, 64], repeats=10)
         job = Job(tokens=4096, hidden=1024, layers=4, heads=16, kv_heads=4)
         kernels = replay.KERNELS["cuda"]
-        return Sizes("cuda", [8192, 16384, 32768], size, kernels, torch.bfloat16, job)
+        return CheckSizes("cuda", [8192, 16384, 32768], size, kernels, torch.bfloat16, job)
     small = replay.Size(*(32, [2], [2], 1), dense_tokens=64, dtype=torch.float32, device_type="cpu")
-    return Sizes("cpu", [64], small, replay.KERNELS["cpu"], torch.float32, Job(64, hidden=32))
+    return CheckSizes("cpu", [64], small, replay.KERNELS["cpu"], torch.float32, Job(64, hidden=32))
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Check:
     title: str
     minutes: float
     """About how long it takes on one H200 with 16 cores."""
-    run: Callable[[Sizes, Path], Result]
+    run: Callable[[CheckSizes, Path], Result]
     packages: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cuda",)
 
 
-def _kernels(sizes: Sizes, folder: Path) -> Result:
+def _kernels(sizes: CheckSizes, folder: Path) -> Result:
     case = Case(*(0, 1, 32, 8, 128), dtype=sizes.dtype, device_type=sizes.device_type)
     rows = [
         kernel_rates.kernel_row(name, replace(case, tokens=tokens), sizes.replay.repeats)
@@ -74,26 +74,26 @@ def _kernels(sizes: Sizes, folder: Path) -> Result:
     return rows, "\n".join([table.head(kernel_rates.HEAD), *map(table.row, lines)])
 
 
-def _replay_dense(sizes: Sizes, folder: Path) -> Result:
+def _replay_dense(sizes: CheckSizes, folder: Path) -> Result:
     return _rows(replay.DENSE_HEAD, replay.dense_cells, _each(replay.all_dense, sizes))
 
 
-def _replay_packed(sizes: Sizes, folder: Path) -> Result:
+def _replay_packed(sizes: CheckSizes, folder: Path) -> Result:
     return _rows(replay.PACKED_HEAD, replay.packed_cells, _each(replay.all_packed, sizes))
 
 
-def _each(make: Callable[[replay.Size, str], list[Any]], sizes: Sizes) -> list[Any]:
+def _each(make: Callable[[replay.Size, str], list[Any]], sizes: CheckSizes) -> list[Any]:
     return [row for kernel in sizes.replay_kernels for row in make(sizes.replay, kernel)]
 
 
-def _training(sizes: Sizes, folder: Path) -> Result:
+def _training(sizes: CheckSizes, folder: Path) -> Result:
     from lightning_cp.bench import gpu_training
 
     rows = gpu_training.training_rows(sizes.job, sizes.device_type)
     return _rows(gpu_training.TRAINING_HEAD, gpu_training.training_cells, rows)
 
 
-def _synchronisations(sizes: Sizes, folder: Path) -> Result:
+def _synchronisations(sizes: CheckSizes, folder: Path) -> Result:
     from lightning_cp.bench import gpu_training
 
     rows = gpu_training.synchronisation_rows(sizes.job)
@@ -106,10 +106,10 @@ def _rows(head: Iterable[str], cells: Callable[[Any], list[object]], rows: list[
     return rows, "\n".join([table.head(head), *(table.row(cells(row)) for row in rows)])
 
 
-def tests_in(pattern: str) -> Callable[[Sizes, Path], Result]:
+def tests_in(pattern: str) -> Callable[[CheckSizes, Path], Result]:
     """A section that runs the tests of the kernels in some files, by a pattern in ``tests/kernels``."""
 
-    def run(sizes: Sizes, folder: Path) -> Result:
+    def run(sizes: CheckSizes, folder: Path) -> Result:
         name = pattern.removesuffix(".py").rstrip("*")
         return run_tests(pattern, folder / f"{name}.xml")
 

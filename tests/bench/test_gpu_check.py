@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_cp.bench import gpu_check, gpu_sections, gpu_training, kernel_rates
-from lightning_cp.bench.gpu_report import Report, Section
+from lightning_cp.bench.gpu_report import GpuReport, Section
 from lightning_cp.bench.gpu_sections import CHECKS, Check
 from lightning_cp.bench.kernels import KernelRow
 
@@ -119,14 +119,14 @@ def test_a_section_that_breaks_its_process_is_a_failure_of_that_section(
 
 def test_a_report_keeps_what_passed_on_the_same_device_and_code(tmp_path: Path) -> None:
     facts = {"date": "today", "device": "one", "code": "a"}
-    report = Report.open(tmp_path, facts)
+    report = GpuReport.open(tmp_path, facts)
     report.add(section("good"))
     report.add(section("bad", "out of memory"))
-    later = Report.open(tmp_path, {**facts, "date": "tomorrow"})
+    later = GpuReport.open(tmp_path, {**facts, "date": "tomorrow"})
     assert later.has_passed("good")
     assert not later.has_passed("bad")
     assert "out of memory" in (tmp_path / "report.md").read_text()
-    other = Report.open(tmp_path, {**facts, "code": "b"})
+    other = GpuReport.open(tmp_path, {**facts, "code": "b"})
     assert not other.has_passed("good")
     assert (tmp_path / "report.before.json").exists()
 
