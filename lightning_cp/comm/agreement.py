@@ -11,6 +11,7 @@ agreements find that out. Only if it is not unanimous do ranks exchange what the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -42,6 +43,7 @@ def agree(
     error: Exception | None = None,
     texts: Mapping[str, str] | None = None,
     remedy: str | None = None,
+    limit: timedelta | None = None,
 ) -> list[dict[str, int]]:
     """Exchange ``facts`` and check that they are equal where they must be.
 
@@ -54,6 +56,7 @@ def agree(
         error: what went wrong on this rank already, if anything did: then every rank raises.
         texts: fact -> what to show of this rank's if it differs; the integer by default.
         remedy: what to do about a difference; by default what to do about different batches.
+        limit: how long to wait for the others' votes; by default the group's own timeout.
 
     Returns:
         The facts of every rank of the group; where ``within`` is given, other subgroups may have other
@@ -62,8 +65,9 @@ def agree(
     Raises:
         BatchMismatchError: a fact differs; on every rank, naming the fact and each rank's value.
         RankFailure: another rank reported an error; carries its text. The rank itself raises its own.
+        RuntimeError: the others did not come within the limit.
     """
-    if vote((what, *facts.items()), group, dissents=error is not None):
+    if vote((what, *facts.items()), group, dissents=error is not None, limit=limit):
         return [dict(facts) for _ in range(group.size())]
     return find_difference(
         facts, group, what=what, within=within, error=error, texts=texts, remedy=remedy

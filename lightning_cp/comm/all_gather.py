@@ -90,7 +90,8 @@ def start_all_gather(
     parts = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     x, ranks = parts[0], group.size()
     dims = [part.shape[-1] for part in parts]
-    received = x.new_empty(ranks * len(x), *x.shape[1:-1], sum(dims))
+    shape = x.shape[1:] if len(parts) == 1 else (*x.shape[1:-1], sum(dims))
+    received = x.new_empty(ranks * len(x), *shape)
     own = received.narrow(0, group.rank() * len(x), len(x))
     with named("copies"):
         for place, part in zip(own.split(dims, dim=-1), parts, strict=True):

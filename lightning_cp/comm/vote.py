@@ -9,6 +9,7 @@ same sum of three or more numbers, which goes around a ring.
 from __future__ import annotations
 
 import hashlib
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,13 @@ import torch.distributed as dist
 from lightning_cp.named_ranges import named
 
 
-def vote(fact: object, group: dist.ProcessGroup, *, dissents: bool = False) -> bool:
+def vote(
+    fact: object,
+    group: dist.ProcessGroup,
+    *,
+    dissents: bool = False,
+    limit: timedelta | None = None,
+) -> bool:
     """Whether all ranks have the same ``fact`` (as ``repr`` shows it), and none dissents.
 
     Where it is false, it is so on every rank, and all go on with ``agreement.tell``.
@@ -25,8 +32,12 @@ def vote(fact: object, group: dist.ProcessGroup, *, dissents: bool = False) -> b
         fact: what has to be equal.
         group: a group whose backend moves CPU tensors.
         dissents: this rank has an error, or something to say to the others.
+        limit: how long to wait for the others; by default the group's own timeout.
+
+    Raises:
+        RuntimeError: they did not come within the limit.
     """
-    return tally(fact, group, dissents=dissents) is not None
+    return tally(fact, group, dissents=dissents, limit=limit) is not None
 
 
 def tally(
@@ -37,6 +48,7 @@ def tally(
     number: int = 0,
     of: tuple[int, int] | None = None,
     own: object = None,
+    limit: timedelta | None = None,
 ) -> int | None:
     """The sum of every rank's ``number``; ``None`` on all ranks if they differ, or if one dissents.
 
@@ -48,6 +60,7 @@ def tally(
         of: which of several parts of the group this rank is in, one of ``size`` ranks each in a row, as
             ``(part, size)``.
         own: equal on all ranks of the part.
+        limit: as for ``vote``.
     """
     size, rank = group.size(), dist.get_group_rank(group, dist.get_rank())
     ballot = _ballot(fact, rank, size)
@@ -58,7 +71,10 @@ def tally(
         ballot += hashed(("dissents", rank))
     numbers = torch.tensor([_wrapped(ballot), number], dtype=torch.int64)
     with named("agreement"):
-        dist.all_reduce(numbers, group=group)
+        if limit is None:
+            dist.all_reduce(numbers, group=group)
+        else:
+            dist.all_reduce(numbers, group=group, async_op=True).wait(limit)
     ballots, total = numbers.tolist()
     return None if ballots else total
 

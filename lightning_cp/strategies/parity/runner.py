@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ class StepFailed(Exception):  # noqa: N818 - on all ranks, of which one at least
 
 
 _KNOWN = (LightningCPError, CannotRun)
+PATIENCE = timedelta(seconds=60)
+"""How long a rank whose step has failed waits for the others to say how theirs went."""
 
 
 @dataclass
@@ -228,11 +231,31 @@ class Runner:
 
     def _require_step(self, batch: Any, error: Exception | None) -> None:
         """End the pass on all ranks if the step failed on one; before ranks send anything for its loss."""
+        known = self.core.take_refused() is not None
         if self.engine.shards and error is not None and not isinstance(error, _KNOWN):
             error = self._refusal(batch, error)
+        if error is None or not known:
+            error = self._told_in_group(error)
         if self.anywhere(error is not None and not isinstance(error, LightningCPError)):
             raise StepFailed(error)
         self.tell(error)
+
+    def _told_in_group(self, error: Exception | None) -> Exception | None:
+        """This rank's error, or that another one of its cp group has one.
+
+        The others may be at an agreement of the model, which ends with this vote. If they wait for data of
+        this rank, only its end ends them.
+        """
+        group, limit = self.core.mesh.control_group(Flat.CP), None if error is None else PATIENCE
+        try:
+            agree({}, group, what="parity check", error=error, limit=limit)
+        except LightningCPError as told:
+            return error or told
+        except Exception as told:
+            if told is error:
+                return error
+            raise error or told from None
+        return None
 
     def tell(self, error: Exception | None) -> None:
         """Raise on all ranks what went wrong on one, if anything did."""

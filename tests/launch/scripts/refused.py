@@ -1,18 +1,20 @@
 """Ends with an error of ours: ``refused.py WAY STRATEGY DEVICES RANK``.
 
-WAY is ``trainer``, ``fabric`` or ``hydra`` (the Trainer in a job of Hydra's). The error is that of one RANK,
+WAY is ``trainer``, ``fsdp`` (the Trainer's), ``fabric`` or ``hydra`` (the Trainer in a job of Hydra's). The error is that of one RANK,
 in the user's own step, or of ``all``, in setup; or ``user``'s own, on all ranks.
 """
 
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
 
-from lightning_cp import Documents
+from lightning_cp import Documents, UlyssesRingStrategy
+from lightning_cp.strategies.parity import runner
 from tests.launch.scripts.model import QUIET, Tiny, fit_with_fabric, text
 
 
@@ -64,7 +66,11 @@ def run(way: str, strategy: str, devices: str, who: str) -> None:
         else:
             fabric.launch(fit)
         return
-    trainer = pl.Trainer(strategy=strategy, devices=int(devices), **QUIET)
+    chosen: Any = strategy
+    if way == "fsdp":
+        runner.PATIENCE = timedelta(seconds=3)
+        chosen = UlyssesRingStrategy(data_parallel="fsdp")
+    trainer = pl.Trainer(strategy=chosen, devices=int(devices), **QUIET)
     trainer.fit(Refused(who), text())
 
 
