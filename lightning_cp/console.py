@@ -144,8 +144,13 @@ class _Hook:
     def _program_s_own(self, *error: Any) -> Callable[[], None] | None:
         """What shows an error, if the program has a hook: Python's and PyTorch's are left out."""
         hook = self.before
-        if inspect.isfunction(hook):  # PyTorch's marks lines with the rank
-            hook = inspect.getclosurevars(hook).nonlocals.get("old_hook", hook)
+        while inspect.isfunction(
+            hook
+        ):  # PyTorch's, one for each process group, mark lines with the rank
+            within = inspect.getclosurevars(hook).nonlocals.get("old_hook")
+            if within is None:
+                break
+            hook = within
         if hook is sys.__excepthook__ or isinstance(hook, _Hook):
             return None
         return lambda: hook(*error)

@@ -60,6 +60,7 @@ def test_pickles_stay_within_a_run() -> None:
         "lightning_cp/checkpoint/full_file.py",  # where a user says weights_only=False
         "lightning_cp/checkpoint/objects.py",  # likewise
         "lightning_cp/strategies/launch/results.py",
+        "lightning_cp/strategies/watch/launchers.py",
         "hydra_plugins/lightning_cp/launcher.py",
         "hydra_plugins/lightning_cp/result.py",
     }

@@ -7,6 +7,7 @@ is given; nothing is read of any tensor, and later steps are left alone.
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -41,6 +42,8 @@ def watch_shifts(handle: SwapHandle, is_watched: Callable[[], bool]) -> None:
 
         def leave() -> None:
             _end(cuts)
+            if sys.exc_info()[0] is not None:  # an error ends the step, and says more
+                return
             if cuts.shift and _SHIFTS not in handle.warned:
                 handle.warned.add(_SHIFTS)
                 warnings.warn(_SHIFTS, stacklevel=2)

@@ -47,6 +47,7 @@ def check(output: str, message: str, ranks: int) -> None:
     [
         ("trainer", "ulysses_ring", 2, "1"),
         ("fabric", "ulysses_ring_fork", 2, "1"),
+        pytest.param("fsdp", "ulysses_ring", 2, "1", marks=pytest.mark.slow),
         pytest.param("trainer", "ulysses_ring", 4, "all", marks=pytest.mark.slow),
         pytest.param("trainer", "ulysses_ring", 3, "0", marks=pytest.mark.slow),
         pytest.param("trainer", "ulysses_ring_spawn", 3, "1", marks=pytest.mark.slow),
@@ -102,6 +103,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(console, "_seat", None)
     monkeypatch.setattr(console, "_asked_hydra", False)
     monkeypatch.setattr(console, "MEETING", 0.1)
+    monkeypatch.setattr(
+        sys, "excepthook", sys.__excepthook__
+    )  # process groups of other tests leave theirs
     return monkeypatch
 
 

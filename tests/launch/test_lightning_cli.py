@@ -84,8 +84,7 @@ def test_a_bad_setting_is_named_by_the_strategy(tmp_path: Path) -> None:
     done = fit(tmp_path / "run", *chosen, "--trainer.strategy.mode=rings")
     assert all(one.status == 1 for one in done)
     says = "mode must be one of auto, ulysses, ring, hybrid, zigzag_llama3, got 'rings'"
-    assert says in done[0].output
-    assert "rank 1 ended: rank 0 shows the ConfigError" in done[1].output
+    assert all(says in one.output for one in done)  # jsonargparse makes it an error of its own
 
 
 def test_an_unknown_setting_is_named_by_lightning_cli(tmp_path: Path) -> None:

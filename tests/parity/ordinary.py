@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_cp.labels import IGNORED_LABEL
 from tests.parity.modules import VOCAB, Healthy
 
 
@@ -73,7 +74,9 @@ class Follows(Healthy):
         for of, to in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
             to.data.mul_(0.9).add_(0.1 * of.data)
         apart = self.student(torch.ones(4)) - self.teacher(torch.ones(4)) - 1
-        return super().training_step(batch, batch_idx) + 0.1 * apart.square().mean()
+        loss = super().training_step(batch, batch_idx)
+        self.trainer.strategy.count_targets(batch["labels"] != IGNORED_LABEL)  # type: ignore[attr-defined]
+        return loss + 0.1 * apart.square().mean()
 
 
 class Noisy(Healthy):

@@ -1,7 +1,7 @@
 """Ends with an error of ours: ``refused.py WAY STRATEGY DEVICES RANK``.
 
-WAY is ``trainer``, ``fsdp`` (the Trainer's), ``fabric`` or ``hydra`` (the Trainer in a job of Hydra's). The error is that of one RANK,
-in the user's own step, or of ``all``, in setup; or ``user``'s own, on all ranks.
+WAY is ``trainer``, ``fsdp`` (the Trainer's), ``fabric`` or ``hydra`` (the Trainer in a job of Hydra's). The
+error is that of one RANK, in the user's own step, or of ``all``, in setup; or ``user``'s own, on all ranks.
 """
 
 from __future__ import annotations
