@@ -74,7 +74,9 @@ def tally(
         if limit is None:
             dist.all_reduce(numbers, group=group)
         else:
-            dist.all_reduce(numbers, group=group, async_op=True).wait(limit)
+            work = dist.all_reduce(numbers, group=group, async_op=True)
+            assert work is not None  # only for who is not in the group
+            work.wait(limit)
     ballots, total = numbers.tolist()
     return None if ballots else total
 
