@@ -44,6 +44,10 @@ class ContextParallelCallback(Callback):
         self._log: ModuleLog | None = None
         self._replicated: ReplicatedMetrics | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is not connected: what belongs to a run stays with it."""
+        return {**vars(self), "_core": None, "_log": None, "_replicated": None}
+
     def connect(self, core: Core) -> None:
         """Called by the strategy before anything else."""
         self._core = core

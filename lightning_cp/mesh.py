@@ -95,6 +95,10 @@ class ContextParallelMesh:
             *(self.device_mesh, _let_go, self._groups, self._control, *registries)
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallelMesh:
+        """The mesh: its groups are those of the process, whoever refers to them."""
+        return self
+
     @property
     def ring_size(self) -> int:
         """Ranks of the ring."""

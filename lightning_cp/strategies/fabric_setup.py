@@ -38,19 +38,27 @@ class FabricSetup(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStra
 
     def __init__(self, *args: Any, shard_dataloaders: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        check_asked(self._core.settings, given="parity_check" in kwargs)
+        check_asked(self._settings, given="parity_check" in kwargs)
+        self._shard_dataloaders = shard_dataloaders
+
+    @override
+    def _prepare(self) -> None:
+        super()._prepare()
         self._core.ask_for_counts = ASK.format(
             count="fabric.strategy.count_targets",
             check="compare the step with one process by fabric.strategy.check_parity(batch, step)",
             unshard="fabric.strategy.unshard",
         )
-        self._shard_dataloaders = shard_dataloaders
         self._models = nn.ModuleList()
         self._optimizers: list[Optimizer] = []
         self._steps = 0  # of optimizers
         if self._engine.shards:
             self._backward_sync_control = _LeaveOnRanks(self._engine)
         self._run_state = RunState(self._core)
+
+    _of_a_run = ContextParallelFront._of_a_run | {
+        *("_models", "_optimizers", "_run_state", "_steps")
+    }
 
     def __del__(self) -> None:
         """Give attention back: Fabric does not say when it ends.
@@ -162,6 +170,10 @@ class _LeaveOnRanks(_BackwardSyncControl):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: a copied strategy makes one for its own engine."""
+        return {}
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:

@@ -176,16 +176,41 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
         require_known(self._ddp_options)
         require_ddp(data_parallel, self._ddp_options, hook)
         check_start_method(self._start_method)
-        self._core = ContextParallelCore(settings)
+        self._settings = settings
         self._comm_hook = CommHook.of(hook, explicit_size(settings))
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what one run uses."""
+        settings = self._settings
+        self._core = ContextParallelCore(settings)
         self._engine = engine(settings, self._comm_hook)
         self._engine.before_data = self._core.before_data
         self._core.follow_unreduced(self._engine.unreduced)
         self._pretrained = Pretrained(settings.pretrained, offload=settings.cpu_offload)
-        self._guard = FiniteGuard(check_finite, self._core.counts)
+        self._guard = FiniteGuard(settings.check_finite, self._core.counts)
         self._replaced = Replaced()
         self._prepare_saves()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the settings and what Lightning keeps; groups, threads and files are of this run."""
+        parent: Any = super()
+        state: dict[str, Any] = parent.__getstate__()
+        return {name: x for name, x in state.items() if name not in self._of_a_run}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        take: Any = getattr(super(), "__setstate__", vars(self).update)
+        take(state)
+        self._prepare()
+
+    _of_a_run: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("_adopted", "_announced", "_before", "_callback", "_core", "_ends_watch", "_engine"),
+            *("_guard", "_loaders", "_pretrained", "_replaced", "_resume", "_saved_kinds"),
+            *("_saved_names", "_saver", "_trains_on", "parity"),
+        }
+    )
+    """Attributes that are made again in a copy, by ``_prepare`` or in its own run."""
     _ddp_kwargs: dict[str, Any]  # a DDPStrategy's, as all else that is looked up on `self: Any`
     _start_method: str
     _prepare_saves: Callable[[], None]

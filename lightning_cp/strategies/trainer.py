@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.mesh import Flat
 from lightning_cp.mixin import options_of
 from lightning_cp.models.token_draws import as_ever
 from lightning_cp.strategies.front import ContextParallelFront
@@ -135,6 +136,8 @@ class UlyssesRingStrategy(TrainerSetup):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if isinstance(group, Flat):
+            group = self.mesh.group(group)
         if group is not None and group.size() == 1:
             return tensor  # what is logged without data parallelism
         group = self._counted_once(group, reduce_op)

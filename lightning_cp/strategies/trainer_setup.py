@@ -53,6 +53,9 @@ class TrainerSetup(
     _announced: weakref.ref[LightningModule] | None = None
     parity: TrainerParity
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_model": self._lightning_module}  # not as it is wrapped
+
     @override
     def set_world_ranks(self) -> None:
         self._check_ranks()  # called when the Trainer is made, before anything waits for a rank

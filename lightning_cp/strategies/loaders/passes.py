@@ -90,6 +90,10 @@ class Pass(Iterator[Any]):
             parcel = pack(drawn_since(before)) if self._reads else None
             follow(broadcast_parcel(parcel, self._shares))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is at its end: workers and groups are those of this run."""
+        return iter, ((),)
+
     def _open(self) -> Iterator[Any]:
         """The way through this rank's loader, from its beginning or from the place to go on from."""
         saved = self._place.resumed
