@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
@@ -13,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 
 from tests import pool
+from tests.suites import mark_others_slow
 
 torch.set_num_threads(1)
 # A shell that starts this in the background, or nohup, leaves these ignored, also in what tests start.
@@ -39,6 +41,15 @@ def pytest_configure(config: pytest.Config) -> None:
     is_quick = config.getoption("markexpr") == "not slow"
     if is_quick and not config.getoption("--hypothesis-profile", default=None):
         settings.load_profile("quick")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """All cells of a test are here at once, also if the command line names one of them."""
+    made = yield
+    if isinstance(made, list):
+        mark_others_slow(made)
+    return made
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,14 @@ from lightning_cp.bench import balance, cpu_ratio, rank_flops
 from lightning_cp.bench.case import Case
 from lightning_cp.bench.clock import Figure
 from lightning_cp.bench.ways import Way, our_ways
+from tests.pool import call_on_ranks
 
 
 def test_a_row_for_each_split(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--tokens", "64", "--ranks", "2", "--repeats", "1", "--kv-heads", "2"]
+    monkeypatch.setattr(cpu_ratio, "on_ranks", call_on_ranks)
     monkeypatch.setattr("sys.argv", ["cpu_ratio", *arguments])
     cpu_ratio.main()
     head, line, *rows = capsys.readouterr().out.splitlines()

@@ -69,6 +69,22 @@ def test_every_file_is_covered() -> None:
     assert {group for group, _ in CHOICES} == set(GROUPS)
 
 
+@pytest.mark.quick(
+    "throughput-mfu",
+    "model-config_json",
+    "model-llama_small",
+    "model-gemma2",
+    "optim-muonclip",
+    "strategy-hsdp",
+    "strategy-ulysses",
+    "strategy-single",
+    "strategy-zigzag_llama3",
+    "strategy-ddp",
+    "strategy-fsdp",
+    "trainer-cpu",
+    "data-*",
+    "experiment-smoke",
+)
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_composes_and_instantiates(group: str, choice: str, tmp_path: Path) -> None:
     for name in ("one", "two"):

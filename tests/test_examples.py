@@ -11,16 +11,17 @@ import torch
 from torch.utils.data import default_collate
 
 from tests.installed import installed_path
-from tests.launch.start import all_succeeded, free_port, ranks, torchrun_variables
+from tests.launch.start import all_succeeded, ranks, torchrun_variables
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def test_attention_alone_equals_one_process(tmp_path: Path) -> None:
-    run = ("-m", "torch.distributed.run", "--nproc-per-node=4", f"--master-port={free_port()}")
     path = {"PYTHONPATH": installed_path(tmp_path), "OMP_NUM_THREADS": "1"}
-    (done,) = all_succeeded(ranks(tmp_path, [path], *run, EXAMPLES / "attention_minimal.py"))
-    found = re.search(r"largest difference from one process: (\S+)", done.output)
+    variables = [{**own, **path} for own in torchrun_variables(4)]
+    done = all_succeeded(ranks(tmp_path, variables, EXAMPLES / "attention_minimal.py"))
+    printed = "".join(one.output for one in done)
+    found = re.search(r"largest difference from one process: (\S+)", printed)
     assert found
     assert 0.0 < float(found[1]) < 5e-6
 

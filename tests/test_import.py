@@ -85,6 +85,7 @@ def test_imported_before_lightning() -> None:
     assert python(FIRST_US).endswith("1")
 
 
+@pytest.mark.slow
 def test_imported_after_lightning() -> None:
     # Installed, the names would be known already.
     assert python(FIRST_LIGHTNING, TORCH_DEVICE_BACKEND_AUTOLOAD="0").endswith("1")
@@ -207,6 +208,7 @@ def test_torch_s_own_variable_turns_it_off(installed: dict[str, str]) -> None:
     assert python(NAMES_ARE_KNOWN, **installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False"
 
 
+@pytest.mark.quick("lightning_fabric-*")
 @pytest.mark.parametrize(
     ("mirror", "call", "works"),
     [

@@ -116,6 +116,16 @@ def round_trip(rank: int, world_size: int, ring: int, ulysses: int, kind: Any) -
     mesh.destroy()
 
 
+@pytest.mark.quick(
+    "zigzag-2-2",
+    "zigzag-3-1",
+    "contiguous-2-1",
+    "contiguous-1-2",
+    "balanced-2-1",
+    "balanced-2-2",
+    "balanced-3-1",
+    "zigzag-1-2",
+)
 @pytest.mark.parametrize(("ring", "ulysses"), GRIDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_shard_and_unshard_are_inverse(ring: int, ulysses: int, kind: str) -> None:

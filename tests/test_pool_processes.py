@@ -118,32 +118,28 @@ ENDINGS = {"success": None, "ctrl-c": signal.SIGINT, "kill": signal.SIGKILL}
 EXIT_CODES = {"success": 0, "ctrl-c": 2, "kill": -signal.SIGKILL}
 
 
-@pytest.fixture(scope="module")
-def sessions(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[dict[str, tuple[str, Path, subprocess.Popen[str]]]]:
-    """One session per ending, all started at once: most of their time is importing."""
-    running: dict[str, tuple[str, Path, subprocess.Popen[str]]] = {}
-    for name, ending in ENDINGS.items():
-        mark, directory = uuid.uuid4().hex, tmp_path_factory.mktemp(name)
-        seconds = 0.5 if ending is None else 600.0
-        running[name] = mark, directory, start_session(directory, mark, seconds)
-    yield running
-    for mark, _, session in running.values():
-        for pid in marked(mark):
-            os.kill(pid, signal.SIGKILL)
-        session.communicate()
+@pytest.fixture
+def session(name: str, tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """One with that ending, and what marks its processes."""
+    mark, seconds = uuid.uuid4().hex, 0.5 if ENDINGS[name] is None else 600.0
+    session = start_session(tmp_path, mark, seconds)
+    yield mark, session
+    for pid in marked(mark):
+        os.kill(pid, signal.SIGKILL)
+    session.communicate()
 
 
+# That processes end with a success is what ``test_a_plain_script_ends`` says too.
+@pytest.mark.quick("kill")
 @pytest.mark.parametrize("name", ENDINGS)
 def test_no_process_is_left(
-    name: str, sessions: dict[str, tuple[str, Path, subprocess.Popen[str]]]
+    name: str, session: tuple[str, subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    mark, directory, session = sessions[name]
-    wait_until(lambda: len(list((directory / "started").iterdir())) == 2, 240.0, "the ranks start")
+    mark, process = session
+    wait_until(lambda: len(list((tmp_path / "started").iterdir())) == 2, 240.0, "the ranks start")
     if (ending := ENDINGS[name]) is not None:
         assert len(marked(mark)) >= 4, "pytest, fork server and two ranks should be seen"
-        session.send_signal(ending)
-    output, _ = session.communicate(timeout=60.0)
-    assert session.returncode == EXIT_CODES[name], output
+        process.send_signal(ending)
+    output, _ = process.communicate(timeout=60.0)
+    assert process.returncode == EXIT_CODES[name], output
     wait_until(lambda: not marked(mark), 10.0, "every process ends")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_cp.train.picture import draw_losses, read_points
+from tests.launch.start import all_succeeded, ranks, torchrun_variables
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SMALL = (
@@ -64,12 +65,25 @@ def command(
     )
 
 
-def trained(cwd: Path, *overrides: str) -> tuple[Path, str]:
-    """The folder of a run that must succeed, and what it printed."""
+def launched(cwd: Path, *overrides: str) -> tuple[Path, str]:
+    """The folder of a run that must succeed and starts its other processes, and what they printed."""
     done = command(cwd, *overrides)
     assert done.returncode == 0, done.stderr[-4000:]
+    return folder_in(cwd), done.stdout + done.stderr
+
+
+def trained(cwd: Path, *overrides: str, processes: int = 0) -> tuple[Path, str]:
+    """The same of one process, or of as many as torchrun would start, which need not import all again."""
+    variables = torchrun_variables(processes) if processes else [{}]
+    done = ranks(cwd, variables, "-m", "lightning_cp.train", *SMALL, *overrides)
+    printed = "".join(one.output for one in all_succeeded(done))
+    return folder_in(cwd), printed
+
+
+def folder_in(cwd: Path) -> Path:
+    """That of the only run."""
     (config,) = cwd.rglob(".hydra/config.yaml")
-    return config.parents[1], done.stdout + done.stderr
+    return config.parents[1]
 
 
 def table(folder: Path) -> list[dict[str, str]]:
@@ -85,11 +99,20 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The job as it is by default: four processes."""
-    return trained(tmp_path_factory.mktemp("hybrid"))
+    """The job in four processes that somebody else has started."""
+    return trained(tmp_path_factory.mktemp("hybrid"), processes=4)
 
 
-@pytest.mark.parametrize("run", ["alone", "hybrid"])
+@pytest.fixture(scope="module")
+def default(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The job as it is by default: it starts four processes."""
+    return launched(tmp_path_factory.mktemp("default"))
+
+
+RUNS = ["alone", "hybrid", pytest.param("default", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("run", RUNS)
 def test_what_a_run_leaves(run: str, request: pytest.FixtureRequest) -> None:
     folder, _ = request.getfixturevalue(run)
     files = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
@@ -103,7 +126,7 @@ def test_what_a_run_leaves(run: str, request: pytest.FixtureRequest) -> None:
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("run", ["alone", "hybrid"])
+@pytest.mark.parametrize("run", RUNS)
 def test_every_step_and_every_validation_is_in_the_csv(
     run: str, request: pytest.FixtureRequest
 ) -> None:
@@ -125,7 +148,7 @@ def test_every_step_and_every_validation_is_in_the_csv(
         assert len(filled) == 9
 
 
-@pytest.mark.parametrize("run", ["alone", "hybrid"])
+@pytest.mark.parametrize("run", RUNS)
 def test_a_run_ends_with_a_table_and_no_warnings(run: str, request: pytest.FixtureRequest) -> None:
     folder, printed = request.getfixturevalue(run)
     assert re.search(r"validation +[78]\.\d+ -> \d\.\d+ bits per byte", printed)
@@ -136,11 +159,13 @@ def test_a_run_ends_with_a_table_and_no_warnings(run: str, request: pytest.Fixtu
     assert "Warning" not in printed
 
 
+@pytest.mark.parametrize("run", RUNS[1:])
 def test_four_processes_train_as_one_does(
-    alone: tuple[Path, str], hybrid: tuple[Path, str]
+    run: str, alone: tuple[Path, str], request: pytest.FixtureRequest
 ) -> None:
+    folder, _ = request.getfixturevalue(run)
     costs = {"train/tokens_per_second", "peak_memory_mib"}
-    for one, four in zip(table(alone[0]), table(hybrid[0]), strict=True):
+    for one, four in zip(table(alone[0]), table(folder), strict=True):
         assert {k for k in COLUMNS if one[k]} == {k for k in COLUMNS if four[k]}
         for name in {k for k in COLUMNS if one[k]} - costs:
             assert float(four[name]) == pytest.approx(float(one[name]), rel=1e-5), name
@@ -158,7 +183,7 @@ def test_four_processes_train_as_one_does(
 def test_engines_that_shard_train_as_one_process_does(
     tmp_path: Path, alone: tuple[Path, str], overrides: list[str]
 ) -> None:
-    folder, _ = trained(tmp_path, "trainer.devices=2", *overrides)
+    folder, _ = launched(tmp_path, "trainer.devices=2", *overrides)
     for name in ("train/loss", "train/grad_norm", "val/bits_per_byte"):
         found = [[float(row[name]) for row in table(at) if row[name]] for at in (alone[0], folder)]
         assert found[1] == pytest.approx(found[0], rel=1e-5), name
@@ -184,7 +209,7 @@ def muon_table(printed: str) -> list[str]:
 def test_muon_on_two_processes_trains_as_on_one(
     tmp_path: Path, alone: tuple[Path, str], muon_alone: tuple[Path, str], strategy: str
 ) -> None:
-    folder, printed = trained(tmp_path, f"strategy={strategy}", "trainer.devices=2", *MUON)
+    folder, printed = launched(tmp_path, f"strategy={strategy}", "trainer.devices=2", *MUON)
     losses: dict[Path, list[float]] = {}
     for name in ("train/loss", "train/grad_norm", "val/bits_per_byte"):
         for at in (alone[0], muon_alone[0], folder):
@@ -200,7 +225,7 @@ def test_muon_on_two_processes_trains_as_on_one(
 @pytest.mark.slow
 def test_muonclip_logs_the_largest_logit_and_the_heads_it_has_clipped(tmp_path: Path) -> None:
     tau = "model.optimizer.qk_clip.tau=1e-3"
-    folder, _ = trained(tmp_path, "strategy=ring", "trainer.devices=2", "optim=muonclip", tau)
+    folder, _ = launched(tmp_path, "strategy=ring", "trainer.devices=2", "optim=muonclip", tau)
     steps = [row for row in table(folder) if row["train/loss"]]
     largest = [float(row["train/max_logit"]) for row in steps]
     clipped = [float(row["train/clipped_heads"]) for row in steps]
@@ -224,10 +249,11 @@ def test_a_run_is_resumed(tmp_path: Path, alone: tuple[Path, str]) -> None:
 
 
 def test_bad_text_is_refused_before_other_processes_start(tmp_path: Path) -> None:
-    done = command(tmp_path, "data=text_files", "data.paths=[nothing.txt]")
-    assert done.returncode != 0
-    assert "data.paths names 'nothing.txt', which matches no file" in done.stderr
-    assert "Initializing distributed" not in done.stderr
+    settings = ("data=text_files", "data.paths=[nothing.txt]")
+    (done,) = ranks(tmp_path, [{}], "-m", "lightning_cp.train", *SMALL, *settings, apart=True)
+    assert done.status != 0
+    assert "data.paths names 'nothing.txt', which matches no file" in done.errors
+    assert "Initializing distributed" not in done.errors
 
 
 def test_the_picture_is_drawn_from_the_csv(tmp_path: Path) -> None:

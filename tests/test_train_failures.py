@@ -61,6 +61,7 @@ def test_the_traceback_is_shown_on_request(tmp_path: Path) -> None:
     assert printed.count(AT_FIRST_BATCH) == printed.count("Traceback") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_error_of_one_rank_is_not_hidden_by_the_others(tmp_path: Path, rank: int) -> None:
     data = ("data._target_=tests.failing_data.failing_on", f"+data.rank={rank}")

@@ -15,7 +15,7 @@ from lightning_cp.run_folder import FOLDER_OF_FIRST, one_folder
 from lightning_cp.train.resume import ContinuedCSV, newest_whole, require_folder, run_folder
 from tests.checkpoint.states import same
 from tests.launch.start import free_port
-from tests.test_train import COLUMNS, command, table, trained
+from tests.test_train import COLUMNS, command, launched, table
 
 
 def saved(folder: Path, name: str, age: int, step: int = 1) -> Path:
@@ -102,7 +102,7 @@ def test_lines_of_steps_that_come_again_are_left_out(tmp_path: Path) -> None:
 def test_an_interrupted_run_is_the_run(tmp_path: Path, strategy: str) -> None:
     mine = ("trainer.devices=2", f"strategy={strategy}", "trainer.val_check_interval=2")
     mine = (*mine, "model.warmup_steps=6")  # what follows on it depends on max_steps
-    whole, _ = trained(tmp_path, *mine, "trainer.max_steps=6")
+    whole, _ = launched(tmp_path, *mine, "trainer.max_steps=6")
     folder = tmp_path / "mine"
     auto = (*mine, "resume=auto", f"hydra.run.dir={folder}")
     first = command(tmp_path, *auto, "trainer.max_steps=4")
@@ -120,7 +120,7 @@ def test_an_interrupted_run_is_the_run(tmp_path: Path, strategy: str) -> None:
 def test_a_run_that_torchrun_starts_again_is_the_run(tmp_path: Path, rank: int) -> None:
     mine = ("trainer.devices=2", "strategy=ring", "trainer.val_check_interval=2")
     mine = (*mine, "trainer.max_steps=4")
-    whole, _ = trained(tmp_path, *mine)
+    whole, _ = launched(tmp_path, *mine)
     folder, mark = tmp_path / "mine", tmp_path / "killed"
     data = ("data._target_=tests.failing_data.killed_once", f"+data.rank={rank}")
     auto = (*mine, *data, "+data.at=4", f"+data.mark={mark}")

@@ -117,6 +117,21 @@ BY_BOTH = {str(grid) for grid in GRIDS if grid.world_size < 4} | {
 """Where the slower kernel always runs, too."""
 
 
+@pytest.mark.quick(
+    "ring 2 zigzag-aten",
+    "ring 2 contiguous-aten",
+    "ring 2 balanced 5-aten",
+    "ring 3 zigzag-aten",
+    "ring 3 contiguous-aten",
+    "ulysses 2-aten",
+    "ulysses 3-aten",
+    "hybrid 2x2 zigzag-aten",
+    "gather 2 zigzag two_kernel/two_kernel 1-aten",
+    "gather 2 zigzag fused/fused 2-aten",
+    "gather 3 zigzag two_kernel/fused all-aten",
+    "ring 3 contiguous-reference",
+    "gather 2 zigzag fused/fused 2-reference",
+)
 @pytest.mark.parametrize(
     ("grid", "kernel"),
     [
@@ -136,6 +151,9 @@ def test_equals_dense(grid: Grid, kernel: str) -> None:
     check(default_cells(grid, kernel), grid, kernel)
 
 
+@pytest.mark.quick(
+    "ring 8 contiguous", "hybrid 2x4 zigzag", "ulysses 8", "gather 8 zigzag fused/fused 2"
+)
 @pytest.mark.parametrize(
     "grid", [grid for grid in GRIDS if "A4" in matrix(grid, "reference")], ids=str
 )

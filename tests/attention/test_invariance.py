@@ -27,6 +27,7 @@ from tests.pool import run_ranks
 KERNELS = ["reference", "aten"]
 
 
+@pytest.mark.quick("*-aten")
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("grid", rarely(*GRIDS))
 def test_the_same_call_twice_gives_the_same_bits(grid: Grid, kernel: str) -> None:
@@ -54,6 +55,7 @@ def attend_beside(rank: int, world_size: int, problem: Problem, grid: Grid) -> l
         return [*found, attend_shards(problem, grid, mesh, "reference", tensors)]
 
 
+@pytest.mark.quick("*-rows")
 @pytest.mark.parametrize("sequences", ["dense", "rows"])
 @pytest.mark.parametrize("grid", FOUR, ids=str)
 def test_a_row_does_not_depend_on_another(grid: Grid, sequences: str) -> None:
@@ -92,6 +94,7 @@ def attend_permuted(rank: int, world_size: int, problem: Problem, grid: Grid) ->
         return attend_shards(problem, grid, mesh, "reference", tensors, layout=layout)
 
 
+@pytest.mark.quick("*-causal")
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("grid", FOUR, ids=str)
 def test_permuted_documents_have_permuted_results(grid: Grid, causal: bool) -> None:

@@ -135,6 +135,13 @@ def differentiate(
     return found
 
 
+@pytest.mark.quick(
+    "*-aten-2-1",
+    "ring*-reference-2-2",
+    "ulysses*-reference-1-2",
+    "ring*-aten-1-*",
+    "ulysses*-aten-2-2",
+)
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("kernel", ["reference", "aten"])
@@ -150,6 +157,7 @@ def test_every_way_gives_the_same_bits(
                 assert torch.equal(one, two), how
 
 
+@pytest.mark.quick("*-1-True", "ring*-2-False", "ulysses*-2-False")
 @pytest.mark.parametrize("use_lse", [False, True])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -169,6 +177,7 @@ def test_a_kept_recomputation_communicates_nothing(grid: Grid, layers: int, use_
         }
 
 
+@pytest.mark.quick("*-True")
 @pytest.mark.parametrize("use_lse", [False, True])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_sinks_and_largest_scores_are_kept(grid: Grid, use_lse: bool) -> None:

@@ -83,6 +83,7 @@ def check_reach(
             assert differ.any(), name
 
 
+@pytest.mark.quick("*-rows-causal-aten", "*-packed-full-aten", "*-dense-causal-reference")
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("sequences", ["dense", "packed", "rows"])
@@ -114,6 +115,7 @@ def attend_poisoned(
         return plain, attend_shards(problem, grid, mesh, kernel, tensors, pad_value=torch.nan)
 
 
+@pytest.mark.quick("*-rows-torch.bfloat16-aten", "*-dense-torch.float64-reference")
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sequences", ["dense", "rows"])

@@ -79,6 +79,7 @@ def check_gradients(transport: Transport, ring: int) -> None:
             assert at("kernel ends", hop + 1) < at("wait", hop, "gradients")
 
 
+@pytest.mark.quick("4-1-*", "3-1-*", "2-1-*", "8-2-zigzag")
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
 @pytest.mark.parametrize(("world_size", "ulysses"), [(2, 1), (3, 1), (4, 1), (8, 1), (8, 2)])
 def test_next_hop_is_under_way_before_this_one_is_computed(
@@ -147,6 +148,7 @@ def attend_under(rank: int, world_size: int, problem: Problem, grid: Grid, how: 
             return attend_shards(problem, grid, mesh, "reference")
 
 
+@pytest.mark.quick("*-torch.float64-postponed", "*-torch.bfloat16-delays")
 @pytest.mark.parametrize("how", ["delays", "postponed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(

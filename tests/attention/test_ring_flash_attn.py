@@ -118,6 +118,7 @@ def errors(answer: oracle.Attention, problem: Problem) -> dict[str, float]:
     return found
 
 
+@pytest.mark.quick("ring 2 zigzag", "hybrid 2x2 contiguous", "old flash-attn", "ring 4 contiguous")
 @needs_package
 @pytest.mark.parametrize("name", CASES)
 def test_delegated_is_the_dense_answer(name: str) -> None:

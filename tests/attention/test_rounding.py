@@ -45,6 +45,7 @@ def measured(grid: Grid, kernel: str) -> list[dict[str, float]]:
     return _measured[key]
 
 
+@pytest.mark.quick("hybrid 4x2 zigzag-*")
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("grid", rarely(*EIGHT))
 def test_eight_ranks_round_as_one_does(grid: Grid, kernel: str) -> None:

@@ -101,6 +101,15 @@ def problems_of(grid: Grid) -> list[Problem]:
     ]
 
 
+@pytest.mark.quick(
+    "ring 3 zigzag",
+    "ring 2 balanced 5",
+    "hybrid 2x2 zigzag",
+    "ulysses 2",
+    "gather 3 zigzag two_kernel/fused all",
+    "gather 2 zigzag fused/fused 2",
+    "ring 2 contiguous",
+)
 @pytest.mark.parametrize("grid", rarely(*GRIDS))
 def test_sends_what_the_schedule_says(grid: Grid) -> None:
     problems = problems_of(grid)
@@ -116,6 +125,17 @@ def test_sends_what_the_schedule_says(grid: Grid) -> None:
             assert sent > 0
 
 
+@pytest.mark.quick(
+    "ring 4*",
+    "ring 3*",
+    "ulysses*",
+    "hybrid 2x2*",
+    "hybrid 3x2*",
+    "gather 2x2*",
+    "gather 3*",
+    "gather 4 *",
+    "ring 8 zigzag",
+)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_nothing_but_exchanges_and_one_agreement(grid: Grid) -> None:
     kinds = KINDS[grid.mode]

@@ -49,6 +49,7 @@ CELLS: dict[Grid, list[Problem]] = {
 }
 
 
+@pytest.mark.quick("hybrid 2x2 zigzag", "gather 2 zigzag fused/fused 1", "ulysses 2")
 @pytest.mark.parametrize("grid", CELLS, ids=str)
 def test_equals_dense(grid: Grid) -> None:
     check(CELLS[grid], grid, "triton", judge="reference")

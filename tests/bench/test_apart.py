@@ -131,6 +131,7 @@ def four_runs(
     return found
 
 
+@pytest.mark.quick("*-packed", "zigzag ring-dense", "zigzag_llama3 fused/fused-dense")
 @pytest.mark.parametrize("packed", [0, 5], ids=["dense", "packed"])
 @pytest.mark.parametrize("way", WAYS, ids=[way.name for way in WAYS])
 def test_the_same_messages_and_the_same_kernel_calls(way: Ours, packed: int) -> None:

@@ -17,6 +17,7 @@ from tests.pool import run_ranks
 SMALL = Sizes(features=32, inner=96, vocabulary=256)
 
 
+@pytest.mark.quick("none", "chunked_loss, tiled_mlp", '"keep_attention", activation_offload')
 @pytest.mark.parametrize("name", WAYS)
 def test_what_is_kept_is_the_closed_form(name: str) -> None:
     settings = WAYS[name]

@@ -136,6 +136,7 @@ def saves_and_reads(rank: int, world_size: int, form: str, background: bool) -> 
         assert max(x.stat().st_size for x in shards) < 8_000  # nobody has all
 
 
+@pytest.mark.quick("sharded-at once", "full-background")
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
 @pytest.mark.parametrize("form", FORMS)
 def test_spread_tensors_are_read_in_any_other_spread(form: str, background: bool) -> None:

@@ -80,6 +80,7 @@ def saves_and_resumes(rank: int, world_size: int, form: str, background: bool) -
     assert not torch.equal(weights(resumed), weights(stopped))
 
 
+@pytest.mark.quick("sharded-True")
 @pytest.mark.parametrize(("form", "background"), cases(WAYS, [("full", False), ("sharded", True)]))
 def test_saves_and_resumes(form: str, background: bool) -> None:
     run_ranks(2, saves_and_resumes, form, background)

@@ -192,6 +192,7 @@ def scatter(rank: int, world_size: int, num_heads: int, num_kv_heads: int) -> tu
     return dot(heads, y), dot(x, adjoint)
 
 
+@pytest.mark.quick("2-*", "3-*", "4-8-1", "8-16-4")
 @pytest.mark.parametrize(
     ("world_size", "num_heads", "num_kv_heads"),
     [

@@ -123,6 +123,15 @@ UNLIKE = {
 }
 
 
+@pytest.mark.quick(
+    "ddp-rate in a tensor-trainer",
+    "fsdp-class-trainer",
+    "ddp-betas-fabric",
+    "ddp-fewer-fabric",
+    "ddp-order-trainer",
+    "fsdp-rate-fabric",
+    "ddp-groups-fabric",
+)
 @pytest.mark.parametrize("kind", ["trainer", "fabric"])
 @pytest.mark.parametrize(
     ("engine", "what"), [*(("ddp", what) for what in UNLIKE), ("fsdp", "rate"), ("fsdp", "class")]
@@ -132,6 +141,7 @@ def test_another_optimizer_is_named(kind: str, engine: str, what: str) -> None:
     expect_on_every_rank(2, start, kind, engine, what, 1, error=ConfigError, match=match)
 
 
+@pytest.mark.quick("fsdp-trainer", "ddp-fabric", "zero1-trainer", "tp-fabric")
 @pytest.mark.parametrize("kind", ["trainer", "fabric"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_equal_ones_pass(kind: str, engine: str) -> None:

@@ -19,6 +19,13 @@ def _parameters() -> list[Any]:
     ]
 
 
+@pytest.mark.quick(
+    "SIGKILL of rank 0*",
+    "SIGKILL of rank 2 of 2 x 2*",
+    "*data_parallel=fsdp)",
+    "* raises,*",
+    "NaN*",
+)
 @pytest.mark.parametrize("row", _parameters())
 def test_a_fault(row: Row, tmp_path: Path) -> None:
     row.prove(tmp_path)

@@ -53,6 +53,7 @@ class Spy(AtenCudaFlash):
         return super().run_forward(inputs, call, scores)
 
 
+@pytest.mark.quick("*-3_*", "*-2_*")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("heads", ["mha", "gqa"])

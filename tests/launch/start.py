@@ -62,6 +62,8 @@ class Done:
 
     status: int
     output: str
+    errors: str = ""
+    """What went to stderr, where that was to be kept apart."""
 
 
 @contextmanager
@@ -92,22 +94,26 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def ranks(cwd: Path, variables: Sequence[Mapping[str, str]], *command: object) -> list[Done]:
+def ranks(
+    cwd: Path, variables: Sequence[Mapping[str, str]], *command: object, apart: bool = False
+) -> list[Done]:
     """Run a script in one process for each environment, all at once, until all have ended.
 
     Args:
         cwd: their working directory.
         variables: what each of them is told, such as its rank.
         command: what follows ``python``: a script, ``-m`` and a module, or ``-c`` and code; its arguments.
+        apart: keep stdout and stderr apart.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     outputs = [cwd / f"output{index}.txt" for index in range(len(variables))]
+    errors = [cwd / f"errors{index}.txt" if apart else None for index in range(len(variables))]
     processes = [
         context.Process(
-            target=_run, args=(list(map(str, command)), cwd, environment(**own), output)
+            target=_run, args=(list(map(str, command)), cwd, environment(**own), *files)
         )
-        for own, output in zip(variables, outputs, strict=True)
+        for own, *files in zip(variables, outputs, errors, strict=True)
     ]
     for process in processes:
         process.start()
@@ -119,10 +125,13 @@ def ranks(cwd: Path, variables: Sequence[Mapping[str, str]], *command: object) -
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()
-    texts = [output.read_text() if output.exists() else "" for output in outputs]
-    assert not hanging, "\n".join(texts)[-6000:]
+    texts = [
+        [file.read_text() if file and file.exists() else "" for file in files]
+        for files in zip(outputs, errors, strict=True)
+    ]
+    assert not hanging, "\n".join(text for both in texts for text in both)[-6000:]
     return [
-        Done(process.exitcode or 0, text) for process, text in zip(processes, texts, strict=True)
+        Done(process.exitcode or 0, *text) for process, text in zip(processes, texts, strict=True)
     ]
 
 
@@ -147,12 +156,14 @@ def torchrun_variables(count: int, nodes: int = 1) -> list[dict[str, str]]:
     ]
 
 
-def _run(command: list[str], cwd: Path, own: dict[str, str], output: Path) -> None:
+def _run(
+    command: list[str], cwd: Path, own: dict[str, str], output: Path, errors: Path | None = None
+) -> None:
     """Be a fresh interpreter that runs a script, with a session and an output of its own."""
     os.setsid()
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    written = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    os.dup2(os.open(output, written), 1)
+    os.dup2(os.open(errors, written) if errors else 1, 2)
     os.environ.clear()
     os.environ.update(own)
     os.chdir(cwd)

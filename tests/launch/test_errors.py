@@ -42,6 +42,7 @@ def check(output: str, message: str, ranks: int) -> None:
     assert len(pointing) <= ranks - 1, output
 
 
+@pytest.mark.quick("trainer-ulysses_ring-2-1")
 @pytest.mark.parametrize(
     ("way", "strategy", "ranks", "who"),
     [

@@ -37,12 +37,14 @@ def srun(tasks: int, nodes: int = 1, **more: str) -> list[dict[str, str]]:
     return [{**shared, **one, **more} for one in own]
 
 
+@pytest.mark.quick("fabric.py")
 @pytest.mark.parametrize("script", ["trainer.py", "fabric.py"])
 def test_one_node(script: str, tmp_path: Path) -> None:
     all_succeeded(ranks(tmp_path, srun(2), SCRIPTS / script, tmp_path, 2, 1, "ulysses_ring"))
     came_to_the_same(tmp_path)
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_two_nodes(devices: int, tmp_path: Path) -> None:
     script = SCRIPTS / "trainer.py"

@@ -133,6 +133,7 @@ def test_other_clusters_know_best(told: Callable[[Variables], None]) -> None:
 # -- in programs --------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("RANK-fabric.py", "LOCAL_RANK-trainer.py")
 @pytest.mark.parametrize("script", ["trainer.py", "fabric.py"])
 @pytest.mark.parametrize(
     ("second", "match"),
@@ -153,6 +154,7 @@ def test_the_rank_that_is_wrong_says_so(
     assert "ConfigError" in done.output
 
 
+@pytest.mark.quick("SLURM-trainer.py", "torchrun-fabric.py")
 @pytest.mark.parametrize("script", ["trainer.py", "fabric.py"])
 @pytest.mark.parametrize("start", [torchrun_variables, srun], ids=["torchrun", "SLURM"])
 def test_a_wrong_number_of_processes_ends_all_of_them(

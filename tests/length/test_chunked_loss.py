@@ -83,6 +83,19 @@ def compare(case: Case, ulysses: int, ring: int) -> None:
             assert float((got.gradients[name] - gradient).abs().max()) <= tolerance * scale, name
 
 
+@pytest.mark.quick(
+    "llama-hybrid 2x2",
+    "llama-ring 2",
+    "bert-ulysses 2",
+    "gpt2-ring 2",
+    "bloom-ulysses 2",
+    "phi3-ulysses 2",
+    "granite-ulysses 2",
+    "gemma2_capped-ulysses 2",
+    "cohere-ulysses 2",
+    "bert-alone",
+    "gemma2_capped-alone",
+)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("model", MODELS)
 def test_loss_and_gradients_are_those_of_one_process(model: str, size: str) -> None:
@@ -102,6 +115,7 @@ def test_loss_and_gradients_are_those_of_one_process(model: str, size: str) -> N
     compare(case, *SIZES[size])
 
 
+@pytest.mark.quick("-right", "keep-packed")
 @pytest.mark.parametrize("batch", ["right", "packed"])
 @pytest.mark.parametrize("checkpoint", ["", "keep"])
 def test_padded_packed_and_checkpointed(batch: str, checkpoint: str) -> None:

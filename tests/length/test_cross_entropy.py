@@ -217,6 +217,7 @@ def test_no_tensor_is_larger_than_a_chunk_or_the_weight(case: Case) -> None:
     assert found.numel == tokens * case.vocab, "the count can tell"
 
 
+@pytest.mark.quick("torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_peak_does_not_grow_with_the_vocabulary_times_the_length(dtype: torch.dtype) -> None:
     """Twice the tokens cost their own hidden states and gradients, and a few numbers each."""

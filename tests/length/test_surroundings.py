@@ -112,6 +112,16 @@ def compare(case: Case, size: str, options: Any) -> dict[str, int]:
     return ranks[0][1]
 
 
+@pytest.mark.quick(
+    "falcon-all",
+    "gpt_neox-all",
+    "bloom-tiled",
+    "phi3-all",
+    "llama-tiled",
+    "gpt2-tiled",
+    "gemma2_capped-tiled",
+    "cohere-all",
+)
 @pytest.mark.parametrize("options", ["tiled", "all"])
 @pytest.mark.parametrize("model", MODELS)
 def test_gradients_of_models_are_those_of_one_process(model: str, options: str) -> None:
@@ -120,6 +130,14 @@ def test_gradients_of_models_are_those_of_one_process(model: str, options: str) 
     assert counts["tiles"] > 4, "of two layers, each in several"
 
 
+@pytest.mark.quick(
+    "hybrid 2x2-blocks",
+    "ring 2-keep",
+    "ulysses 2-all",
+    "ulysses 2-tiled",
+    "ring 2-blocks",
+    "alone-*",
+)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("size", SIZES)
 def test_modes(size: str, options: str) -> None:
@@ -131,6 +149,7 @@ def test_modes(size: str, options: str) -> None:
     assert counts["kept"] == 4 * keeps, "out and lse of two"
 
 
+@pytest.mark.quick("packed", "left")
 @pytest.mark.parametrize("batch", ["right", "left", "packed"])
 def test_padded_and_packed(batch: str) -> None:
     compare(Case(batch=batch, use_cache=False), "hybrid 2x2", ALL)

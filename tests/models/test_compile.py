@@ -84,17 +84,20 @@ def check(
             torch.testing.assert_close(got.gradients[name], gradient, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.quick("blocks-ring")
 @pytest.mark.parametrize("mode", ["ring", pytest.param("ulysses", marks=SLOW)])
 @pytest.mark.parametrize("how", ["model", pytest.param("method", marks=SLOW), "blocks"])
 def test_numbers_are_those_of_one_process(how: str, mode: str) -> None:
     check(Case(), how, mode)
 
 
+@pytest.mark.quick("packed")
 @pytest.mark.parametrize("batch", [pytest.param("right", marks=SLOW), "left", "packed"])
 def test_padded_and_packed_rows(batch: str) -> None:
     check(Case(batch=batch, use_cache=False), "model", "ring")
 
 
+@pytest.mark.quick("model-keep")
 @pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant", "keep"])
 @pytest.mark.parametrize("how", ["model", pytest.param("blocks", marks=SLOW)])
 def test_with_activation_checkpointing(how: str, checkpoint: str) -> None:

@@ -68,6 +68,9 @@ def compare(case: Case, ulysses: int, ring: int) -> list[Outcome]:
 # -- rows of different lengths, and packed documents ------------------------------------------------
 
 
+@pytest.mark.quick(
+    "packed-hybrid 2x2", "left-ulysses 2", "both-ring 2", "right-ring 2", "plain-ulysses 2"
+)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("batch", ["plain", "right", "left", "both", "packed"])
 def test_llama_equals_one_process(batch: str, size: str) -> None:
@@ -82,11 +85,13 @@ def test_llama_equals_one_process(batch: str, size: str) -> None:
         assert abs(other.loss - plain(case).loss) > 1e-3
 
 
+@pytest.mark.quick("packed")
 @pytest.mark.parametrize("batch", ["right", "packed"])
 def test_gpt2_equals_one_process(batch: str) -> None:
     compare(Case(model="gpt2", batch=batch, use_cache=batch != "packed"), 1, 2)
 
 
+@pytest.mark.quick("labels-both", "logits-plain")
 @pytest.mark.parametrize("batch", ["plain", "both"])
 @pytest.mark.parametrize("call", ["logits", "labels"])
 def test_bert_attends_in_both_directions(batch: str, call: str) -> None:
@@ -104,12 +109,14 @@ def test_eager_models_equal_themselves() -> None:
 # -- how steps call models --------------------------------------------------------------------------
 
 
+@pytest.mark.quick("bert-batch", "bert-hidden", "llama-labels", "llama-positional")
 @pytest.mark.parametrize("call", ["labels", "batch", "positional", "hidden"])
 @pytest.mark.parametrize("model", ["llama", "bert"])
 def test_every_way_to_call_a_model(model: str, call: str) -> None:
     compare(Case(model=model, batch="both", call=call), 1, 2)
 
 
+@pytest.mark.quick("llama-forward", "bert-hidden forward")
 @pytest.mark.parametrize("call", ["forward", "hidden forward"])
 @pytest.mark.parametrize("model", ["llama", "bert"])
 def test_a_forward_that_is_called_past_its_hooks(model: str, call: str) -> None:
@@ -158,6 +165,7 @@ def test_a_copy_that_is_called_within_a_step_is_refused(within: bool) -> None:
     expect_on_every_rank(2, call_copy, within, error=ConfigError, match=match, timeout=20)
 
 
+@pytest.mark.quick("keep-labels-hybrid 2x2", "reentrant-logits-ring 2", "plain-logits-ring 2")
 @pytest.mark.parametrize("size", ["ring 2", "hybrid 2x2"])
 @pytest.mark.parametrize("call", ["logits", "labels"])
 @pytest.mark.parametrize("checkpoint", ["reentrant", "plain", "keep"])

@@ -126,6 +126,14 @@ BY_ITSELF = "{} computes its loss by itself" + INSTEAD
 ADDS = "MixtralForCausalLM returns another loss than the mean over targets.*router_aux_loss_coef=0"
 
 
+@pytest.mark.quick(
+    "bert pretraining-next*",
+    "router-labels-*",
+    "llama-outside-*",
+    "llama-labels-*",
+    "llama-count-*",
+    "bert-labels-*",
+)
 @pytest.mark.parametrize(
     ("name", "call", "labels", "match"),
     [
@@ -154,6 +162,13 @@ def one_process(name: str, call: str) -> float:
     return float(CALLS[call](model_of(name), batch).detach())
 
 
+@pytest.mark.quick(
+    "llama-shifted-aligned",
+    "llama-outside-shift",
+    "bert-tuple-auto",
+    "router without logits-labels-auto",
+    "llama-tuple-auto",
+)
 @pytest.mark.parametrize(
     ("name", "call", "labels"),
     [

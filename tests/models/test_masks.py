@@ -276,6 +276,7 @@ def changed(rank: int, world_size: int, what: str, is_compiled: bool) -> None:
         core.detach()
 
 
+@pytest.mark.quick("a prefix-compiled", "no mask-", "an addition-", "a prefix-")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["", "compiled"])
 @pytest.mark.parametrize("what", CHANGES)

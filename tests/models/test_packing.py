@@ -251,6 +251,7 @@ def evaluate_stacked(rank: int, world_size: int, ulysses: int, layout: str) -> t
         core.detach()
 
 
+@pytest.mark.quick("3-1-contiguous", "2-2-auto")
 @pytest.mark.parametrize(
     ("ranks", "ulysses", "layout"),
     [(2, 2, "auto"), (3, 1, "contiguous"), (4, 2, "zigzag")],

@@ -147,6 +147,7 @@ def call_decoder(rank: int, world_size: int, name: str) -> None:
         core.detach()
 
 
+@pytest.mark.quick("Bart", "PLBart", "Pegasus")
 @pytest.mark.parametrize("name", DECODERS)
 def test_models_without_position_ids_are_refused(name: str) -> None:
     expect_on_every_rank(

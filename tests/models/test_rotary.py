@@ -24,6 +24,7 @@ OTHER = {
 """The model with frequencies of sequences that are shorter: those of a rank that looks at its own tokens."""
 
 
+@pytest.mark.quick("phi3_longrope-hybrid 2x2", "llama_longrope-ulysses 2", "llama_dynamic-ring 2")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("model", OTHER)
 def test_ranks_use_the_frequencies_of_the_whole_sequence(model: str, size: str) -> None:
@@ -32,6 +33,7 @@ def test_ranks_use_the_frequencies_of_the_whole_sequence(model: str, size: str) 
     compare(case, *SIZES[size])
 
 
+@pytest.mark.quick("phi3_longrope-left", "llama_longrope-packed", "llama_dynamic-right")
 @pytest.mark.parametrize("batch", ["packed", "right", "left"])
 @pytest.mark.parametrize("model", OTHER)
 def test_the_longest_is_that_of_the_positions_given(model: str, batch: str) -> None:

@@ -114,6 +114,7 @@ def parallel(rank: int, world_size: int, sizes: tuple[int, int], how: str, again
         core.detach()
 
 
+@pytest.mark.quick("sizes0-*", "sizes1-local-checkpoint", "sizes1-listed-reentrant")
 @pytest.mark.parametrize("again", ["", "reentrant", "checkpoint"])
 @pytest.mark.parametrize("how", ["local", "listed"])
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 2)])

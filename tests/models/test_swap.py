@@ -177,6 +177,14 @@ def test_a_model_that_cannot_be_swapped_leaves_nothing_behind() -> None:
 # -- outside of a step ------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(
+    "llama-right-eager",
+    "bert-plain-sdpa",
+    "gpt2-right-sdpa",
+    "gpt2-plain-eager",
+    "llama-plain-sdpa",
+    "bert-right-eager",
+)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("batch", ["plain", "right"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])

@@ -114,6 +114,7 @@ def fused(rank: int, world_size: int, name: str) -> dict[str, torch.Tensor]:
     return weights(model)
 
 
+@pytest.mark.quick("fsdp 4", "ddp 2", "fsdp+tp 2x2")
 @pytest.mark.parametrize("name", ["plain", "ddp 2", "fsdp 4", "fsdp+tp 2x2", "hsdp+tp 2x2x2"])
 def test_fused_projections_are_matrices_by_themselves(name: str) -> None:
     model = whole(torch.float64)
@@ -179,6 +180,7 @@ def reference(rank: int, world_size: int, name: str) -> dict[str, torch.Tensor]:
     return weights(model)
 
 
+@pytest.mark.quick("fsdp 2")
 @pytest.mark.parametrize("name", ["fsdp 2", "fsdp+tp 2x2"])
 def test_the_reference_steps_what_is_sharded(name: str) -> None:
     """In bfloat16, whose sums come in another order: so about the same."""

@@ -55,6 +55,7 @@ def matrices() -> list[tuple[str, torch.Size]]:
     return [(n, p.shape) for n, p in named if p.ndim == 2 and n.startswith("layers")]
 
 
+@pytest.mark.quick("fsdp+tp 2x2-*", "tp 2-*", "hsdp 2x2-*", "plain-*")
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )

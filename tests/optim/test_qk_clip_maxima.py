@@ -135,6 +135,18 @@ def _default_dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.quick(
+    "tp and ulysses-packed",
+    "its own pass, attention kept-packed",
+    "hsdp-one document",
+    "hybrid-packed",
+    "ulysses of more ranks than key heads-one document",
+    "ring-one document",
+    "zigzag_llama3-one document",
+    "one rank-packed",
+    "its own pass, gathered-one document",
+    "data and ring-packed",
+)
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_those_of_the_whole_sequence(mesh: str, packed: bool) -> None:

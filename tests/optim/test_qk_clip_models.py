@@ -156,6 +156,7 @@ in_every_mode = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.quick("4-*-llama", "2-*-gpt2", "1-*-gpt2")
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @in_every_mode
 def test_hugging_face(kind: str, ranks: int, settings: Settings) -> None:
@@ -214,6 +215,7 @@ def stages(rank: int, world_size: int, settings: Settings, same: bool) -> Any:
     return clip.steps, hooks
 
 
+@pytest.mark.quick("fsdp-True")
 @pytest.mark.parametrize(
     ("mesh", "same"),
     [

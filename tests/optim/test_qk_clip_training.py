@@ -123,6 +123,7 @@ def _default_dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.quick("fsdp and tp-fabric", "hybrid-fabric", "one rank-trainer")
 @pytest.mark.parametrize("by", [by_trainer, by_fabric], ids=["trainer", "fabric"])
 @pytest.mark.parametrize("mesh", EVERY)
 def test_weights_of_one_process(mesh: str, by: Any) -> None:
@@ -139,6 +140,9 @@ def test_weights_of_one_process(mesh: str, by: Any) -> None:
                 torch.testing.assert_close(got, largest, rtol=1e-7, atol=0)
 
 
+@pytest.mark.quick(
+    "hybrid-fabric", "tp-fabric", "ring-trainer", "ulysses-fabric", "one rank-trainer"
+)
 @pytest.mark.parametrize("by", [by_trainer, by_fabric], ids=["trainer", "fabric"])
 @pytest.mark.parametrize("mesh", ["one rank", "ring", "ulysses", "hybrid", "tp"])
 def test_scores_come_down_to_tau(mesh: str, by: Any) -> None:
@@ -159,6 +163,7 @@ def by_muon(rank: int, world_size: int, settings: Settings) -> tuple[Weights, An
     return keep.weights[0], keep.clipped[0]
 
 
+@pytest.mark.quick("fsdp and tp", "one rank")
 @pytest.mark.parametrize("mesh", EVERY)
 def test_muon(mesh: str) -> None:
     ranks, settings = MESHES[mesh]

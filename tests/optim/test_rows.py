@@ -51,6 +51,7 @@ def composed(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
             assert torch.equal(back, wanted)
 
 
+@pytest.mark.quick("shape0", "shape2", "shape3")
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2), (4, 2), (2, 2, 2)])
 def test_compositions(shape: tuple[int, ...]) -> None:
     run_ranks(prod(shape), composed, shape)
@@ -72,6 +73,7 @@ def of_a_model(rank: int, world_size: int, name: str) -> set[str]:
     return seen
 
 
+@pytest.mark.quick("fsdp+tp 2x2", "hsdp+tp 2x2x2")
 @pytest.mark.parametrize("name", [name for name in SHARDINGS if "+tp" in name])
 def test_models(name: str) -> None:
     seen = run_ranks(prod(SHARDINGS[name]), of_a_model, name)[0]
@@ -90,6 +92,7 @@ def weights_of_fsdp(rank: int, world_size: int, name: str) -> None:
         assert torch.equal(p.to_local(), wanted)
 
 
+@pytest.mark.quick("hsdp+tp 2x2x2", "fsdp 4", "fsdp+tp 2x2", "hsdp 2x2")
 @pytest.mark.parametrize("name", [name for name in SHARDINGS if SHARDINGS[name][1] > 1])
 def test_what_fsdp_holds(name: str) -> None:
     run_ranks(prod(SHARDINGS[name]), weights_of_fsdp, name)

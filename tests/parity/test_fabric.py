@@ -56,6 +56,9 @@ class Network(torch.nn.Module):
         return self.plain.loss(self.plain.logits(batch), batch)
 
 
+@pytest.mark.quick(
+    "4-{'ring_size': 2, 'ulysses_size': 2}-ddp", "2-{'ring_size': 2, 'ulysses_size': 1}-fsdp"
+)
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", pytest.param("zero1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("ranks", "mode"), [(2, RING), (4, HYBRID), (4, {**RING, "data_parallel_size": 2})], ids=str
@@ -69,6 +72,7 @@ def test_the_loop_is_the_one_without(ranks: int, mode: dict[str, Any], engine: s
         assert "agree on 96 tokens (float64" in line
 
 
+@pytest.mark.quick("OfTargets-fsdp", "OfTargetsIfAny-ddp")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", ["OfTargets", "OfTargetsIfAny"])
 def test_targets_of_the_batch(name: str, engine: str) -> None:
@@ -77,6 +81,9 @@ def test_targets_of_the_batch(name: str, engine: str) -> None:
         assert worst(line) < 1e-10
 
 
+@pytest.mark.quick(
+    "CountedHere-local positions-ddp", "ShiftedHere-local labels-fsdp", "Summed-unscaled loss-ddp"
+)
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     ("name", "cause"),

@@ -43,7 +43,18 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("settings", slow_but("hybrid", of=MODES))
+@pytest.mark.quick(
+    "Summed-ring",
+    "CountedHere-ulysses",
+    "TurnedHere-ring",
+    "ShiftedHere-ulysses",
+    "Preferred-ring",
+    "Swelling-ulysses",
+    "Mixed-hybrid",
+    "SummedBefore-ring",
+    "DrawnPerRank-hybrid",
+)
+@pytest.mark.parametrize("settings", MODES.values(), ids=MODES)
 @pytest.mark.parametrize(("name", "cause", "because"), FAULTS, ids=[name for name, *_ in FAULTS])
 def test_faults_are_named(name: str, cause: str, because: str, settings: dict[str, Any]) -> None:
     ranks = settings["ring_size"] * settings["ulysses_size"]
@@ -98,6 +109,7 @@ def fit_rounded(rank: int, world_size: int, name: str, precision: str) -> None:
     trainer_of(world_size, settings, precision=precision).fit(module, loader)
 
 
+@pytest.mark.quick("Mixed-bf16-mixed", "CountedHere-bf16-mixed")
 @pytest.mark.parametrize(
     "precision", ["bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.slow)]
 )

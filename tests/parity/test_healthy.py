@@ -18,7 +18,6 @@ from tests.models.steps import Case, make_batch, make_model
 from tests.parity import modules
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.small import HYBRID, RING, ULYSSES, trainer_of, weights
-from tests.suites import slow_but
 
 CHECKED = {"parity_check": "first_batch"}
 
@@ -91,7 +90,15 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", slow_but("hybrid", of={mode: mode for mode in MODES}))
+@pytest.mark.quick(
+    "ddp-hybrid",
+    "fsdp-ring",
+    "fsdp of blocks-ring",
+    "zero1-ulysses",
+    "global-ring",
+    "recomputed-ulysses",
+)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_run_is_the_one_without(mode: str, engine: str) -> None:
     """To the last bit: weights, losses, random numbers of dropout, and the module's own notes."""
@@ -131,6 +138,7 @@ def test_it_says_that_it_begins() -> None:
     assert other == []
 
 
+@pytest.mark.quick("global")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "global"])
 def test_data_ranks_and_windows(engine: str) -> None:
     settings = {**RING, **ENGINES[engine], "data_parallel_size": 2}
@@ -142,6 +150,7 @@ def test_data_ranks_and_windows(engine: str) -> None:
     assert worst(got[0][3][0]) < 1e-12
 
 
+@pytest.mark.quick("ulysses-bf16-mixed", "ring-float32")
 @pytest.mark.parametrize(
     ("dtype", "options", "below"),
     [
@@ -151,7 +160,7 @@ def test_data_ranks_and_windows(engine: str) -> None:
     ],
     ids=["float32", "bf16-mixed", "bf16-true"],
 )
-@pytest.mark.parametrize("mode", slow_but("hybrid", of={mode: mode for mode in MODES}))
+@pytest.mark.parametrize("mode", MODES)
 def test_rounding_is_no_fault(mode: str, dtype: Any, options: Any, below: float) -> None:
     ranks = math.prod(MODES[mode].values())
     got = run_ranks(ranks, fit, {**MODES[mode], **CHECKED}, dtype, options, timeout=60)
@@ -190,6 +199,7 @@ def huggingface(
 FAMILIES = ("llama", "gpt2", "bert", "gemma2_capped", "mixtral", "gpt_oss", "bloom", "falcon_alibi")
 
 
+@pytest.mark.quick("llama", "bert", "gpt_oss", "bloom")
 @pytest.mark.parametrize("model", FAMILIES)
 def test_families(model: str) -> None:
     settings = {**HYBRID, **CHECKED}
@@ -203,6 +213,7 @@ def test_families(model: str) -> None:
     assert worst(lines[0]) < 1e-5
 
 
+@pytest.mark.quick("packed", "left")
 @pytest.mark.parametrize("batch", ["right", "left", "packed"])
 def test_padded_and_packed(batch: str) -> None:
     case = Case(batch=batch, use_cache=False)

@@ -54,6 +54,7 @@ WAYS: dict[str, tuple[int, Any]] = {
 }
 
 
+@pytest.mark.quick("ring-before-ConfigError", "ring-after-ValueError")
 @pytest.mark.parametrize("kind", [ConfigError, ValueError])
 @pytest.mark.parametrize("place", ["before", "after"])
 @pytest.mark.parametrize("way", slow_but("ring", of={name: name for name in WAYS}))

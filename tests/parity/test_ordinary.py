@@ -91,6 +91,9 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+@pytest.mark.quick(
+    "Draws-fsdp", "TakesApart-ddp", "Pairs-ddp", "WritesToItsLogger-ddp", "Counts-ddp"
+)
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     "name", ["Counts", "Draws", "TakesApart", "Follows", "WritesToItsLogger", "Pairs"]
@@ -147,6 +150,7 @@ def of_transformers(
     return heard.parity
 
 
+@pytest.mark.quick("reentrant")
 @pytest.mark.parametrize("checkpoint", ["reentrant", "not reentrant"])
 def test_checkpointing_of_packed_documents(checkpoint: str) -> None:
     """transformers makes no cache while it trains and recomputes, so that it isolates them."""
@@ -166,6 +170,7 @@ class Outside(HuggingFace):
         )
 
 
+@pytest.mark.quick("ddp")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_targets_of_the_batch(engine: str) -> None:
     settings = {**RING, **CHECKED, "data_parallel": engine, "labels": "shift"}

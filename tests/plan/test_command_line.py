@@ -14,6 +14,7 @@ import torch
 import yaml
 from hydra.utils import instantiate
 
+from tests.launch.start import Done, ranks
 from tests.planner.configs import SMALL as SMALL_CONFIG
 from tests.planner.measured import MEASURED
 
@@ -21,20 +22,21 @@ TRAIN = "lightning_cp.train"
 SMALL = ("model=llama_small", "devices=4", "seq_len=512")
 
 
-def run(module: str, *arguments: str, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+def run(cwd: Path, module: str, *arguments: str) -> Done:
+    """In a process that need not import all again."""
+    (done,) = ranks(cwd, [{}], "-m", module, *arguments, apart=True)
+    return done
 
 
 def test_a_plan_and_the_files_that_it_leaves(tmp_path: Path) -> None:
-    done = run("lightning_cp.plan", *SMALL, f"hydra.run.dir={tmp_path}", "--verify")
-    assert done.returncode == 0, done.stderr
-    assert "What fits, fastest first" in done.stdout
-    assert "Process groups: all " in done.stdout
-    assert "as many as the planner counts" in done.stdout
-    assert "\nas predicted, in " in done.stdout
+    done = run(tmp_path, "lightning_cp.plan", *SMALL, f"hydra.run.dir={tmp_path}", "--verify")
+    assert done.status == 0, done.errors
+    assert "What fits, fastest first" in done.output
+    assert "Process groups: all " in done.output
+    assert "as many as the planner counts" in done.output
+    assert "\nas predicted, in " in done.output
     assert (tmp_path / "plan.png").stat().st_size > 10_000
-    assert (tmp_path / "plan.txt").read_text() in done.stdout
+    assert (tmp_path / "plan.txt").read_text() in done.output
     written = (tmp_path / "strategy" / "plan.yaml").read_text()
     given = yaml.safe_load(written)
     assert written.startswith("# @package _global_")
@@ -43,7 +45,7 @@ def test_a_plan_and_the_files_that_it_leaves(tmp_path: Path) -> None:
     assert sizes[0] == 1
     assert sizes[1] * sizes[2] == 4
     # The lines that the planner prints to run it compose, with every key known, to the same run.
-    with_file, without = (composed(line) for line in printed(done.stdout))
+    with_file, without = (composed(tmp_path, line) for line in printed(done.output))
     assert with_file == without
     assert with_file["strategy"]["ring_size"] == sizes[1]
     assert with_file["data"]["seq_len"] == 512
@@ -58,11 +60,11 @@ def printed(text: str) -> list[str]:
     return lines
 
 
-def composed(line: str) -> dict[str, Any]:
+def composed(cwd: Path, line: str) -> dict[str, Any]:
     """The config that a printed command gives, with its model's optimizer made."""
-    done = run(TRAIN, *shlex.split(line)[3:], "--cfg", "job")
-    assert done.returncode == 0, done.stderr
-    config = yaml.safe_load(done.stdout)
+    done = run(cwd, TRAIN, *shlex.split(line)[3:], "--cfg", "job")
+    assert done.status == 0, done.errors
+    config = yaml.safe_load(done.output)
     instantiate(config["model"]["optimizer"])([torch.nn.Parameter(torch.zeros(1))])
     return config
 
@@ -74,16 +76,17 @@ def test_the_run_has_the_model_and_the_optimizer_that_were_planned(
     (tmp_path / "config.json").write_text(json.dumps(SMALL_CONFIG))
     asked = ["model=config_json", f"model.network.config={tmp_path}", "devices=4", "seq_len=512"]
     asked += ["engine=fsdp", f"optimizer={optimizer}", f"hydra.run.dir={tmp_path / 'plan'}"]
-    done = run("lightning_cp.plan", *asked, "--verify")
-    assert done.returncode == 0, done.stdout + done.stderr
-    for line in printed(done.stdout):
-        config = composed(line)
+    done = run(tmp_path, "lightning_cp.plan", *asked, "--verify")
+    assert done.status == 0, done.errors
+    for line in printed(done.output):
+        config = composed(tmp_path, line)
         assert config["model"]["network"]["config"] == str(tmp_path)
         given = config["model"]["optimizer"]
         assert given["_target_"] == "torch.optim.SGD"
         assert given.get("momentum", 0) == (0.9 if optimizer == "momentum" else 0)
 
 
+@pytest.mark.quick("overrides0-*", "overrides1-*")
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
@@ -93,7 +96,9 @@ def test_the_run_has_the_model_and_the_optimizer_that_were_planned(
     ],
 )
 def test_what_is_refused_is_told_in_a_line(tmp_path: Path, overrides: list[str], told: str) -> None:
-    done = run("lightning_cp.plan", *SMALL, *overrides, f"hydra.run.dir={tmp_path}")
+    command = [sys.executable, "-m", "lightning_cp.plan", *SMALL, *overrides]
+    command += [f"hydra.run.dir={tmp_path}"]  # a real program: no frames but ours
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert "ConfigError: " in done.stderr
     assert told in done.stderr
@@ -104,11 +109,11 @@ def test_where_nothing_fits(tmp_path: Path) -> None:
     """Status 1, what comes closest, and no choice of strategy."""
     story = ["model=llama3_405b", "hardware=tpu_v4", "devices=128", "precision=fp32"]
     story += ["optimizer=none", "engine=hsdp", "mesh.dp_replicate=8", "mesh.dp_shard=16"]
-    done = run("lightning_cp.plan", *story, f"hydra.run.dir={tmp_path}")
-    assert done.returncode == 1, done.stderr
-    assert "Nothing fits" in done.stdout
-    assert "87.5% of the devices" in done.stdout
-    assert "208.0 MiB wanted" in done.stdout
+    done = run(tmp_path, "lightning_cp.plan", *story, f"hydra.run.dir={tmp_path}")
+    assert done.status == 1, done.errors
+    assert "Nothing fits" in done.output
+    assert "87.5% of the devices" in done.output
+    assert "208.0 MiB wanted" in done.output
     assert not (tmp_path / "strategy").exists()
 
 
@@ -131,11 +136,11 @@ def test_where_nothing_fits_there_is_nothing_to_verify(tmp_path: Path) -> None:
     old.parent.mkdir()
     old.write_text("old")
     asked = ["model=llama3_8b", "devices=1", "seq_len=4096", f"hydra.run.dir={tmp_path}"]
-    done = run("lightning_cp.plan", *asked, "--verify")
-    assert done.returncode == 1
-    assert "Nothing fits" in done.stdout
-    assert "Closest: 1 device, " in done.stdout
-    assert "nothing to verify" in done.stdout
+    done = run(tmp_path, "lightning_cp.plan", *asked, "--verify")
+    assert done.status == 1
+    assert "Nothing fits" in done.output
+    assert "Closest: 1 device, " in done.output
+    assert "nothing to verify" in done.output
     assert not old.exists()
 
 
@@ -146,10 +151,10 @@ def test_what_was_planned_for_a_measured_machine_trains(tmp_path: Path) -> None:
     MEASURED.save(hardware)
     folder = tmp_path / "plan"
     asked = [*SMALL, f"hardware={hardware}", "precision=fp32", f"hydra.run.dir={folder}"]
-    done = run("lightning_cp.plan", *asked)
-    assert done.returncode == 0, done.stderr
-    for at, line in enumerate(printed(done.stdout)):
+    done = run(tmp_path, "lightning_cp.plan", *asked)
+    assert done.status == 0, done.errors
+    for at, line in enumerate(printed(done.output)):
         own = ["experiment=smoke", f"hydra.run.dir={tmp_path / str(at)}"]
-        trained = run(TRAIN, *shlex.split(line)[3:], *own, timeout=280)
-        assert trained.returncode == 0, trained.stderr
-        assert "trained               4 steps" in trained.stdout
+        trained = run(tmp_path, TRAIN, *shlex.split(line)[3:], *own)
+        assert trained.status == 0, trained.errors
+        assert "trained               4 steps" in trained.output

@@ -42,6 +42,7 @@ def expect_all_hold(found: Sequence[Compared]) -> None:
         assert predicted_optimizer(one.cell) == pytest.approx(one.measured.optimizer, rel=0.01)
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_peaks_and_their_growth_are_predicted(engine: str) -> None:
     found = compared(

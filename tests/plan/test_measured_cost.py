@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -22,6 +21,7 @@ from lightning_cp.plan.measured_cost import (
 from lightning_cp.planner.cpu_seconds import CpuSeconds
 from lightning_cp.planner.measured_machine import of_hardware
 from tests.planner.measured import MEASURED
+from tests.pool import call_on_ranks
 
 TINY = Sizes(256, 8, 4, 32, 1, 64, "float32")
 
@@ -30,8 +30,9 @@ def cell(predicted: float, measured: float = 1.0) -> Cell:
     return Cell("ring", 2, 1024, CpuSeconds(predicted, 0, 0, 0, 0, 0, 0), measured, 0.1)
 
 
-def test_cells_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Three modes of two ranks, two lengths; the second is four times as long, and takes longer."""
+def test_cells_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three modes of two ranks, two lengths."""
+    monkeypatch.setattr(module, "on_ranks", call_on_ranks)
     cells = measured_cost(MEASURED, sizes=TINY, lengths=(64, 512), cp_sizes=(2,), repeats=2)
     named = [(one.mode, one.cp, one.tokens) for one in cells]
     modes = ("ring", "ulysses", "zigzag_llama3")

@@ -24,6 +24,7 @@ def best(limits: Limits = FREE, **changed: Any) -> Plan:
     return search(job(**{"seq_len": 8192, "global_batch": 16, **changed}), limits).plans[0]
 
 
+@pytest.mark.quick("h200", "b200")
 @pytest.mark.parametrize("name", FLOAT32)
 def test_float32_is_timed_with_its_own_peak(name: str) -> None:
     machine = MACHINES[name]

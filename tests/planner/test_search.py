@@ -342,6 +342,7 @@ REJECTING = {
 }
 
 
+@pytest.mark.quick("8b", "405b, long")
 @pytest.mark.parametrize("changed", REJECTING.values(), ids=REJECTING)
 def test_what_is_rejected_misses_by_what_its_least_setting_needs(changed: dict[str, Any]) -> None:
     """At the fullest moment of a step, however much parameters alone exceed; closest first."""
@@ -396,6 +397,7 @@ def test_a_machine_of_which_no_host_is_known() -> None:
     assert [plan.case.choice for plan in search(blind, FREE).plans] == wanted
 
 
+@pytest.mark.quick("18-3", "8-1", "1-1")
 @pytest.mark.parametrize(
     ("devices", "nodes"),
     [

@@ -79,6 +79,7 @@ def apart(
     return weights(module), trainer.global_step
 
 
+@pytest.mark.quick("Iterating-2", "WithoutSteps-2")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", [WithoutSteps, Iterating])
 def test_steps_of_any_kind(kind: type[Small], world_size: int) -> None:

@@ -300,6 +300,17 @@ def fit_with(rank: int, world_size: int, settings: dict[str, Any]) -> None:
     fit(world_size, Module(), [sample()], settings)
 
 
+@pytest.mark.quick(
+    "4-settings0-*",
+    "4-settings1-*",
+    "4-settings4-*",
+    "4-settings5-*",
+    "3-settings6-*",
+    "4-settings7-*",
+    "4-settings8-*",
+    "4-settings9-*",
+    "4-settings10-*",
+)
 @pytest.mark.parametrize(
     ("world_size", "settings", "match"),
     [

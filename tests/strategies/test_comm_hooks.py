@@ -73,6 +73,7 @@ def by_fabric(rank: int, world_size: int, hook: Any) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in loop.model.parameters()])
 
 
+@pytest.mark.quick("by_fabric")
 @pytest.mark.parametrize("driver", [by_trainer, by_fabric])
 def test_a_hook_that_averages_gives_the_gradients_of_one_process(driver: Any) -> None:
     want = run_ranks(1, driver, None)[0]

@@ -48,17 +48,9 @@ def check(how: str, fabric: bool, **settings: Any) -> None:
             torch.testing.assert_close(got.weights[name], weight, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "all",
-        pytest.param("model", marks=pytest.mark.slow),
-        pytest.param("blocks", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize(
-    "fabric", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["trainer", "fabric"]
-)
+@pytest.mark.quick("trainer-blocks")
+@pytest.mark.parametrize("how", ["all", "model", "blocks"])
+@pytest.mark.parametrize("fabric", [False, True], ids=["trainer", "fabric"])
 def test_numbers_are_those_of_one_process(how: str, fabric: bool) -> None:
     check(how, fabric)
 

@@ -148,6 +148,20 @@ def plain() -> torch.Tensor:
     return run_ranks(1, contained, None, "dict")[0]
 
 
+@pytest.mark.quick(
+    "dict-broadcast",
+    "named tuple-check",
+    "model output-broadcast",
+    "encoding-check",
+    "default dict-broadcast",
+    "tuple-check",
+    "ordered-check",
+    "frozen dataclass-check",
+    "nested-broadcast",
+    "user dict-broadcast",
+    "list-check",
+    "dataclass-broadcast",
+)
 @pytest.mark.parametrize(
     "settings", [ULYSSES, {**RING, "batch_sync": "broadcast"}], ids=["check", "broadcast"]
 )

@@ -113,6 +113,7 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.quick("ring 3, by hand", "ulysses 2, weights of classes")
 @pytest.mark.parametrize(("ranks", "settings", "way"), CASES)
 def test_what_is_declared_is_what_a_loss_is_weighted_by(
     ranks: int, settings: Settings, way: Any

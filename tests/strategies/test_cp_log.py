@@ -92,6 +92,7 @@ def plain() -> Report:
     return want
 
 
+@pytest.mark.quick("settings1-4")
 @pytest.mark.parametrize(("settings", "ranks"), [(RING, 2), (HYBRID, 4)])
 def test_it_shows_what_one_process_shows(settings: Settings, ranks: int) -> None:
     reports = run_ranks(ranks, watched, settings, Counted)

@@ -60,6 +60,7 @@ def _table() -> Iterator[None]:
 MUON_QUICK = {Cell("zero1", 2, driver="fabric"), Cell("fsdp", 2, tp=2, driver="trainer")}
 
 
+@pytest.mark.quick("zero1 data 1 cp 2 tp 1 fabric")
 @pytest.mark.parametrize(
     "cell",
     [
@@ -73,6 +74,7 @@ def test_twenty_steps_of_muon_equal_one_process(cell: Cell) -> None:
     assert found.worst <= TOLERANCE, found
 
 
+@pytest.mark.quick("fsdp data 1 cp 2 tp 1 fabric", "zero1 data 1 cp 2 tp 1 trainer")
 @pytest.mark.parametrize(
     "cell",
     [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow, id=str(c)) for c in cells()],

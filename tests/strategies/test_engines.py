@@ -76,6 +76,7 @@ def train(rank: int, world_size: int, settings: Any, kind: type[Small], options:
     return weights(module), [n for n, p in module.named_parameters() if p.grad is not None]
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("engine", SHARDING)
 def test_odd_parameters_are_trained_as_in_one_process(engine: str) -> None:
     options = (("gradient_clip_val", 0.5),)
@@ -118,6 +119,7 @@ def counted(rank: int, world_size: int, engine: str, accumulate: int) -> dict[st
     return calls
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("engine", SHARDING)
 def test_a_window_reduces_once(engine: str) -> None:
     once, thrice = (run_ranks(2, counted, engine, n)[0] for n in (1, 3))
@@ -128,6 +130,7 @@ def test_a_window_reduces_once(engine: str) -> None:
         assert thrice["gather"] == 3 * once["gather"]
 
 
+@pytest.mark.quick("offload", "per_parameter", "hsdp")
 @pytest.mark.parametrize(
     "cell",
     [
@@ -207,6 +210,7 @@ class ByHand(Small):
         ]
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("engine", SHARDING)
 def test_optimizers_that_step_by_hand(engine: str) -> None:
     want, _ = run_ranks(1, train, None, ByHand, ())[0]
@@ -250,6 +254,7 @@ def test_an_optimizer_that_was_made_before(engine: str) -> None:
 # -- every target weighs the same -----------------------------------------------------------------
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_global_token_weights_are_those_of_ddp(accumulate: int) -> None:
     options = (("accumulate_grad_batches", accumulate), ("gradient_clip_val", 0.5))

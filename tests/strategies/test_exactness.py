@@ -98,6 +98,7 @@ def test_nan_anywhere_would_fail() -> None:
             compare([want, replace(want, **change)], want, 1e-2)  # type: ignore[arg-type]
 
 
+@pytest.mark.quick("plain-float64-heads0-2-1", "hf-float64-heads8-1-2", "hf-float64-heads11-2-2")
 @pytest.mark.parametrize(
     ("model", "heads", "ulysses", "ring"),
     mostly_plain(*LAYOUTS, also=(((8, 2), 2, 1), ((8, 2), 1, 2), ((8, 2), 2, 2), ((9, 3), 3, 2))),
@@ -124,6 +125,7 @@ GATHERED: list[Sizes] = [
 ]
 
 
+@pytest.mark.quick("*'zigzag_llama3', 'ulysses_size': 2*")
 @pytest.mark.parametrize(
     "packed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["dense", "packed"]
 )
@@ -145,6 +147,7 @@ def test_accumulation_and_clipping_equal_one_process(model: str) -> None:
     compare(results, want, MODELS[model])
 
 
+@pytest.mark.quick("plain-float64-2-1")
 @pytest.mark.parametrize(("model", "ulysses", "ring"), mostly_plain((2, 1), (1, 2), also=((2, 1),)))
 def test_data_parallel_equals_plain_ddp(model: str, ulysses: int, ring: int) -> None:
     kind, dtype = model.split("-")
@@ -156,6 +159,7 @@ def test_data_parallel_equals_plain_ddp(model: str, ulysses: int, ring: int) -> 
         compare(results[2 * data_rank : 2 * data_rank + 2], want[data_rank], MODELS[model])
 
 
+@pytest.mark.quick("plain-float64-1-2", "hf-float64-2-2")
 @pytest.mark.parametrize(
     ("model", "ulysses", "ring"),
     mostly_plain((2, 1), (1, 2), (2, 2), (1, 4), also=((1, 2), (2, 2))),

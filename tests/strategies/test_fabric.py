@@ -151,6 +151,7 @@ def plain(folder: Path) -> Any:
     return run_ranks(1, run, None, folder)[0]
 
 
+@pytest.mark.quick("ulysses", "hybrid")
 @pytest.mark.parametrize(
     "settings",
     [RING, ULYSSES, HYBRID, {"shard_dataloaders": True}],
@@ -315,6 +316,7 @@ def from_two_loaders(rank: int, world_size: int, settings: Settings | None) -> A
     return loop.weights(), losses, torch.rand(2)
 
 
+@pytest.mark.quick("settings1")
 @pytest.mark.parametrize("settings", [RING, {**RING, "batch_sync": "broadcast"}])
 def test_several_loaders(settings: Settings) -> None:
     (want,) = run_ranks(1, from_two_loaders, None)

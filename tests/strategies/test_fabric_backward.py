@@ -95,6 +95,12 @@ def alone_trained() -> torch.Tensor:
     return run_ranks(1, trained, None, once)[0]
 
 
+@pytest.mark.quick(
+    "once-ring",
+    "twice_after_one_forward-hybrid",
+    "part_by_part-ulysses",
+    "two_forwards_first-ulysses",
+)
 @pytest.mark.parametrize("settings", [RING, ULYSSES, HYBRID], ids=["ring", "ulysses", "hybrid"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_every_pass_is_averaged(way: Any, settings: Settings) -> None:

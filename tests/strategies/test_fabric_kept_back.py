@@ -99,6 +99,9 @@ def refused(rank: int, world: int, settings: dict[str, Any], act: Callable[[Scri
 ENGINES = ("ddp", "fsdp", "zero1")
 
 
+@pytest.mark.quick(
+    "steps-ddp", "clips-fsdp", "clips_as_pytorch_does-zero1", "other_model_averages-ddp"
+)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("act", [steps, clips, clips_as_pytorch_does, other_model_averages])
 def test_a_window_that_is_never_averaged_is_refused(
@@ -147,6 +150,7 @@ def stepped(rank: int, world: int, settings: dict[str, Any], act: Callable[[Scri
     return weights(script.models[0])
 
 
+@pytest.mark.quick("another_optimizer-ddp", "given_up-fsdp")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("act", [another_optimizer, given_up])
 def test_windows_that_are_averaged_in_the_end_step(
@@ -156,6 +160,7 @@ def test_windows_that_are_averaged_in_the_end_step(
     assert torch.equal(one, other)
 
 
+@pytest.mark.quick("averaged_by_hand-{}", "summed_in_place-{'gradient*")
 @pytest.mark.parametrize("settings", [{}, {"gradient_as_bucket_view": True}], ids=str)
 @pytest.mark.parametrize("act", [averaged_by_hand, summed_in_place])
 def test_what_was_averaged_by_hand_is_stepped_along(

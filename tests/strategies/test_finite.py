@@ -146,6 +146,14 @@ CASES = {
 }
 
 
+@pytest.mark.quick(
+    "by norm-input",
+    "by norm-gradient",
+    "by value-loss",
+    "by value-infinite gradient",
+    "manual-loss",
+    "manual-gradient",
+)
 @pytest.mark.parametrize("where", WHERES)
 @pytest.mark.parametrize("case", CASES)
 def test_a_trainer_stops(case: str, where: str) -> None:
@@ -285,6 +293,14 @@ def loop(
     return "", spoilt.fired, False, strategy._core.in_step
 
 
+@pytest.mark.quick(
+    "input-{}",
+    "loss-{'max_norm'*",
+    "gradient-{'clip_val'*",
+    "gradient-{}",
+    "infinite gradient-{'max_norm'*",
+    "loss-{'clip_val'*",
+)
 @pytest.mark.parametrize("clip", [{}, {"max_norm": 0.5}, {"clip_val": 0.5}], ids=str)
 @pytest.mark.parametrize("where", WHERES)
 def test_a_loop_stops(where: str, clip: dict[str, float], tmp_path: Path) -> None:

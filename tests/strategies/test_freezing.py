@@ -196,6 +196,15 @@ def alone(kind: str) -> torch.Tensor:
     return run_ranks(1, fitted, None, kind)[0]
 
 
+@pytest.mark.quick(
+    "in the step-ulysses-",
+    "in the step of a window-hybrid-find unused",
+    "by hand-ulysses-",
+    "between micro-batches-ulysses-find unused",
+    "within a window-hybrid-",
+    "for good-ulysses-",
+    "before backward-ulysses-find unused",
+)
 @pytest.mark.parametrize("options", [{}, UNUSED], ids=["", "find unused"])
 @pytest.mark.parametrize(
     "settings",

@@ -49,6 +49,7 @@ def run_with(layout: str, run: Run, ring: int, ulysses: int, cost: Costs = None)
     return run_ranks(ring * ulysses, executed, run, cost, timeout=120)
 
 
+@pytest.mark.quick("balanced-2-1", "balanced-2-2", "zigzag-2-1")
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (4, 1), (2, 2)])
 @pytest.mark.parametrize("layout", ["balanced", "zigzag"])
 def test_packed_rows_equal_one_process(layout: str, ring: int, ulysses: int) -> None:
@@ -108,6 +109,7 @@ def fabric_loop(rank: int, world_size: int, layout: str) -> tuple[torch.Tensor, 
     return loop.weights(), kinds
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("layout", ["balanced", "auto"])
 def test_a_fabric_loop_equals_one_process(layout: str) -> None:
     ((want, _),) = run_ranks(1, fabric_loop, "")

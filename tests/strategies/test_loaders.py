@@ -74,6 +74,18 @@ def alone(kind: str) -> Any:
     return run_ranks(1, trained, None, kind)[0]
 
 
+@pytest.mark.quick(
+    "stream-check",
+    "sized stream-broadcast",
+    "iterable-check",
+    "drawing-broadcast",
+    "shuffled-check",
+    "shuffled, own generator-broadcast",
+    "with replacement-check",
+    "weighted-broadcast",
+    "batch sampler-check",
+    "worker-broadcast",
+)
 @IN_A_WORKER
 @pytest.mark.parametrize("settings", [RING, BROADCAST], ids=["check", "broadcast"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,6 +133,7 @@ def combined(rank: int, world_size: int, settings: Settings | None, mode: str) -
     return weights(module), trainer.global_step
 
 
+@pytest.mark.quick("dict-check", "min_size-broadcast", "max_size-check", "max_size_cycle-broadcast")
 @pytest.mark.parametrize("settings", [RING, BROADCAST], ids=["check", "broadcast"])
 @pytest.mark.parametrize("mode", ["dict", "min_size", "max_size", "max_size_cycle"])
 def test_training_on_several_loaders(mode: str, settings: Settings) -> None:
@@ -168,6 +181,7 @@ def evaluated(rank: int, world_size: int, settings: Settings | None) -> Any:
     return {name: value for logged in found for name, value in logged.items()}, outputs
 
 
+@pytest.mark.quick("check")
 @IN_A_WORKER
 @pytest.mark.parametrize("settings", [RING, BROADCAST], ids=["check", "broadcast"])
 def test_evaluation_on_several_loaders(settings: Settings) -> None:
@@ -226,6 +240,7 @@ def streamed(rank: int, world_size: int, settings: Settings | None) -> torch.Ten
     return weights(module)
 
 
+@pytest.mark.quick("broadcast")
 @pytest.mark.parametrize("settings", [RING, BROADCAST], ids=["check", "broadcast"])
 def test_data_ranks_that_shard_a_stream_equal_plain_ddp(settings: Settings) -> None:
     want, same = run_ranks(2, streamed, None)
@@ -269,6 +284,7 @@ def resumed(rank: int, world_size: int, settings: Settings | None) -> tuple[torc
     return tuple(found)
 
 
+@pytest.mark.quick("check")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 @pytest.mark.parametrize("settings", [RING, BROADCAST], ids=["check", "broadcast"])
 def test_a_loader_with_a_state_goes_on_where_it_was(settings: Settings) -> None:

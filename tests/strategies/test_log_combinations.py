@@ -79,6 +79,7 @@ def plain() -> Report:
     return want
 
 
+@pytest.mark.quick("settings0-2", "settings2-4")
 @pytest.mark.parametrize(("settings", "ranks"), [(RING, 2), (ULYSSES, 2), (HYBRID, 4)])
 def test_every_combination_shows_what_one_process_shows(settings: Settings, ranks: int) -> None:
     for report in run_ranks(ranks, watched, settings, Combined):

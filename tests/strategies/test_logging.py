@@ -170,6 +170,7 @@ def without_file(want: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in want.items() if name != "csv"}
 
 
+@pytest.mark.quick("ulysses", "hybrid")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_is_logged_is_what_one_process_logs(name: str) -> None:
     first, *others = run_ranks(RANKS[name], logged, SETTINGS[name])

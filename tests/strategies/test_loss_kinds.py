@@ -112,6 +112,7 @@ def test_a_mean_by_hand_is_exact_once_it_was_declared_or_checked(let: str) -> No
         close(got, alone(mean_by_hand))
 
 
+@pytest.mark.quick("ulysses 2", "ring 3", "hybrid")
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [(2, ULYSSES), (3, RING3), (4, HYBRID), (2, {**RING, "data_parallel": "fsdp"})],

@@ -119,6 +119,7 @@ def stepped(rank: int, world: int, engine: str) -> dict[str, Any]:
     return fitted(rank, world, Plateau(RISING), {"data_parallel": engine})
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_learning_rates_are_the_same_on_all_ranks(engine: str) -> None:
     first, *others = run_ranks(4, stepped, engine)

@@ -47,6 +47,7 @@ def trained(
     return str(raised.value), torch.equal(weights(module), module.before), trainer.global_step
 
 
+@pytest.mark.quick("fsdp", "momentum")
 @pytest.mark.parametrize(
     ("ranks", "settings", "key", "value", "odd", "says"),
     [

@@ -122,6 +122,7 @@ def leftovers(rank: int, world_size: int, driver: str, settings: Settings) -> di
     return {name: after[name] - before[name] for name in after if after[name] != before[name]}
 
 
+@pytest.mark.quick("ddp-trainer", "fsdp-fabric", "ddp-fabric")
 @pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.parametrize(
     "engine",
@@ -148,6 +149,7 @@ def another_model(rank: int, world_size: int, settings: Settings) -> list[bool]:
     return [there() is not None for there in held]
 
 
+@pytest.mark.quick("ddp")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_a_model_goes_when_its_trainer_has_fitted_another(engine: str) -> None:
     ranks, settings = ENGINES[engine]

@@ -207,6 +207,7 @@ def different(rank: int, world_size: int, own: tuple[int, ...]) -> None:
     assert model is not None
 
 
+@pytest.mark.quick("(1,)", "(1, 3)")
 @pytest.mark.parametrize("own", [(1,), (1, 3), (2,)], ids=str)
 def test_different_batches_in_a_group_are_refused_on_all_ranks(own: tuple[int, ...]) -> None:
     """Ranks 0 and 1 share layers, so do 2 and 3; 0 and 2 share a sequence."""

@@ -125,6 +125,7 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.quick("both, not clipped", "ring 2, windows of 3", "data ranks alone")
 @pytest.mark.parametrize(("world_size", "plan", "more"), CASES)
 def test_trainer_equals_a_loop_by_hand(world_size: int, plan: Plan, more: Settings) -> None:
     for got in run_ranks(world_size, trained, plan, more):
@@ -204,6 +205,7 @@ def stepped_by_fabric(
     return weights(plain)
 
 
+@pytest.mark.quick("stepped_by_module-0.05", "stepped_by_fabric-None")
 @pytest.mark.parametrize("clip", [0.05, None])
 @pytest.mark.parametrize("stepped", [stepped_by_module, stepped_by_fabric])
 def test_loops_of_ones_own_equal_a_loop_by_hand(stepped: Any, clip: float | None) -> None:
@@ -280,6 +282,7 @@ def alternating(rank: int, world_size: int, data_ranks: int | None, emptied: boo
     return weights(module)
 
 
+@pytest.mark.quick("to zero")
 @pytest.mark.parametrize("emptied", [True, False], ids=["to None", "to zero"])
 def test_optimizers_with_windows_of_their_own(emptied: bool) -> None:
     (alone_,) = run_ranks(1, alternating, None, emptied)

@@ -43,6 +43,17 @@ SETTINGS: dict[str, Settings] = {
 }
 
 
+@pytest.mark.quick(
+    "dictionary-ulysses",
+    "labels are inputs-ring",
+    "lengths-ulysses",
+    "hooks-ulysses",
+    "manual-ulysses",
+    "checkpointed-ring",
+    "reentrant-ulysses",
+    "tuple-ring",
+    "two optimizers-ring",
+)
 @pytest.mark.parametrize("settings", [RING, ULYSSES], ids=["ring", "ulysses"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("small", "named")])
 def test_whatever_the_step_does_it_equals_one_process(kind: str, settings: Settings) -> None:
@@ -93,6 +104,7 @@ def strategy_of(trainer: pl.Trainer) -> UlyssesRingStrategy:
     return trainer.strategy
 
 
+@pytest.mark.quick("settings1")
 @pytest.mark.parametrize("settings", [HYBRID, {"data_parallel_size": 2, **RING}])
 def test_groups_are_made_once_and_destroyed_once(settings: Settings) -> None:
     for before, first, *later, last in run_ranks(4, all_stages, settings):
@@ -236,6 +248,7 @@ def test_workers_of_ranks_that_share_a_sample_draw_the_same_numbers() -> None:
     assert not numbers[0] & numbers[2], "data ranks draw numbers of their own"
 
 
+@pytest.mark.quick("True")
 @IN_A_WORKER
 @pytest.mark.parametrize("seeded", [True, False])
 def test_workers_draw_the_numbers_of_one_process(seeded: bool) -> None:

@@ -86,6 +86,7 @@ def fit_alone(rank: int, world_size: int, kind: str) -> torch.Tensor:
     return weights(module)
 
 
+@pytest.mark.quick("dict-settings0*", "list-*")
 @pytest.mark.parametrize(
     ("kind", "settings", "want"),
     [

@@ -40,6 +40,7 @@ def ends_early(rank: int, world_size: int, settings: Settings, kind: str, stage:
     return len(outputs)
 
 
+@pytest.mark.quick("fit-stream", "predict-iterable")
 @pytest.mark.parametrize("kind", ["stream", "iterable"])
 @pytest.mark.parametrize("stage", ["fit", "predict"])
 def test_a_loader_that_ends_early_in_a_group(kind: str, stage: str) -> None:
@@ -47,6 +48,7 @@ def test_a_loader_that_ends_early_in_a_group(kind: str, stage: str) -> None:
     expect_on_every_rank(2, ends_early, RING, kind, stage, error=BatchMismatchError, match=match)
 
 
+@pytest.mark.quick("settings0*")
 @pytest.mark.parametrize(
     ("settings", "ended", "going"),
     [(FOUR, "ranks 2, 3", "ranks 0, 1"), (FOUR_BROADCAST, "rank 2", "rank 0")],
@@ -62,6 +64,7 @@ def test_a_data_rank_that_ends_early_in_training(
     )
 
 
+@pytest.mark.quick("stream-settings1", "sized-settings0")
 @pytest.mark.parametrize("settings", [FOUR, FOUR_BROADCAST])
 @pytest.mark.parametrize("kind", ["stream", "sized"])
 def test_data_ranks_may_have_different_numbers_elsewhere(settings: Settings, kind: str) -> None:
@@ -138,6 +141,14 @@ def fails(rank: int, world_size: int, settings: Settings, kind: str, stage: str)
     getattr(trainer, stage)(Small(), DataLoader(made[kind], 2))
 
 
+@pytest.mark.quick(
+    "map-check-fit",
+    "stream-broadcast-fit",
+    "begin-check-predict",
+    "map-broadcast-predict",
+    "begin-broadcast-fit",
+    "stream-check-predict",
+)
 @pytest.mark.parametrize("stage", ["fit", "predict"])
 @pytest.mark.parametrize("settings", [RING, BROADCAST], ids=["check", "broadcast"])
 @pytest.mark.parametrize("kind", ["map", "stream", "begin"])

@@ -102,6 +102,7 @@ def order(rank: int, world_size: int, settings: Settings | None, shuffle: bool) 
     return [seen[: len(seen) // 2], seen[len(seen) // 2 :]]
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_samples_come_in_the_order_of_one_process(shuffle: bool) -> None:
     (want,) = run_ranks(1, order, None, shuffle)

@@ -53,6 +53,7 @@ def by_both(rank: int, world: int, form: str, folder: Path) -> None:
             )
 
 
+@pytest.mark.quick("full")
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_another_model_is_refused_as_that(form: str, tmp_path: Path) -> None:
     run_ranks(2, by_both, form, tmp_path)

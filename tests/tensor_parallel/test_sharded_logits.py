@@ -135,6 +135,19 @@ def compare(rank: int, world_size: int, name: str) -> tuple[float, float, int]:
     return abs(float(got.detach() - want.detach())), float(error), len(gathered)
 
 
+@pytest.mark.quick(
+    "by its size-2",
+    "viewed-2",
+    "large-2",
+    "by its shape-4",
+    "smoothed-4",
+    "of each token-4",
+    "summed-2",
+    "by names-2",
+    "another ignored-2",
+    "flattened-2",
+    "capped-4",
+)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", STAYS_SHARDED)
 def test_cross_entropy_of_parts(name: str, ranks: int) -> None:

@@ -55,6 +55,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick("inside a window", "read ahead")
 @pytest.mark.parametrize(
     "name", ["next epoch", "inside a window", "past the wrapper", "past Fabric", "read ahead"]
 )

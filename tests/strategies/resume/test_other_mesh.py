@@ -211,12 +211,14 @@ CELLS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 QUICK = ("cp 4 to 2", "fsdp 4 to 2")
 
 
+@pytest.mark.quick("cp 4 to 2")
 @pytest.mark.parametrize("name", QUICK)
 def test_another_mesh_goes_on(name: str, tmp_path: Path) -> None:
     before, after, options = CELLS[name]
     move(before, after, tmp_path / "saved.ckpt", **options)
 
 
+@pytest.mark.quick("fsdp 4 to 2")
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in CELLS]
 )
