@@ -28,7 +28,7 @@ if not torch.cuda.is_available():
 settings.register_profile(
     "suite", max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.register_profile("quick", settings.get_profile("suite"), max_examples=200)
+settings.register_profile("quick", settings.get_profile("suite"), max_examples=100)
 # For tests.mutants: that an example fails is enough, the simplest one takes long to find.
 settings.register_profile(
     "any_failure", settings.get_profile("suite"), phases=[Phase.explicit, Phase.generate]

@@ -117,14 +117,7 @@ def round_trip(rank: int, world_size: int, ring: int, ulysses: int, kind: Any) -
 
 
 @pytest.mark.quick(
-    "zigzag-2-2",
-    "zigzag-3-1",
-    "contiguous-2-1",
-    "contiguous-1-2",
-    "balanced-2-1",
-    "balanced-2-2",
-    "balanced-3-1",
-    "zigzag-1-2",
+    "zigzag-2-2", "contiguous-2-1", "contiguous-1-2", "balanced-2-1", "balanced-3-1", "zigzag-1-2"
 )
 @pytest.mark.parametrize(("ring", "ulysses"), GRIDS)
 @pytest.mark.parametrize("kind", KINDS)

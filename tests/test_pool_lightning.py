@@ -97,7 +97,7 @@ def train_and_sleep(rank: int, world_size: int) -> None:
 def test_a_hang_after_a_trainer_still_says_where() -> None:
     """A Trainer that ends resets the handlers of all signals, the one that asks for stacks included."""
     with pytest.raises(RankError, match="in train_and_sleep"):
-        run_ranks(1, train_and_sleep, timeout=10.0)
+        run_ranks(1, train_and_sleep, timeout=5.0)
 
 
 def mismatch(rank: int, world_size: int) -> None:

@@ -122,15 +122,12 @@ BY_BOTH = {str(grid) for grid in GRIDS if grid.world_size < 4} | {
     "ring 2 contiguous-aten",
     "ring 2 balanced 5-aten",
     "ring 3 zigzag-aten",
-    "ring 3 contiguous-aten",
-    "ulysses 2-aten",
     "ulysses 3-aten",
     "hybrid 2x2 zigzag-aten",
     "gather 2 zigzag two_kernel/two_kernel 1-aten",
     "gather 2 zigzag fused/fused 2-aten",
     "gather 3 zigzag two_kernel/fused all-aten",
     "ring 3 contiguous-reference",
-    "gather 2 zigzag fused/fused 2-reference",
 )
 @pytest.mark.parametrize(
     ("grid", "kernel"),

@@ -177,7 +177,7 @@ def test_a_kept_recomputation_communicates_nothing(grid: Grid, layers: int, use_
         }
 
 
-@pytest.mark.quick("*-True")
+@pytest.mark.quick("gather*-True", "ring*-True", "hybrid*-False")
 @pytest.mark.parametrize("use_lse", [False, True])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_sinks_and_largest_scores_are_kept(grid: Grid, use_lse: bool) -> None:

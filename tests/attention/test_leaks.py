@@ -83,7 +83,12 @@ def check_reach(
             assert differ.any(), name
 
 
-@pytest.mark.quick("*-rows-causal-aten", "*-packed-full-aten", "*-dense-causal-reference")
+@pytest.mark.quick(
+    "*-rows-causal-aten",
+    "*-packed-full-aten",
+    "ring*-dense-causal-reference",
+    "ulysses*-dense-causal-reference",
+)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("sequences", ["dense", "packed", "rows"])

@@ -106,9 +106,7 @@ def problems_of(grid: Grid) -> list[Problem]:
     "ring 2 balanced 5",
     "hybrid 2x2 zigzag",
     "ulysses 2",
-    "gather 3 zigzag two_kernel/fused all",
     "gather 2 zigzag fused/fused 2",
-    "ring 2 contiguous",
 )
 @pytest.mark.parametrize("grid", rarely(*GRIDS))
 def test_sends_what_the_schedule_says(grid: Grid) -> None:

@@ -15,9 +15,10 @@ from tests.models.later import transformers_version
 from tests.pool import run_ranks
 
 SMALL = Sizes(features=32, inner=96, vocabulary=256)
+IN_FLOAT32 = replace(SMALL, dtype="float32")
 
 
-@pytest.mark.quick("none", "chunked_loss, tiled_mlp", '"keep_attention", activation_offload')
+@pytest.mark.quick("chunked_loss, tiled_mlp", '"keep_attention", activation_offload')
 @pytest.mark.parametrize("name", WAYS)
 def test_what_is_kept_is_the_closed_form(name: str) -> None:
     settings = WAYS[name]
@@ -51,11 +52,18 @@ def test_more_ranks_cost_no_more_per_local_token() -> None:
     assert max(run_ranks(4, slope, timeout=60)) <= 1.1 * alone
 
 
-def test_settings_change_no_loss() -> None:
-    sizes = replace(SMALL, dtype="float32")
-    want = run_ranks(1, _loss, sizes, {})[0]
-    for settings in WAYS.values():
-        assert run_ranks(2, _loss, sizes, settings)[0] == pytest.approx(want, rel=1e-6)
+@pytest.fixture(scope="module")
+def alone() -> float:
+    """The loss of one process, without any setting."""
+    return run_ranks(1, _loss, IN_FLOAT32, {})[0]
+
+
+@pytest.mark.quick(
+    "none", "tiled_mlp", '"keep_attention", activation_offload', "*blocks*, tiled_mlp"
+)
+@pytest.mark.parametrize("name", WAYS)
+def test_settings_change_no_loss(name: str, alone: float) -> None:
+    assert run_ranks(2, _loss, IN_FLOAT32, WAYS[name])[0] == pytest.approx(alone, rel=1e-6)
 
 
 def _loss(rank: int, world_size: int, sizes: Sizes, settings: Any) -> float:

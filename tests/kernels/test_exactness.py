@@ -33,7 +33,9 @@ CROSSING = [(kernel, mask) for kernel, mask in KERNEL_MASKS if mask != "diagonal
 """Without the mask under which a query sees only itself: no hop is needed, and dq and dk are 0."""
 
 
-@pytest.mark.quick("*-gqa-*", "*-mqa-packed-*", "*-mha-rows-*")
+@pytest.mark.quick(
+    "*-gqa-rows-*", "*-gqa-packed-*", "*-mqa-packed-3*", "*-mha-rows-4*", "*-mha-dense-2*"
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("heads", HEADS)

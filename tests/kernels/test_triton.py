@@ -110,7 +110,6 @@ CELLS = [
 
 
 @pytest.mark.quick(
-    "causal-rows-2-*",
     "causal-packed-2-*",
     "lookahead-dense-2-*",
     "causal_window-packed-2-*",

@@ -17,6 +17,7 @@ from tests.launch.start import SCRIPTS, all_succeeded, finish, free_port, progra
 RUN = "torch.distributed.run"
 
 
+@pytest.mark.slow
 def test_one_word_and_no_import(tmp_path: Path) -> None:
     """``python script.py``: torch calls the entry point, Lightning starts the second process.
 

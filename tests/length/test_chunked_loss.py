@@ -84,17 +84,15 @@ def compare(case: Case, ulysses: int, ring: int) -> None:
 
 
 @pytest.mark.quick(
-    "llama-hybrid 2x2",
+    "gemma2_capped-hybrid 2x2",
     "llama-ring 2",
     "bert-ulysses 2",
     "gpt2-ring 2",
     "bloom-ulysses 2",
-    "phi3-ulysses 2",
+    "phi3-hybrid 2x2",
     "granite-ulysses 2",
-    "gemma2_capped-ulysses 2",
     "cohere-ulysses 2",
     "bert-alone",
-    "gemma2_capped-alone",
 )
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("model", MODELS)

@@ -47,7 +47,6 @@ def compare(run: Run, ranks: int, tolerance: float = 2e-6) -> None:
     "Fabric-chunked-2-{'find_unused*",
     "Trainer-chunked-2-{'token*",
     "Trainer-all-1-*",
-    "Trainer-all-2-{}",
 )
 @pytest.mark.parametrize(
     ("ranks", "more"),

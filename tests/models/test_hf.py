@@ -68,9 +68,7 @@ def compare(case: Case, ulysses: int, ring: int) -> list[Outcome]:
 # -- rows of different lengths, and packed documents ------------------------------------------------
 
 
-@pytest.mark.quick(
-    "packed-hybrid 2x2", "left-ulysses 2", "both-ring 2", "right-ring 2", "plain-ulysses 2"
-)
+@pytest.mark.quick("packed-hybrid 2x2", "left-ulysses 2", "right-ring 2", "plain-ulysses 2")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("batch", ["plain", "right", "left", "both", "packed"])
 def test_llama_equals_one_process(batch: str, size: str) -> None:
@@ -165,7 +163,7 @@ def test_a_copy_that_is_called_within_a_step_is_refused(within: bool) -> None:
     expect_on_every_rank(2, call_copy, within, error=ConfigError, match=match, timeout=20)
 
 
-@pytest.mark.quick("keep-labels-hybrid 2x2", "reentrant-logits-ring 2", "plain-logits-ring 2")
+@pytest.mark.quick("keep-labels-hybrid 2x2", "reentrant-logits-ring 2")
 @pytest.mark.parametrize("size", ["ring 2", "hybrid 2x2"])
 @pytest.mark.parametrize("call", ["logits", "labels"])
 @pytest.mark.parametrize("checkpoint", ["reentrant", "plain", "keep"])

@@ -137,11 +137,9 @@ def is_slow(kind: tuple[str, str], size: str) -> bool:
 @pytest.mark.quick(
     "hf-plain-ring 4 balanced",
     "hf-packed-hybrid 2x2",
-    "hf-both-ring 2",
+    "hf-both-ulysses 2",
     "hf-packed-zigzag_llama3 2",
     "plain-packed-ring 2",
-    "plain-plain-ulysses 2",
-    "hf-both-ulysses 2",
 )
 @pytest.mark.parametrize(
     ("name", "rows", "size"),

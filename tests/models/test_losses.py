@@ -128,11 +128,11 @@ ADDS = "MixtralForCausalLM returns another loss than the mean over targets.*rout
 
 @pytest.mark.quick(
     "bert pretraining-next*",
-    "router-labels-*",
     "llama-outside-*",
     "llama-labels-*",
     "llama-count-*",
     "bert-labels-*",
+    "router-tuple-*",
 )
 @pytest.mark.parametrize(
     ("name", "call", "labels", "match"),
@@ -167,7 +167,6 @@ def one_process(name: str, call: str) -> float:
     "llama-outside-shift",
     "bert-tuple-auto",
     "router without logits-labels-auto",
-    "llama-tuple-auto",
 )
 @pytest.mark.parametrize(
     ("name", "call", "labels"),

@@ -106,14 +106,12 @@ POOLED = r"BertModel returns pooler_output.*model.pooler = None"
 
 @pytest.mark.quick(
     "classes-*-False",
-    "bert classes-*-True",
     "bert choice-*-True",
     "bert next sentence-*-False",
     "answers-*-False",
-    "bert-plainly-*-False",
     "bert-in_a_tuple-*-True",
     "bert-after_*-True",
-    "bert-after_*-False",
+    "bert-plainly-*-False",
 )
 @pytest.mark.parametrize("predicts", [False, True])
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ def parallel_opt(rank: int, world_size: int, batch: str) -> Outcome:
     return parallel(rank, world_size, Case(model="opt", batch=batch), 1, 2)
 
 
+@pytest.mark.quick("case1-*", "case2-*")
 @pytest.mark.parametrize(
     ("case", "match"),
     [

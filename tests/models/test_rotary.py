@@ -24,7 +24,7 @@ OTHER = {
 """The model with frequencies of sequences that are shorter: those of a rank that looks at its own tokens."""
 
 
-@pytest.mark.quick("phi3_longrope-hybrid 2x2", "llama_longrope-ulysses 2", "llama_dynamic-ring 2")
+@pytest.mark.quick("phi3_longrope-hybrid 2x2", "llama_dynamic-ulysses 2")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("model", OTHER)
 def test_ranks_use_the_frequencies_of_the_whole_sequence(model: str, size: str) -> None:

@@ -17,6 +17,7 @@ from tests.models.test_windows import compare
 from tests.pool import expect_on_every_rank
 
 
+@pytest.mark.quick("opt", "modernbert")
 @pytest.mark.parametrize("family", LATER)
 def test_families_that_come_later(family: str) -> None:
     case, match = Case(model=family), LATER[family].match

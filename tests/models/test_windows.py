@@ -61,10 +61,8 @@ def compare(case: Case, ulysses: int, ring: int, *, calls: int = 2) -> None:
 
 
 @pytest.mark.quick(
-    "mistral-larger than a shard",
     "qwen2-smaller than a shard",
     "gemma3-smaller than a shard",
-    "modernbert-smaller than a shard",
     "gemma2-larger than a shard",
     "phimoe-larger than a shard",
 )
@@ -74,7 +72,7 @@ def test_windows_equal_one_process(model: str, window: str) -> None:
     compare(Case(model=model, window=WINDOWS[window]), 1, 2)
 
 
-@pytest.mark.quick("gemma3-ulysses 2", "modernbert-hybrid 2x2")
+@pytest.mark.quick("modernbert-hybrid 2x2")
 @pytest.mark.parametrize("size", ["ulysses 2", "hybrid 2x2"])
 @pytest.mark.parametrize("model", ["gemma3", MODERNBERT])
 def test_two_kinds_of_layers_on_other_meshes(model: str, size: str) -> None:
@@ -94,7 +92,7 @@ def test_windows_are_known_when_blocks_are_run_again(checkpoint: str) -> None:
         assert got.calls == 4
 
 
-@pytest.mark.quick("qwen3_moe", "mixtral", "gpt_neox", "olmo2")
+@pytest.mark.quick("mixtral", "gpt_neox", "olmo2")
 @pytest.mark.parametrize(
     "model",
     ["qwen3", "phi3", "gpt_neox", "olmo2", "granite", "smollm3", "mixtral", "qwen3_moe", "afmoe"],

@@ -126,7 +126,7 @@ def peak(rank: int, world_size: int, matrices_at_once: int) -> float:
     return counts.peak / ONE
 
 
-@pytest.mark.quick("1", "2")
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_chunk_bounds_memory(ranks: int) -> None:
     """Of four chunks (matrices, messages of three rounds); and what Newton-Schulz needs for one matrix."""

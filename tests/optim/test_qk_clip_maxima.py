@@ -144,8 +144,6 @@ def _default_dtype() -> Iterator[None]:
     "ring-one document",
     "zigzag_llama3-one document",
     "one rank-packed",
-    "its own pass, gathered-one document",
-    "data and ring-packed",
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
 @pytest.mark.parametrize("mesh", MESHES)

@@ -141,9 +141,9 @@ def refused(rank: int, world_size: int, name: str, value: float, where: str) -> 
 
 @pytest.mark.quick(
     "layers.1.norm.bias-fsdp+tp 2x2-nan",
-    "layers.0.up_proj.weight-hsdp 2x2-inf",
     "layers.0.up_proj.weight-ddp 2-*",
     "layers.1.norm.bias-plain-inf",
+    "layers.1.norm.bias-hsdp 2x2-inf",
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["plain", "ddp 2", "hsdp 2x2", "fsdp+tp 2x2"])

@@ -65,7 +65,7 @@ def fit(
     return weights(module), heard.parity
 
 
-@pytest.mark.quick("segment_ids-hybrid", "cu_seqlens-hybrid")
+@pytest.mark.quick("cu_seqlens-hybrid")
 @pytest.mark.parametrize("mode", slow_but("hybrid", of={mode: mode for mode in MODES}))
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_of_a_plain_module(kind: str, mode: str) -> None:
@@ -134,7 +134,7 @@ def huggingface(rank: int, world_size: int, case: Case, settings: dict[str, Any]
 FAMILIES = ("llama", "gpt2", "bert", "gemma2_capped", "gpt_oss", "bloom", "falcon_alibi")
 
 
-@pytest.mark.quick("gpt_oss", "bert", "llama")
+@pytest.mark.quick("gpt_oss", "bert")
 @pytest.mark.parametrize("model", FAMILIES)
 def test_documents_that_transformers_does_not_know(model: str) -> None:
     case, settings = Case(model=model, batch="segments", window=6), {**HYBRID, **CHECKED}

@@ -109,7 +109,7 @@ def fit_rounded(rank: int, world_size: int, name: str, precision: str) -> None:
     trainer_of(world_size, settings, precision=precision).fit(module, loader)
 
 
-@pytest.mark.quick("Mixed-bf16-mixed", "CountedHere-bf16-mixed")
+@pytest.mark.quick("CountedHere-bf16-mixed")
 @pytest.mark.parametrize(
     "precision", ["bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.slow)]
 )

@@ -91,12 +91,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.quick(
-    "ddp-hybrid",
-    "fsdp-ring",
-    "fsdp of blocks-ring",
-    "zero1-ulysses",
-    "global-ring",
-    "recomputed-ulysses",
+    "ddp-hybrid", "fsdp of blocks-ring", "zero1-ulysses", "global-ring", "recomputed-ulysses"
 )
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("engine", ENGINES)
@@ -199,7 +194,7 @@ def huggingface(
 FAMILIES = ("llama", "gpt2", "bert", "gemma2_capped", "mixtral", "gpt_oss", "bloom", "falcon_alibi")
 
 
-@pytest.mark.quick("llama", "bert", "gpt_oss", "bloom")
+@pytest.mark.quick("bert", "gpt_oss")
 @pytest.mark.parametrize("model", FAMILIES)
 def test_families(model: str) -> None:
     settings = {**HYBRID, **CHECKED}
@@ -213,7 +208,7 @@ def test_families(model: str) -> None:
     assert worst(lines[0]) < 1e-5
 
 
-@pytest.mark.quick("packed", "left")
+@pytest.mark.quick("packed")
 @pytest.mark.parametrize("batch", ["right", "left", "packed"])
 def test_padded_and_packed(batch: str) -> None:
     case = Case(batch=batch, use_cache=False)

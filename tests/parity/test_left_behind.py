@@ -113,13 +113,13 @@ def test_what_watches_a_run_sees_the_run(how: str) -> None:
     assert bool(graphs) == (how == "compiled")
 
 
-@pytest.mark.quick("DropsLayers", "Freezes", "UsedOnce", "ShrinksInBackward")
+@pytest.mark.quick("DropsLayers", "Freezes", "ShrinksInBackward")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_run_is_the_one_without(name: str) -> None:
     require_same(2, name, RING)
 
 
-@pytest.mark.quick("fsdp-DropsLayers", "zero1-HooksItself")
+@pytest.mark.quick("fsdp-DropsLayers")
 @pytest.mark.parametrize("name", ["DropsLayers", "HooksItself"])
 @pytest.mark.parametrize("engine", ["fsdp", "zero1"])
 def test_engines_that_shard(engine: str, name: str) -> None:

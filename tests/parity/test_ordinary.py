@@ -125,10 +125,12 @@ def test_noise_that_is_not_seen_cannot_be_compared() -> None:
     assert "parity_check was left out because the step draws random numbers" in line
 
 
-def test_a_loss_that_is_no_mean_over_targets() -> None:
+@pytest.mark.quick("ring")
+@pytest.mark.parametrize(("ranks", "mode"), [(2, RING), (4, HYBRID)], ids=["ring", "hybrid"])
+def test_a_loss_that_is_no_mean_over_targets(ranks: int, mode: dict[str, Any]) -> None:
     match = "Likely cause: a loss that is no mean over targets"
-    settings = {**HYBRID, **CHECKED}
-    expect_on_every_rank(4, fit, "Balanced", settings, error=ParityError, match=match)
+    settings = {**mode, **CHECKED}
+    expect_on_every_rank(ranks, fit, "Balanced", settings, error=ParityError, match=match)
 
 
 def test_lengths_that_padding_would_fill() -> None:

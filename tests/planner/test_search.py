@@ -342,7 +342,7 @@ REJECTING = {
 }
 
 
-@pytest.mark.quick("8b", "405b, long")
+@pytest.mark.quick("8b")
 @pytest.mark.parametrize("changed", REJECTING.values(), ids=REJECTING)
 def test_what_is_rejected_misses_by_what_its_least_setting_needs(changed: dict[str, Any]) -> None:
     """At the fullest moment of a step, however much parameters alone exceed; closest first."""

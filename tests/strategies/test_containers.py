@@ -154,13 +154,9 @@ def plain() -> torch.Tensor:
     "model output-broadcast",
     "encoding-check",
     "default dict-broadcast",
-    "tuple-check",
-    "ordered-check",
     "frozen dataclass-check",
     "nested-broadcast",
-    "user dict-broadcast",
     "list-check",
-    "dataclass-broadcast",
 )
 @pytest.mark.parametrize(
     "settings", [ULYSSES, {**RING, "batch_sync": "broadcast"}], ids=["check", "broadcast"]

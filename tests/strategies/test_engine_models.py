@@ -173,7 +173,7 @@ def lower(rank: int, world_size: int, more: Any, precision: str | None) -> Any:
     return seen[0], {p.dtype for p in module.parameters()}, first.gradient
 
 
-@pytest.mark.quick("more1-*", "more2-*")
+@pytest.mark.quick("more1-*")
 @pytest.mark.parametrize(
     ("more", "precision", "stored"),
     [

@@ -130,7 +130,7 @@ def test_a_window_reduces_once(engine: str) -> None:
         assert thrice["gather"] == 3 * once["gather"]
 
 
-@pytest.mark.quick("offload", "per_parameter", "hsdp")
+@pytest.mark.quick("hsdp", "wrapped")
 @pytest.mark.parametrize(
     "cell",
     [

@@ -33,7 +33,7 @@ MODELS = {"plain-float64": 1e-10, "hf-float64": 1e-6, "hf-float32": 1e-5}
 
 
 def mostly_plain(*sizes: tuple[Any, ...], also: tuple[Any, ...] = ()) -> list[Any]:
-    """(model, *sizes) of a test. The quick suite has the plain model on all, Hugging Face's on ``also``.
+    """(model, *sizes) of a test. The quick suite chooses of the plain model and Hugging Face's on ``also``.
 
     What float32 adds to the same model in float64 is rounding: for the long suite, as are ways to divide
     between those of the quick one (``LONG``).
@@ -136,11 +136,14 @@ def test_gathered_keys_equal_one_process(settings: Sizes, packed: bool) -> None:
     compare(results, baseline(run), 1e-10)
 
 
-@pytest.mark.parametrize("model", mostly_plain(()))
-def test_accumulation_and_clipping_equal_one_process(model: str) -> None:
+@pytest.mark.quick("plain-float64-1-2")
+@pytest.mark.parametrize(("model", "ulysses", "ring"), mostly_plain((2, 2), (1, 2)))
+def test_accumulation_and_clipping_equal_one_process(model: str, ulysses: int, ring: int) -> None:
     kind, dtype = model.split("-")
     run = Run(model=kind, dtype=dtype, accumulate=3, clip=0.3)
-    results = run_ranks(4, execute, replace(run, strategy=sizes(2, 2)), timeout=120)
+    results = run_ranks(
+        ulysses * ring, execute, replace(run, strategy=sizes(ulysses, ring)), timeout=120
+    )
     want = baseline(run)
     assert len(want.grad_norms) == 20
     assert max(want.grad_norms) > 0.3
@@ -159,7 +162,7 @@ def test_data_parallel_equals_plain_ddp(model: str, ulysses: int, ring: int) -> 
         compare(results[2 * data_rank : 2 * data_rank + 2], want[data_rank], MODELS[model])
 
 
-@pytest.mark.quick("plain-float64-1-2", "hf-float64-2-2")
+@pytest.mark.quick("plain-float64-1-2", "hf-float64-1-2")
 @pytest.mark.parametrize(
     ("model", "ulysses", "ring"),
     mostly_plain((2, 1), (1, 2), (2, 2), (1, 4), also=((1, 2), (2, 2))),
@@ -180,16 +183,17 @@ def test_documents_that_see_each_other_would_fail() -> None:
         compare([baseline(replace(run, packed=False))], baseline(run), 1e-2)
 
 
-def test_bfloat16_mixed_rounds_as_one_process_does() -> None:
+@pytest.mark.quick("2-2")
+@pytest.mark.parametrize(("ulysses", "ring"), [(2, 2), (1, 4), (4, 1)])
+def test_bfloat16_mixed_rounds_as_one_process_does(ulysses: int, ring: int) -> None:
     """Additions come in another order; what that does is of the size of one process's own rounding."""
     run = Run(dtype="float32", precision="bf16-mixed", steps=8)
     exact = baseline(replace(run, precision=None))
     rounding = worst_error([baseline(run)], exact)
     assert 1e-4 < rounding < 1e-2, "bfloat16 was in use"
-    for strategy in (sizes(2, 2), sizes(1, 4), sizes(4, 1)):
-        results = run_ranks(4, execute, replace(run, strategy=strategy), timeout=120)
-        assert worst_error(results, exact) > 1e-4, "bfloat16 was in use"
-        compare(results, exact, 2 * rounding)
+    results = run_ranks(4, execute, replace(run, strategy=sizes(ulysses, ring)), timeout=120)
+    assert worst_error(results, exact) > 1e-4, "bfloat16 was in use"
+    compare(results, exact, 2 * rounding)
 
 
 @pytest.mark.parametrize(

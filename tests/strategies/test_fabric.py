@@ -151,7 +151,7 @@ def plain(folder: Path) -> Any:
     return run_ranks(1, run, None, folder)[0]
 
 
-@pytest.mark.quick("ulysses", "hybrid")
+@pytest.mark.quick("hybrid")
 @pytest.mark.parametrize(
     "settings",
     [RING, ULYSSES, HYBRID, {"shard_dataloaders": True}],

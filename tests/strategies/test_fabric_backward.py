@@ -96,10 +96,10 @@ def alone_trained() -> torch.Tensor:
 
 
 @pytest.mark.quick(
-    "once-ring",
     "twice_after_one_forward-hybrid",
     "part_by_part-ulysses",
-    "two_forwards_first-ulysses",
+    "two_forwards_first-ring",
+    "once-ulysses",
 )
 @pytest.mark.parametrize("settings", [RING, ULYSSES, HYBRID], ids=["ring", "ulysses", "hybrid"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

@@ -138,9 +138,7 @@ def seen(rank: int, world_size: int, settings: Settings | None, kind: str, injec
 KINDS = ["in order", "shuffled", "own sampler", "own batches", "distributed", "other names"]
 
 
-@pytest.mark.quick(
-    "distributed-False", "other names-True", "own batches-True", "own sampler-True", "shuffled-True"
-)
+@pytest.mark.quick("distributed-False", "other names-True", "shuffled-True")
 @pytest.mark.parametrize("inject", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_sample_at_a_time_is_the_order_of_one_process(kind: str, inject: bool) -> None:
@@ -150,7 +148,7 @@ def test_one_sample_at_a_time_is_the_order_of_one_process(kind: str, inject: boo
         close(got[1], want[1])
 
 
-@pytest.mark.quick("in order-True", "own batches-True", "own sampler-True", "distributed-True")
+@pytest.mark.quick("own sampler-True")
 @pytest.mark.parametrize(
     ("kind", "inject"),
     [(kind, True) for kind in KINDS[:-1]] + [("distributed", False), ("other names", False)],
@@ -195,13 +193,7 @@ def counts(rank: int, world_size: int, kind: str, front: str, settings: Settings
     raise AssertionError("nothing was refused")
 
 
-@pytest.mark.quick(
-    "inside-False-fabric",
-    "other names-True-fabric",
-    "distributed-True-trainer",
-    "inside-True-trainer",
-    "distributed-False-fabric",
-)
+@pytest.mark.quick("inside-False-fabric", "other names-True-fabric", "distributed-True-trainer")
 @pytest.mark.parametrize("front", ["trainer", "fabric"])
 @pytest.mark.parametrize("broadcast", [False, True])
 @pytest.mark.parametrize("kind", ["distributed", "inside", "other names"])

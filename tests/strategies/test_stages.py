@@ -119,7 +119,7 @@ class Mixed(Small):
 CASES: dict[str, Case] = {"resumed": resumed, "standalone": standalone, "tuned": tuned}
 
 
-@pytest.mark.quick("ring-standalone", "ring-resumed", "hybrid-tuned")
+@pytest.mark.quick("ring-standalone", "hybrid-tuned")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("settings", [RING, HYBRID], ids=["ring", "hybrid"])
 def test_a_stage_is_as_in_one_process(case: str, settings: Settings) -> None:

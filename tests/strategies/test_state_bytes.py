@@ -163,7 +163,7 @@ def measured(rank: int, world_size: int, settings: dict[str, Any]) -> StateBytes
     )
 
 
-@pytest.mark.quick("zero1", "hsdp")
+@pytest.mark.quick("zero1")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1", "hsdp"])
 def test_a_rank_holds_what_the_closed_form_says(engine: str) -> None:
     ranks, cut = (4, 2) if engine == "hsdp" else (3, 3)

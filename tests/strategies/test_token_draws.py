@@ -66,6 +66,7 @@ LONG: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick("ring of 3*")
 @pytest.mark.parametrize("name", list(QUICK))
 def test_as_one_rank(name: str) -> None:
     check(QUICK[name][0], Run(packed="balanced" in name), QUICK[name][1])

@@ -125,7 +125,7 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.quick("both, not clipped", "ring 2, windows of 3", "data ranks alone")
+@pytest.mark.quick("ring 2, windows of 3", "2 data ranks, ring 2")
 @pytest.mark.parametrize(("world_size", "plan", "more"), CASES)
 def test_trainer_equals_a_loop_by_hand(world_size: int, plan: Plan, more: Settings) -> None:
     for got in run_ranks(world_size, trained, plan, more):

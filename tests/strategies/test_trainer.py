@@ -49,8 +49,7 @@ SETTINGS: dict[str, Settings] = {
     "lengths-ulysses",
     "hooks-ulysses",
     "manual-ulysses",
-    "checkpointed-ring",
-    "reentrant-ulysses",
+    "reentrant-ring",
     "tuple-ring",
     "two optimizers-ring",
 )

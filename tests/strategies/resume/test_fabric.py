@@ -55,7 +55,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.quick("inside a window", "read ahead")
+@pytest.mark.quick("inside a window")
 @pytest.mark.parametrize(
     "name", ["next epoch", "inside a window", "past the wrapper", "past Fabric", "read ahead"]
 )

@@ -79,7 +79,7 @@ def compare(cell: Cell, world: int, settings: dict[str, Any], path: Path) -> lis
     return rest
 
 
-@pytest.mark.quick("inside a window", "mid-epoch")
+@pytest.mark.quick("inside a window")
 @pytest.mark.parametrize("name", QUICK)
 def test_goes_on_as_if_nothing_had_happened(name: str, tmp_path: Path) -> None:
     compare(QUICK[name], 2, RING, tmp_path / "saved.ckpt")
