@@ -53,7 +53,7 @@ def counted_means(loss: torch.Tensor) -> list[Count] | None:
         ``None`` if the loss has another term: a sum or a mean by hand, or a function of a mean.
     """
     counts: list[Count] = []
-    ahead: list[Any] = [loss.grad_fn]
+    ahead: list[Any] = [_producer(loss.grad_fn, loss.output_nr)]
     while ahead:
         node = ahead.pop()
         if node is None:
@@ -103,10 +103,11 @@ _KEY = "lightning_cp"
 _LINEAR = {
     *("Add", "Sub", "Neg", "Sum", "Mean", "Stack", "Cat", "Clone", "Alias", "ToCopy", "NanToNum"),
     *("View", "ReshapeAlias", "UnsafeView", "Squeeze", "Unsqueeze", "Select", "Slice", "Unbind"),
-    *("Expand", "_Shown", "_DDPSink", "BackwardHookFunction", "RegisterPostBackwardFunction"),
-    *("_ToTorchTensor", "_FromTorchTensor", "Redistribute"),
+    *("Expand", "_Shown", "_ToTorchTensor", "_FromTorchTensor", "Redistribute"),
 }
 """Operators, and functions of Python that hand on what they are given."""
+_IDENTITIES = {"_DDPSink", "BackwardHookFunction", "RegisterPostBackwardFunction"}
+"""Functions of Python around several tensors, which return each of them; the others are no terms of it."""
 _OF_ONE = {
     *("Pow", "Abs", "Sqrt", "Exp", "Log", "Sigmoid", "Softplus", "Norm", "LinalgVectorNorm"),
     *("T", "Transpose", "Permute"),
@@ -127,7 +128,15 @@ def _origin_of(node: Any) -> Origin | Count | None:
 
 
 def _sources(node: Any) -> list[Any]:
-    return [source for source, _ in node.next_functions if source is not None]
+    found = (_producer(*edge) for edge in node.next_functions)
+    return [source for source in found if source is not None]
+
+
+def _producer(node: Any, number: int) -> Any:
+    """The node that has computed an output of this one: behind functions that return what they are given."""
+    while node is not None and _operator(node) in _IDENTITIES and _origin_of(node) is None:
+        node, number = node.next_functions[number]
+    return node
 
 
 def _count_of(node: Any) -> Count | None:
@@ -147,7 +156,7 @@ def _operator(node: Any) -> str:
 
 
 def _divides(node: Any, factor: Any) -> bool:
-    return _operator(node) == "Div" and node.next_functions[0][0] is not factor
+    return _operator(node) == "Div" and _producer(*node.next_functions[0]) is not factor
 
 
 def _is_shared(node: Any) -> bool:

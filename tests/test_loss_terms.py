@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp.errors import ConfigError
@@ -52,6 +53,11 @@ def a_parameter() -> nn.Parameter:
     return nn.Parameter(torch.ones(3))
 
 
+def of_several(*outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As DDP returns what a model does, and modules with backward hooks."""
+    return BackwardHookFunction.apply(*outputs)  # type: ignore[no-any-return]
+
+
 KNOWN: dict[str, tuple[Callable[[], torch.Tensor], list[float]]] = {
     "cross-entropy": (lambda: mean(tokens()), [6]),
     "two dimensions": (lambda: F.cross_entropy(tokens().transpose(1, 2), TARGETS), [6]),
@@ -64,10 +70,12 @@ KNOWN: dict[str, tuple[Callable[[], torch.Tensor], list[float]]] = {
     "both": (lambda: mean(tokens()) + of_rows().exp(), [6]),
     "times a whole one": (lambda: mean(tokens()) * of_rows(), [6]),
     "a regulariser": (lambda: mean(tokens()) + 0.1 * a_parameter().square().sum().sqrt(), [6]),
+    "beside logits": (lambda: of_several(tokens(), mean(tokens()))[1] / 2, [6]),
     "learned weight": (lambda: mean(tokens()) * (-a_parameter()[0]).exp(), [6]),
 }  # fmt: skip
 
 UNKNOWN: dict[str, Callable[[], torch.Tensor]] = {
+    "logits beside it": lambda: of_several(tokens(), mean(tokens()))[0].sum(),
     "a sum": lambda: mean(tokens(), reduction="sum"),
     "by hand": lambda: mean(tokens(), reduction="none").sum() / 6,
     "over all tokens": lambda: mean(tokens()) + tokens().logsumexp(-1).square().mean(),

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from lightning_cp import ContextParallelCallback, ContextParallelMixin, UlyssesRingStrategy
-from lightning_cp.strategies.watch.launchers import _Noting
+from lightning_cp.errors import LightningCPError, UndeclaredError
+from lightning_cp.faults.ending import FOLDER
+from lightning_cp.strategies.watch.launchers import _leave_error, _Noting, _raise_own
 from tests.launch.expected import came_to_the_same, expected, expected_of_two_fits
 from tests.launch.scripts.model import QUIET, Tiny
 from tests.launch.scripts.notebook import CELLS
@@ -39,6 +41,25 @@ def so_did_those_of_a_second_trainer(folder: Path) -> None:
     second: Any = torch.load(folder / "1.pt")
     assert torch.equal(second["weights"], expected_of_two_fits())
     assert second["predictions"] is None
+
+
+def kinds_of(kind: type[LightningCPError]) -> list[type[LightningCPError]]:
+    return [kind, *(one for below in kind.__subclasses__() for one in kinds_of(below))]
+
+
+@pytest.mark.parametrize("kind", kinds_of(LightningCPError), ids=lambda kind: kind.__name__)
+def test_each_error_of_a_worker_is_raised_by_the_program(
+    kind: type[LightningCPError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = (["heads are not declared."], {"num_heads": 4})
+    error = kind(*asked) if kind is UndeclaredError else kind("it is odd")
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    _leave_error(error, rank=1)
+    with pytest.raises(kind) as found:
+        _raise_own(tmp_path)
+    assert type(found.value) is kind
+    assert str(found.value) == str(error)
+    assert vars(found.value) == vars(error)
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ class _Noting:
 def _leave_error(error: LightningCPError, rank: int) -> None:
     """For the process that has started this one, which raises it; what cannot be pickled it has as a text."""
     text = "".join(traceback.format_exception(error))
-    kept = (type(error), error.args, text, console.user_frames(error))
+    kept = (error, text, console.user_frames(error))
     with suppress(Exception):  # of any kind: objects of the user's may be in it
         part = Path(os.environ[FOLDER], f"{rank}.part")
         part.write_bytes(pickle.dumps(kept))
@@ -178,8 +178,8 @@ def _raise_own(folder: Path) -> None:
         LightningCPError: of the type and with the arguments that it had there.
     """
     for path in sorted(folder.glob(f"*{ERROR}"), key=lambda path: int(path.stem)):
-        kind, given, text, frames = pickle.loads(path.read_bytes())  # noqa: S301 - a worker of ours wrote it
-        raise kind(*given) from console.RankTraceback(f"\n{text}", frames)
+        error, text, frames = pickle.loads(path.read_bytes())  # noqa: S301 - a worker of ours wrote it
+        raise error from console.RankTraceback(f"\n{text}", frames)
 
 
 def _was_stopped(error: ProcessException, passed: list[int]) -> bool:
