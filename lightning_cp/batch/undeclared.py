@@ -85,7 +85,8 @@ def _ask_for_labels(
     question = (
         "training needs the labels of the batch to weight the loss of each rank, but there is no key "
         f"{rules.label_key!r} among {sorted(tensors)}. Add it, or name it: label_key='<name>' "
-        "('1' for the second of a tuple)."
+        "('1' for the second of a tuple). A loss of whole sequences (a reward, a pair of answers) needs a "
+        "value for each token as well, any number but -100; compute it from self.unshard(output)."
     )
     likely = _likely_labels(tensors, dims)
     return [question], {} if likely is None else {"label_key": likely}

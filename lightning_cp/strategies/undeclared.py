@@ -36,6 +36,8 @@ def asking_at_once(settings: Settings) -> Iterator[None]:
 def at_once(errors: Sequence[UndeclaredError], settings: Settings) -> UndeclaredError:
     """One error of several, whose arguments are the user's own and what is missing."""
     questions = list(dict.fromkeys(line for error in errors for line in error.questions))
+    if not any(error.arguments for error in errors):
+        return UndeclaredError(questions, {})  # the user's own arguments would not help
     arguments = _chosen(settings)
     for error in errors:
         for name, value in error.arguments.items():
