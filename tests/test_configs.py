@@ -77,7 +77,6 @@ def test_every_file_is_covered() -> None:
     "strategy-hsdp",
     "strategy-ulysses",
     "strategy-single",
-    "strategy-zigzag_llama3",
     "strategy-fsdp",
     "trainer-cpu",
     "data-*",

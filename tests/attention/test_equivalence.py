@@ -149,7 +149,7 @@ def test_equals_dense(grid: Grid, kernel: str) -> None:
 
 
 @pytest.mark.quick(
-    "ring 8 contiguous", "hybrid 2x4 zigzag", "ulysses 8", "gather 8 zigzag fused/fused 2"
+    "hybrid 2x4 zigzag", "ulysses 8", "gather 8 zigzag fused/fused 2", "ring 8 contiguous"
 )
 @pytest.mark.parametrize(
     "grid", [grid for grid in GRIDS if "A4" in matrix(grid, "reference")], ids=str

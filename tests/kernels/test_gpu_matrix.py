@@ -116,7 +116,6 @@ def answered(kernel: Kernel, cell: Cell) -> Answer:
     return sharded(cell.problem, kernel, SequenceLayout(SEQ_LEN, ring_size=2))
 
 
-@pytest.mark.quick("*-64/32-gqa-causal-rows", "aten_cpu_flash-bfloat16-64-gqa-causal-rows")
 @pytest.mark.parametrize("cell", HERE, ids=str)
 def test_cell(cell: Cell) -> None:
     kernel = kernels()[cell.kernel]

@@ -115,6 +115,7 @@ CELLS = [
     "causal_window-packed-2-*",
     "full-*",
     "window-dense-2-*",
+    "*cuda*",
 )
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("mask", "documents", "ranks"), CELLS)
@@ -122,7 +123,7 @@ def test_float32(mask: str, documents: str, ranks: int, device: str) -> None:
     check(device, problem_on(device, mask, documents), ranks)
 
 
-@pytest.mark.quick("window-*", "full-*")
+@pytest.mark.quick("window-*", "full-*", "*cuda*")
 @pytest.mark.parametrize(("device", "dtype"), with_dtypes(INTERPRETED[1:], HALF))
 @pytest.mark.parametrize(("mask", "documents", "ranks"), [CELLS[2], CELLS[3], CELLS[5]])
 def test_half_precision(
@@ -143,7 +144,7 @@ HEAD_DIMS = [(dim, dim) for dim in (20, 32, 64, 96, 128, 256)]
 OTHER_WIDTHS = [(192, 128), (64, 96), (8, 40)]
 
 
-@pytest.mark.quick("*-20-20", "*-64-64", "*-8-40", "*-64-96", "*-192-128", "*-256-256")
+@pytest.mark.quick("*-20-20", "*-64-64", "*-8-40", "*-64-96", "*-192-128", "*-256-256", "*cuda*")
 @pytest.mark.parametrize(("head_dim", "value_dim"), [*HEAD_DIMS, *OTHER_WIDTHS])
 @pytest.mark.parametrize(("device", "dtype"), with_dtypes(INTERPRETED[:1], DTYPES))
 def test_head_dims(device: str, head_dim: int, value_dim: int, dtype: torch.dtype) -> None:
@@ -153,7 +154,7 @@ def test_head_dims(device: str, head_dim: int, value_dim: int, dtype: torch.dtyp
     check(device, problem_on(device, "causal", "dense", batch=1, **how), ranks=1)
 
 
-@pytest.mark.quick("16-*")
+@pytest.mark.quick("16-*", "*cuda*")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("value_dim", [16, 48])
 def test_values_of_another_width(value_dim: int, device: str) -> None:
@@ -162,14 +163,14 @@ def test_values_of_another_width(value_dim: int, device: str) -> None:
     check(device, problem_on(device, "window", "rows", how=how, value_dim=value_dim))
 
 
-@pytest.mark.quick("packed-*")
+@pytest.mark.quick("packed-*", "*cuda*")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("documents", ["rows", "packed"])
 def test_cap(documents: str, device: str) -> None:
     check(device, problem_on(device, "causal", documents, how=CAP))
 
 
-@pytest.mark.quick("causal-dense-1-*")
+@pytest.mark.quick("causal-dense-1-*", "*cuda*")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("mask", "documents", "rows"), [("causal", "dense", 1), ("full", "rows", 2)]
@@ -178,7 +179,7 @@ def test_slopes(mask: str, documents: str, rows: int, device: str) -> None:
     check(device, problem_on(device, mask, documents, how=slopes(device, rows)))
 
 
-@pytest.mark.quick("*float32")
+@pytest.mark.quick("*float32", "*cuda*")
 @pytest.mark.parametrize(("device", "dtype"), with_dtypes(INTERPRETED, DTYPES))
 def test_capped_slopes_in_a_window(device: str, dtype: torch.dtype) -> None:
     how = slopes(device, 2, softcap=2.0)

@@ -42,7 +42,6 @@ def compare(run: Run, ranks: int, tolerance: float = 2e-6) -> None:
 @pytest.mark.quick(
     "Trainer-all-2-{'data_parallel': 'fsdp', 'wrap*",
     "Fabric-all-4-{'ulysses_size': 2}",
-    "Fabric-chunked-4-{'ulysses_size': 2, 'data_parallel': 'fsdp'*",
     "Trainer-chunked-2-{'data_parallel': 'zero1'}",
     "Fabric-chunked-2-{'find_unused*",
     "Trainer-chunked-2-{'token*",

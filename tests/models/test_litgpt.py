@@ -56,6 +56,19 @@ pytestmark = needs_litgpt
 # -- equal to one process -----------------------------------------------------------------------------
 
 
+@pytest.mark.quick(
+    "litgpt_pythia-ring 4",
+    "litgpt_llama-hybrid 2x2",
+    "litgpt_one_group-ulysses 4",
+    "litgpt_yarn-ring 4",
+    "litgpt_mistral-hybrid 2x2",
+    "litgpt_gemma2-ring 4",
+    "litgpt_gemma2_uncapped-ulysses 4",
+    "litgpt_gemma3-hybrid 2x2",
+    "litgpt_latent-ring 4",
+    "litgpt_moe-ulysses 4",
+    "litgpt_lora-hybrid 2x2",
+)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", LITGPT_FAMILIES)
 def test_every_family(model: str, mode: str) -> None:

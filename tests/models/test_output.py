@@ -106,7 +106,6 @@ POOLED = r"BertModel returns pooler_output.*model.pooler = None"
 
 @pytest.mark.quick(
     "classes-*-False",
-    "bert choice-*-True",
     "bert next sentence-*-False",
     "answers-*-False",
     "bert-in_a_tuple-*-True",

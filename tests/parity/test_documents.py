@@ -81,6 +81,9 @@ def test_documents_of_a_plain_module(kind: str, mode: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.quick(
+    "{'data_parallel_size': 2}", "{'mode': 'zigzag_llama3'}", "{'activation_checkpointing'*"
+)
 @pytest.mark.parametrize(
     "more",
     [

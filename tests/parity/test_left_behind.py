@@ -113,7 +113,7 @@ def test_what_watches_a_run_sees_the_run(how: str) -> None:
     assert bool(graphs) == (how == "compiled")
 
 
-@pytest.mark.quick("DropsLayers", "Freezes", "ShrinksInBackward")
+@pytest.mark.quick("DropsLayers", "ShrinksInBackward")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_run_is_the_one_without(name: str) -> None:
     require_same(2, name, RING)

@@ -153,10 +153,8 @@ def plain() -> torch.Tensor:
     "named tuple-check",
     "model output-broadcast",
     "encoding-check",
-    "default dict-broadcast",
     "frozen dataclass-check",
     "nested-broadcast",
-    "list-check",
 )
 @pytest.mark.parametrize(
     "settings", [ULYSSES, {**RING, "batch_sync": "broadcast"}], ids=["check", "broadcast"]

@@ -46,7 +46,6 @@ SETTINGS: dict[str, Settings] = {
 @pytest.mark.quick(
     "dictionary-ulysses",
     "labels are inputs-ring",
-    "lengths-ulysses",
     "hooks-ulysses",
     "manual-ulysses",
     "reentrant-ring",
