@@ -40,8 +40,9 @@ SHOWING = 8.0
 _HYDRA_FULL = "HYDRA_FULL_ERROR"
 _asked_hydra = os.environ.get(_HYDRA_FULL) == "1"  # before it is set here
 _LIBRARIES = {
-    *("lightning", "lightning_cp", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
-    *("hydra", "jsonargparse", "omegaconf", "torch", "transformers"),
+    *("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"),
+    *("hydra", "jsonargparse", "omegaconf", "torch"),
+    *("accelerate", "huggingface_hub", "peft", "tokenizers", "transformers"),
 }
 _OWN_FOLDER, _PYTHON = str(Path(__file__).parent), sysconfig.get_path("stdlib")
 
@@ -210,10 +211,20 @@ def user_frames(error: BaseException) -> str:
 
 
 def _is_user_s(frame: FrameType) -> bool:
-    path, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
-    if module.partition(".")[0] in _LIBRARIES or path.startswith((_OWN_FOLDER, "<frozen")):
-        return False
-    return not path.startswith(_PYTHON) or "-packages" in path
+    return not is_library_s(frame) and not frame.f_code.co_filename.startswith(_OWN_FOLDER)
+
+
+def is_library(module: str) -> bool:
+    """Whether a module, or the logger of its name, is of a library that programs of Lightning are made of."""
+    return module.partition(".")[0] in _LIBRARIES
+
+
+def is_library_s(frame: FrameType) -> bool:
+    """Whether code is of such a library, or of Python's own."""
+    path = frame.f_code.co_filename
+    if is_library(str(frame.f_globals.get("__name__", ""))) or path.startswith("<frozen"):
+        return True
+    return path.startswith(_PYTHON) and "-packages" not in path
 
 
 def error_of(cause: object) -> BaseException | None:

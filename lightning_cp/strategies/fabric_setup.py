@@ -74,6 +74,7 @@ class FabricSetup(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStra
     def _set_world_ranks(self) -> None:
         self._check_ranks()  # called when Fabric is made, before anything waits for a rank
         super()._set_world_ranks()
+        self._hide_library_warnings()
 
     @override
     def setup_environment(self) -> None:

@@ -60,6 +60,7 @@ class TrainerSetup(
     def set_world_ranks(self) -> None:
         self._check_ranks()  # called when the Trainer is made, before anything waits for a rank
         super().set_world_ranks()
+        self._hide_library_warnings()
 
     @override
     def setup_environment(self) -> None:
@@ -218,6 +219,7 @@ class TrainerSetup(
             self._replaced.replace(module, "cpu", lambda _: lambda: module)
         super().teardown()
         self._replaced.undo()
+        self._show_library_warnings()
 
     # -- helpers ---------------------------------------------------------------------------------
 

@@ -65,6 +65,15 @@ def test_a_message_is_printed_once_and_last(
 ) -> None:
     output = printed(tmp_path, SCRIPTS / "refused.py", way, strategy, ranks, who)
     check(output, OF_ALL if who == "all" else OF_ONE, ranks)
+    check_libraries(output)
+    assert output.count(f"starting {ranks} ranks") == 1, output
+
+
+def check_libraries(output: str) -> None:
+    """What libraries say on every rank is shown once."""
+    for said in ("LeafSpec", "`loss_type=None`", "litmodels", "litlogger"):
+        lines = [line for line in output.splitlines() if said in line]
+        assert len(lines) <= 1, output
 
 
 @pytest.mark.slow
@@ -77,6 +86,7 @@ def test_the_same_with_torchrun(way: str, who: str, tmp_path: Path) -> None:
     lines = output.splitlines()
     agents = [at for at, line in enumerate(lines) if "torch/distributed/elastic" in line]
     check("\n".join(lines[: agents[0] if agents else None]), OF_ALL if who == "all" else OF_ONE, 3)
+    check_libraries(output)
 
 
 @pytest.mark.slow
@@ -85,6 +95,7 @@ def test_all_is_shown_on_request(tmp_path: Path) -> None:
     output = printed(tmp_path, *command, LIGHTNING_CP_FULL_ERROR="1")
     assert output.count(OF_ALL) == output.count("Traceback (most recent call last)") == 2
     assert "/lightning_cp/models/" in output
+    assert output.count("LeafSpec") >= 2  # a line and the code beside it, of each rank
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import re
 import signal
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,5 +165,6 @@ def test_a_worker_that_was_stopped_ends_its_parent_as_it_ended(
     monkeypatch.setattr(FabricLauncher, "launch", launch)
     error = SystemExit if status == 143 else ProcessExitedException
     with pytest.raises(error) as ended:
-        ReportingFabricLauncher(None, "spawn").launch(print)  # type: ignore[arg-type]
+        strategy: Any = SimpleNamespace(num_processes=2)
+        ReportingFabricLauncher(strategy, "spawn").launch(print)
     assert error is ProcessExitedException or getattr(ended.value, "code", None) == 143

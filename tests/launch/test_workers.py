@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -139,7 +140,8 @@ def test_workers_draw_from_the_programs_random_state() -> None:
     """Python seeds its generator again in every process that is forked."""
     before = random.getstate()
     random.seed(7)
-    worker = _Noting(lambda: (random.random(), torch.rand(()).item()), None)
+    strategy = SimpleNamespace(tell_rank=lambda: None)
+    worker = _Noting(lambda: (random.random(), torch.rand(()).item()), strategy)
     want = random.random(), torch.rand(()).item()
     random.seed(8)
     torch.manual_seed(8)

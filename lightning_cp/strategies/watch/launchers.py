@@ -1,4 +1,4 @@
-"""Workers that Lightning starts by spawn and fork: whose errors the process that started them shows."""
+"""Ranks that Lightning starts: it is said before, and errors of workers are shown by who started them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,15 @@ from typing import Any
 from lightning.fabric.strategies.launchers.multiprocessing import (
     _MultiProcessingLauncher as FabricLauncher,
 )
+from lightning.fabric.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher as FabricSubprocesses,
+)
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.strategies.launchers.multiprocessing import (
     _MultiProcessingLauncher as TrainerLauncher,
+)
+from lightning.pytorch.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher as TrainerSubprocesses,
 )
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
@@ -49,6 +56,7 @@ class _Reporting:
         with tempfile.TemporaryDirectory(prefix="lightning_cp-verdicts-") as folder:
             os.environ[FOLDER] = folder
             passed: list[int] = []
+            _say_start(self._strategy.num_processes)
             try:
                 with _passing_sigterm_on(passed):
                     return parent.launch(_Noting(function, self._strategy), *args, **kwargs)
@@ -131,11 +139,42 @@ class ReportingFabricLauncher(_Reporting, FabricLauncher):
             return unpacked(result)
 
 
+class _Announcing:
+    """Says that it runs the program again, once for each other rank."""
+
+    num_processes: int
+
+    def _call_children_scripts(self) -> None:
+        parent: Any = super()
+        _say_start(self.num_processes)
+        parent._call_children_scripts()
+
+
+class AnnouncingTrainerLauncher(_Announcing, TrainerSubprocesses):
+    """The Trainer's."""
+
+
+class AnnouncingFabricLauncher(_Announcing, FabricSubprocesses):
+    """Fabric's."""
+
+
+def _say_start(count: int) -> None:
+    if count > 1:
+        rank_zero_info(f"starting {count} ranks on this machine: this may take a minute")
+
+
 def reporting(launcher: Any) -> Any:
-    """The launcher, or one that does so in place of one that starts workers."""
-    kinds = {TrainerLauncher: ReportingTrainerLauncher, FabricLauncher: ReportingFabricLauncher}
-    kind = kinds.get(type(launcher))
-    return launcher if kind is None else kind(launcher._strategy, launcher._start_method)
+    """The launcher, or one of this file in place of Lightning's own."""
+    workers = {TrainerLauncher: ReportingTrainerLauncher, FabricLauncher: ReportingFabricLauncher}
+    if kind := workers.get(type(launcher)):
+        return kind(launcher._strategy, launcher._start_method)
+    programs = {
+        TrainerSubprocesses: AnnouncingTrainerLauncher,
+        FabricSubprocesses: AnnouncingFabricLauncher,
+    }
+    if kind := programs.get(type(launcher)):
+        return kind(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
+    return launcher
 
 
 class _Noting:
@@ -150,6 +189,7 @@ class _Noting:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         restore(self._random)
+        self._strategy.tell_rank()
         try:
             return self._function(*args, **kwargs)
         except BaseException as error:
