@@ -11,6 +11,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_cp.command_help import explain_keys
 from lightning_cp.config_files import config_dir
 from lightning_cp.console import is_full
 from lightning_cp.run_folder import one_folder
@@ -63,5 +64,6 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    explain_keys()
     with one_folder(sys.argv):
         main()

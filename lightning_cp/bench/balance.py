@@ -11,7 +11,6 @@ and to make one rank's tiles and ranges, once per batch; both are cached. The la
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -19,6 +18,7 @@ from typing import TypeVar
 import numpy as np
 
 from lightning_cp.bench.case import log_normal
+from lightning_cp.command_help import argument_parser
 from lightning_cp.layout import CostModel, Documents, Mask, Schedule, SequenceLayout, explain_layout
 from lightning_cp.layout.balance import best_deal, deal
 from lightning_cp.layout.choose import LayoutChoice, name_of
@@ -45,10 +45,10 @@ MASK = Mask()
 
 def main() -> None:
     """Print a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argument_parser(__doc__)
     parser.add_argument("--sigma", type=float, default=1.5, help="of the logarithm of lengths")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0, help="of the lengths")
+    parser.add_argument("--repeats", type=int, default=5, help="of each timing; the fastest counts")
     options = parser.parse_args()
     print(f"| {' | '.join(HEAD)} |")
     print("|" + "---|" * len(HEAD))

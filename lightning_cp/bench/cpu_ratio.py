@@ -10,7 +10,6 @@ the ranks: its repeats' spread is shown beside theirs, and a ratio is no surer t
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -20,6 +19,7 @@ from lightning_cp.bench.clock import Figure, Samples, cpu_together, measure
 from lightning_cp.bench.processes import on_ranks
 from lightning_cp.bench.ways import OneProcess, Way, our_ways
 from lightning_cp.bench.which import check_case
+from lightning_cp.command_help import argument_parser
 from lightning_cp.errors import ConfigError
 
 HEAD = (
@@ -30,11 +30,13 @@ HEAD = (
 
 def main() -> None:
     """Measure and print a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--kv-heads", type=int, default=8)
+    parser = argument_parser(__doc__)
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[1024, 4096, 16384], help="of a sequence"
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="ranks that share it")
+    parser.add_argument("--repeats", type=int, default=3, help="of each; the fastest counts")
+    parser.add_argument("--kv-heads", type=int, default=8, help="heads of keys and values")
     options = parser.parse_args()
     every = {
         tokens: [Case(tokens, ranks, kv_heads=options.kv_heads) for ranks in options.ranks]

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from lightning_cp.bench.gpu_report import GpuReport, Section, facts_of
 from lightning_cp.bench.gpu_sections import CHECKS, Check, sizes_of
+from lightning_cp.command_help import argument_parser
 from lightning_cp.kernels.devices import has_nvidia_gpu
 
 FAILED, NO_GPU, MISSING = 1, 2, 3
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argument_parser(__doc__)
     add = parser.add_argument
     add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: rehearse in small")
     add("--folder", type=Path, default=Path("outputs") / "gpu-check", help="of the report")

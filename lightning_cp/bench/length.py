@@ -15,7 +15,6 @@ storage that is made and freed is counted, and what an operator allocates and fr
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +25,7 @@ import torch
 from lightning_cp.bench import table
 from lightning_cp.bench.length_step import Sizes, Spent, config_of, step
 from lightning_cp.bench.processes import on_ranks
+from lightning_cp.command_help import argument_parser
 from lightning_cp.planner import activations
 from lightning_cp.planner.families import model_of
 
@@ -135,14 +135,16 @@ def _row(ranks: int, spent: Spent) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is asked for, and print it."""
-    parser = argparse.ArgumentParser(description="Bytes per token, and peaks.")
-    parser.add_argument("--only", choices=("kept", "peaks", "long"))
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser = argument_parser(__doc__)
+    parser.add_argument("--only", choices=("kept", "peaks", "long"), help="this part alone")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2, 4], help="ranks that share a row"
+    )
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="local tokens"
     )
     parser.add_argument("--long", type=int, default=131072, help="tokens of one long row")
-    parser.add_argument("--vocabulary", type=int, default=Sizes.vocabulary)
+    parser.add_argument("--vocabulary", type=int, default=Sizes.vocabulary, help="of the model")
     given = parser.parse_args(arguments)
     sizes = Sizes(vocabulary=given.vocabulary)
     if given.only in (None, "kept"):

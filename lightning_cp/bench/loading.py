@@ -36,6 +36,7 @@ from lightning_cp.checkpoint.pretrained.index import open_checkpoint
 from lightning_cp.checkpoint.pretrained.load import load_pretrained
 from lightning_cp.checkpoint.pretrained.plan import LoadPlan, plan_load
 from lightning_cp.comm.local import local_part
+from lightning_cp.command_help import argument_parser
 from lightning_cp.errors import ConfigError
 
 HEAD = (
@@ -201,14 +202,18 @@ def _medians(rounds: list[list[Spent]]) -> Spent:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--gigabytes", type=float, default=4.3)
-    parser.add_argument("--files", type=int, default=24)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--shardings", nargs="+", choices=KINDS, default=["fsdp", "tp"])
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["ours"])
-    parser.add_argument("--cold", action="store_true")
+    parser = argument_parser(__doc__)
+    parser.add_argument("--gigabytes", type=float, default=4.3, help="of the checkpoint")
+    parser.add_argument("--files", type=int, default=24, help="that it consists of")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2, 4], help="ranks that load it"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="of all ways; medians are shown")
+    parser.add_argument(
+        "--shardings", nargs="+", choices=KINDS, default=["fsdp", "tp"], help="of the model"
+    )
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["ours"], help="of loading")
+    parser.add_argument("--cold", action="store_true", help="files are not in the page cache")
     given = parser.parse_args(arguments)
     for name in ("gigabytes", "files", "rounds"):
         if not getattr(given, name) > 0:

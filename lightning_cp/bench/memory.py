@@ -14,7 +14,6 @@ that one more token of a rank costs, fitted over all lengths.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +26,7 @@ from lightning_cp.bench.alone import one_rank
 from lightning_cp.bench.case import Case
 from lightning_cp.bench.peak_bytes import PeakBytes
 from lightning_cp.bench.ways import Ours, our_ways
+from lightning_cp.command_help import argument_parser
 from lightning_cp.kernels.api import accumulate_dtype
 from lightning_cp.kernels.aten import AtenCudaFlash
 from lightning_cp.kernels.packs import PackRule
@@ -161,14 +161,21 @@ def rows_of(way: Ours, case: Case, lengths: Sequence[int]) -> Iterator[list[str]
 
 def main() -> None:
     """Measure and print a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser = argument_parser(__doc__)
+    parser.add_argument("--ranks", type=int, default=8, help="ranks that share a sequence")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[8192, 16384, 32768, 65536], help="of a sequence"
+    )
+    parser.add_argument("--heads", type=int, default=32, help="query heads")
+    parser.add_argument("--kv-heads", type=int, default=8, help="heads of keys and values")
+    parser.add_argument("--head-dim", type=int, default=128, help="features of a head")
     parser.add_argument("--packed", type=int, default=0, help="documents of log-normal lengths")
-    parser.add_argument("--device", choices=["fake", "cuda"], default="fake")
+    parser.add_argument(
+        "--device",
+        choices=["fake", "cuda"],
+        default="fake",
+        help="fake: bytes are counted, nothing is computed",
+    )
     given = parser.parse_args()
     case = Case(
         *(max(given.tokens), given.ranks, given.heads, given.kv_heads, given.head_dim),

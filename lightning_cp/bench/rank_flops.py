@@ -9,16 +9,20 @@ addition.
 
 from __future__ import annotations
 
-import argparse
+from functools import partial
 
+from lightning_cp.command_help import argument_parser
 from lightning_cp.layout import Documents, Mask, RankSchedule, SequenceLayout, Tile, schedule
 
 
 def main() -> None:
     """Print a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    for name, default in (("ranks", 8), ("tokens", 65536), ("heads", 32), ("head-dim", 128)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = argument_parser(__doc__)
+    add = partial(parser.add_argument, type=int)
+    add("--ranks", default=8, help="ranks that share a sequence")
+    add("--tokens", default=65536, help="of a sequence")
+    add("--heads", default=32, help="query heads")
+    add("--head-dim", default=128, help="features of a head")
     given = parser.parse_args()
     chunk = given.tokens // (2 * given.ranks)
     gflop = 4 * given.head_dim * given.heads / 1e9

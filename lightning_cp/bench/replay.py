@@ -18,7 +18,6 @@ FLOPs are those of visible pairs, 4 x head dim x heads each, and 2.5 times as ma
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,6 +27,7 @@ from lightning_cp.bench import table
 from lightning_cp.bench.case import BACKWARD_FLOPS, Case
 from lightning_cp.bench.replay_rank import Seconds, replay, replay_theirs
 from lightning_cp.bench.ways import Ours
+from lightning_cp.command_help import argument_parser
 from lightning_cp.kernels.api import kernels
 from lightning_cp.kernels.call_per_tile import CallPerTile
 from lightning_cp.layout import Schedule
@@ -201,13 +201,23 @@ def all_packed(size: Size, kernel: str) -> list[PackedRow]:
 
 def main() -> None:
     """Measure and print two Markdown tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--device", choices=list(KERNELS), default="cuda")
-    parser.add_argument("--kernels", nargs="+")
-    parser.add_argument("--tokens-per-rank", type=int, default=8192)
-    parser.add_argument("--dense-ranks", type=int, nargs="*", default=[8])
-    parser.add_argument("--packed-ranks", type=int, nargs="*", default=[8, 16, 32, 64])
-    parser.add_argument("--repeats", type=int, default=10)
+    parser = argument_parser(__doc__)
+    parser.add_argument("--device", choices=list(KERNELS), default="cuda", help="it runs on")
+    parser.add_argument("--kernels", nargs="+", help="by name; all that the device has if left out")
+    parser.add_argument("--tokens-per-rank", type=int, default=8192, help="of one row")
+    parser.add_argument(
+        "--dense-ranks", type=int, nargs="*", default=[8], help="sizes of rings, one document"
+    )
+    parser.add_argument(
+        "--packed-ranks",
+        type=int,
+        nargs="*",
+        default=[8, 16, 32, 64],
+        help="sizes of rings, packed documents",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=10, help="of each measurement; the fastest counts"
+    )
     given = parser.parse_args()
     on_cpu = given.device == "cpu"
     size = Size(

@@ -40,6 +40,7 @@ from lightning_cp.bench.processes import on_ranks
 from lightning_cp.bench.rounds import Found, failed_way, measure_rank
 from lightning_cp.bench.ways import Ours, Sharded, our_ways
 from lightning_cp.bench.which import check_case
+from lightning_cp.command_help import argument_parser
 from lightning_cp.errors import ConfigError
 
 HEAD = (
@@ -100,13 +101,15 @@ class Line:
 
 def main() -> None:
     """Measure and print Markdown tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser = argument_parser(__doc__)
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[1024, 4096, 16384], help="of a sequence"
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="ranks that share it")
     parser.add_argument("--packed", type=int, default=0, help="documents, of log-normal lengths")
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--kv-heads", type=int, default=8, help="heads of keys and values")
+    parser.add_argument("--repeats", type=int, default=3, help="of each way; the fastest counts")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="it runs on")
     parser.add_argument(
         "--only", nargs="*", default=[], help="ways whose names contain one of these"
     )

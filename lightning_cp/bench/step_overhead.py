@@ -15,7 +15,6 @@ the steps of a repeat; shown is the least of the repeats.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
@@ -28,6 +27,7 @@ from lightning_cp.bench.quiet import quiet_lightning
 from lightning_cp.bench.strategy_time import NAMES
 from lightning_cp.bench.training_job import Job
 from lightning_cp.bench.training_step import Steps, by_hand, by_trainer
+from lightning_cp.command_help import argument_parser
 
 HEAD = (
     *("ranks", "mode", "documents", "step, s", "own, ms", "own / step", "spread"),
@@ -63,12 +63,14 @@ class Share:
 
 def main() -> None:
     """Measure and print a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--packed", type=int, nargs="+", default=[0, 16])
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser = argument_parser(__doc__)
+    parser.add_argument("--tokens", type=int, default=4096, help="of a sequence")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="ranks that share it")
+    parser.add_argument(
+        "--packed", type=int, nargs="+", default=[0, 16], help="documents of a row; 0: one"
+    )
+    parser.add_argument("--steps", type=int, default=6, help="of a measurement")
+    parser.add_argument("--repeats", type=int, default=3, help="of each measurement")
     parser.add_argument("--hooks", action="store_true", help="a callback has a hook at batch ends")
     options = parser.parse_args()
     print(table.head(HEAD))

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_cp.checkpoint.convert import convert, describe
 from lightning_cp.comm.objects import told
+from lightning_cp.command_help import argument_parser
 from lightning_cp.errors import CheckpointError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 1 if the checkpoint is refused or cannot be written, which one line says."""
-    parser = argparse.ArgumentParser(prog="python -m lightning_cp.checkpoint", description=__doc__)
+    parser = argument_parser(__doc__, prog="python -m lightning_cp.checkpoint")
     parser.add_argument("source", type=Path, help="a checkpoint: a file or a folder")
     parser.add_argument("target", type=Path, nargs="?", help="the new checkpoint")
     parser.add_argument("--sharded", action="store_true", help="a folder instead of one file")

@@ -10,6 +10,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_cp.command_help import explain_keys
 from lightning_cp.compare.agreement import agreement
 from lightning_cp.compare.answer import Answer, write_losses
 from lightning_cp.compare.contest_report import contest
@@ -104,4 +105,5 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    explain_keys()
     main()

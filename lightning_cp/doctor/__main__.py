@@ -8,6 +8,7 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
+from lightning_cp.command_help import explain_keys
 from lightning_cp.config_files import config_dir
 from lightning_cp.run_folder import one_folder
 
@@ -26,5 +27,6 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    explain_keys()
     with one_folder(sys.argv):
         main()

@@ -11,6 +11,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_cp.command_help import explain_keys
 from lightning_cp.config_files import config_dir
 from lightning_cp.run_folder import one_folder
 
@@ -73,6 +74,7 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    explain_keys()
     flags = {"--verify": "verify=true", "--verify=all": "verify=all"}
     sys.argv = [flags.get(one, one) for one in sys.argv]
     if "model=null" in sys.argv:  # which Hydra refuses with a traceback

@@ -9,7 +9,6 @@ them train on rows of their own, so that this machine is as busy as when it was 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from lightning_cp.bench.length_step import Sizes, config_of
 from lightning_cp.bench.model_step import ModelStep
 from lightning_cp.bench.processes import on_ranks
 from lightning_cp.bench.table import aligned, percent
+from lightning_cp.command_help import argument_parser
 from lightning_cp.planner.attention import attention_cost
 from lightning_cp.planner.cpu_seconds import CpuSeconds, cpu_seconds
 from lightning_cp.planner.families import model_of
@@ -158,11 +158,20 @@ def as_asked(cells: Sequence[Cell]) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print both."""
-    parser = argparse.ArgumentParser(description="Predicted against measured CPU-seconds.")
+    parser = argument_parser(__doc__)
     parser.add_argument("hardware", type=Path, help="hardware.json of this machine")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--cp", type=int, nargs="+", default=list(RANKS), choices=list(RANKS))
-    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a sequence"
+    )
+    parser.add_argument(
+        "--cp",
+        type=int,
+        nargs="+",
+        default=list(RANKS),
+        choices=list(RANKS),
+        help="ranks that share it",
+    )
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="of each step")
     parser.add_argument("--terms", action="store_true", help="what predictions are made of")
     given = parser.parse_args(arguments)
     cells = measured_cost(

@@ -9,6 +9,7 @@ import time
 import hydra
 from omegaconf import DictConfig
 
+from lightning_cp.command_help import explain_keys
 from lightning_cp.config_files import config_dir
 from lightning_cp.run_folder import one_folder
 
@@ -34,5 +35,6 @@ def main(config: DictConfig) -> float:
 
 
 if __name__ == "__main__":
+    explain_keys()
     with one_folder(sys.argv):
         main()

@@ -164,7 +164,7 @@ def test_a_worker_that_was_stopped_ends_its_parent_as_it_ended(
 
     monkeypatch.setattr(FabricLauncher, "launch", launch)
     error = SystemExit if status == 143 else ProcessExitedException
+    strategy: Any = SimpleNamespace(num_processes=2)
     with pytest.raises(error) as ended:
-        strategy: Any = SimpleNamespace(num_processes=2)
         ReportingFabricLauncher(strategy, "spawn").launch(print)
     assert error is ProcessExitedException or getattr(ended.value, "code", None) == 143

@@ -1,0 +1,232 @@
+"""``--help`` of programs: every key with the value that it has and a phrase that explains it.
+
+Of what Hydra configures, the phrase is the comment behind a key in a file of ``configs/``, else the entry in
+the docstring of what ``_target_`` names, which is imported for ``--help`` alone: neither is written twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from typing_extensions import override
+
+RESOLVER = "config_help"
+"""Of ``hydra.help.template``."""
+_ENTRY = re.compile(r"^(?P<name>\w+)(?:\s*\(.*?\))?:\s*(?P<text>.*)$")
+_SEE = re.compile(r"see (\w+)$")
+
+
+def argument_parser(doc: str | None, **options: Any) -> argparse.ArgumentParser:
+    """A parser whose ``--help`` has defaults, and begins with the first line of a module's docstring."""
+    about = (doc or "").partition("\n")[0]
+    return argparse.ArgumentParser(description=about, formatter_class=_WithDefaults, **options)
+
+
+class _WithDefaults(argparse.ArgumentDefaultsHelpFormatter):
+    @override
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        absent = action.default is None or action.default is False
+        return action.help if absent else super()._get_help_string(action)
+
+
+def explain_keys() -> None:
+    """Have ``--help`` of a program explain the keys of its config."""
+    OmegaConf.register_new_resolver(RESOLVER, _template, replace=True)
+
+
+def _template(*, _root_: DictConfig) -> str:
+    hydra = _root_.hydra
+    folder = next(Path(one.path) for one in hydra.runtime.config_sources if one.provider == "main")
+    own = [str(name) for name in _root_ if name != "hydra"]
+    config: Any = OmegaConf.to_container(OmegaConf.masked_copy(_root_, own))
+    files = Files(folder, str(hydra.job.config_name), dict(hydra.runtime.choices))
+    return help_text(config, files).replace("$", "$$")
+
+
+class Files:
+    """The files of a program's config.
+
+    Args:
+        folder: of all.
+        name: of the first one.
+        choices: group -> the choice that was made in it.
+    """
+
+    def __init__(self, folder: Path, name: str, choices: Mapping[str, str | None]) -> None:
+        self.folder, self.first = folder, folder / f"{name}.yaml"
+        found = sorted(folder.glob("*/*.yaml"))
+        self.of_groups = [one for one in found if one.parent.name in choices]
+        named = [folder / group / f"{choice}.yaml" for group, choice in choices.items()]
+        self.chosen = [
+            x for one in [self.first, *named] if one.exists() for x in _with_defaults(one)
+        ]
+
+    def group(self, path: Path) -> str:
+        """``strategy``; empty for the first file."""
+        return "" if path.parent == self.folder else path.parent.name
+
+
+def _with_defaults(path: Path) -> list[Path]:
+    """A file after those of its group that it is made of; comments of the last one hold."""
+    listed = (yaml.safe_load(path.read_text()) or {}).get("defaults", [])
+    beside = [path.parent / f"{one}.yaml" for one in listed if isinstance(one, str)]
+    return [*(x for one in beside if one.exists() for x in _with_defaults(one)), path]
+
+
+def help_text(config: Mapping[str, Any], files: Files) -> str:
+    """The whole of it.
+
+    Args:
+        config: composed, without Hydra's part.
+        files: tell what keys and choices are.
+    """
+    width = min(shutil.get_terminal_size().columns, 110)
+    lines = [_head(files.first)]
+    lines += ["", "Choices (group=choice):"] if files.of_groups else []
+    for path in files.of_groups:
+        about = _head(path).partition("\n")[0]
+        lines += _entry(f"{files.group(path)}={path.stem}", about, width)
+    lines += ["", "Keys, with the values that they have if nothing else is said (key=value):"]
+    known = explanations(config, files)
+    for key, value in leaves(config):
+        lines += _entry(f"{key}={_shown(value)}", known.get(key, ""), width)
+    return "\n".join([*lines, "", "--hydra-help: options of Hydra, such as -m for sweeps"])
+
+
+def _entry(left: str, text: str, width: int) -> list[str]:
+    return [
+        f"  {left}",
+        *textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6),
+    ]
+
+
+def _shown(value: object) -> str:
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
+
+
+def leaves(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Each key that has a value, in the dotted form of a command line, but those that Hydra itself reads."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{before}{key}.")
+        elif not str(key).startswith("_"):
+            yield f"{before}{key}", value
+
+
+def explanations(config: Mapping[str, Any], files: Files) -> dict[str, str]:
+    """A phrase for each key that has one: its own, else that of the part of the config that it is in."""
+    chosen = {key: said for path in files.chosen for key, said in _comments(path, files)}
+    others = {key: said for path in files.of_groups for key, said in _comments(path, files)}
+    found: dict[str, str] = {}
+    for key, _ in leaves(config):
+        parts = key.split(".")
+        parents = [".".join(parts[:at]) for at in range(len(parts) - 1, 0, -1)]
+        documented = _documented(config, parents, parts[-1])
+        texts = [chosen.get(key), documented, others.get(key), *map(chosen.get, parents)]
+        found[key] = next(filter(None, texts), "")
+    return {key: text for key, text in found.items() if text}
+
+
+def _documented(config: Mapping[str, Any], parents: list[str], name: str) -> str:
+    """The docstring's entry of an argument of what a part of the config makes."""
+    node: Any = config
+    for part in parents[0].split(".") if parents else ():
+        node = node.get(part, {})  # names of runs may have dots
+    target = node.get("_target_") if parents else None
+    return _entries(target).get(name, "") if isinstance(target, str) else ""
+
+
+# -- comments ------------------------------------------------------------------------------------------
+
+
+def _head(path: Path) -> str:
+    """The comment that a file begins with."""
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("# @package")]
+    own = [
+        line[1:].strip()
+        for line in lines[: next((i for i, x in enumerate(lines) if x[:1] != "#"), 0)]
+    ]
+    return "\n".join(own)
+
+
+def _comments(path: Path, files: Files) -> Iterator[tuple[str, str]]:
+    """Keys of a file, where the config has them, with the comment on their line."""
+    text = path.read_text()
+    root, package = yaml.compose(text), re.search(r"^# @package (\S+)", text, re.MULTILINE)
+    where = package[1] if package else files.group(path)
+    if isinstance(root, yaml.MappingNode):
+        yield from _comments_of(
+            root, text.splitlines(), f"{where}." * (where not in ("_global_", ""))
+        )
+
+
+def _comments_of(
+    node: yaml.MappingNode, lines: list[str], prefix: str
+) -> Iterator[tuple[str, str]]:
+    for key, value in node.value:
+        mapping = isinstance(value, yaml.MappingNode)
+        in_block = isinstance(value, yaml.CollectionNode) and not value.flow_style
+        end = key.end_mark if in_block else value.end_mark
+        comment = re.match(r".*?\s#\s*(.*)$", lines[end.line][end.column :])
+        if comment:
+            yield f"{prefix}{key.value}", comment[1]
+        if mapping:
+            yield from _comments_of(value, lines, f"{prefix}{key.value}.")
+
+
+# -- docstrings ----------------------------------------------------------------------------------------
+
+
+@cache
+def _entries(target: str) -> Mapping[str, str]:
+    """The first sentence of each argument's entry; of nothing that cannot be imported."""
+    module, _, name = target.rpartition(".")
+    try:
+        made = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return {}
+    return _entries_of(made)
+
+
+def _entries_of(made: Any) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for doc in (inspect.getdoc(made), inspect.getdoc(getattr(made, "__init__", None))):
+        found = {**dict(_arguments(doc or "")), **found}
+    for text in list(found.values()):  # settings: see `Another`
+        if see := _SEE.search(text):
+            other = getattr(sys.modules[made.__module__], see[1], None)
+            found = {**_entries_of(other), **found} if other is not None else found
+    return found
+
+
+def _arguments(doc: str) -> Iterator[tuple[str, str]]:
+    section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", inspect.cleandoc(doc), re.MULTILINE)
+    name, said = "", []
+    for line in [*textwrap.dedent(section[1]).splitlines(), "end:"] if section else []:
+        entry = _ENTRY.match(line)
+        if entry is None:
+            said.append(line.strip())
+            continue
+        if name:
+            yield name, _phrase(" ".join(said))
+        name, said = entry["name"], [entry["text"]]
+
+
+def _phrase(text: str) -> str:
+    """The first sentence, without marks."""
+    plain = re.sub(r":\w+:`~?([^`]*)`", r"\1", text).replace("`", "").strip()
+    return re.split(r"(?<=[a-z)\]])\.\s|\s{2,}", plain)[0].rstrip(".")
