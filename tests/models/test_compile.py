@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import Unsupported
 
 from lightning_cp.strategies.step.core import ContextParallelCore
+from lightning_cp.untraced import FirstCompile
 from tests.models.steps import Case, Outcome, make_model, one_process, start, step_of
 from tests.pool import run_ranks
 
@@ -51,17 +53,23 @@ def parallel(
     model = make_model(case)
     ulysses, ring = MODES[mode]
     core: ContextParallelCore = start(ulysses, ring, model, **settings)
+    said: list[str] = []
+    core._first_compile = FirstCompile(lambda: said.append("it takes minutes"))
     try:
         called = compiled(model, how, backend)
         step_of(core, case, called, world_size)
+        assert len(said) == bool(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        said.append("again")
         model.zero_grad()
         outcome = step_of(core, case, called, world_size)
+        assert said.pop() == "again"
         prefix = "_orig_mod."
         outcome.gradients = {k.removeprefix(prefix): v for k, v in outcome.gradients.items()}
         return outcome, torch._dynamo.utils.counters["stats"]["unique_graphs"]
     finally:
         core.detach()
         torch._dynamo.reset()
+        assert not callback_handler.start_callbacks
 
 
 def check(

@@ -6,9 +6,11 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
@@ -36,8 +38,10 @@ from lightning_cp.strategies.step.patches import patches_of
 from lightning_cp.strategies.step.sharding import label_kind
 from lightning_cp.strategies.watch.progress import Progress
 from lightning_cp.strategies.watch.run import RunWatch
+from lightning_cp.untraced import FirstCompile
 
 _log = logging.getLogger("lightning_cp")
+_COMPILES = "torch.compile begins: the first steps take longer, often by minutes"
 
 
 class AttachedModel(StepLosses):
@@ -56,6 +60,7 @@ class AttachedModel(StepLosses):
         self._gives_positions = False  # where no rank shares a batch
         self._looks_at_labels = 3  # batches, until one tells whether its dataset shifts
         self._rule = LayoutRule(settings.layout)
+        self._first_compile = FirstCompile(partial(rank_zero_info, _COMPILES))
         self.recorder = StepRecorder(
             settings.profiled_steps, Path(settings.profile_folder or "profile")
         )
@@ -238,6 +243,7 @@ class AttachedModel(StepLosses):
     def _take_back(self) -> None:
         self.recorder.abandon()
         self._patches.end()
+        self._first_compile.end()
         if self._handle is not None:
             self._handle.undo()
         self._handle = self._part = self._loss = self._draws = None

@@ -90,6 +90,8 @@ class ContextParallelCore(StepsAside):
 
     def begin_step(self) -> None:
         """Intercept attention from here on."""
+        if not self._is_aside:
+            self._first_compile.begin()
         if not self.enabled:
             self._patches.begin()
             return
@@ -136,6 +138,7 @@ class ContextParallelCore(StepsAside):
         for line in [] if self._is_aside else self._patches.told():
             rank_zero_info(line)
         self._patches.end()
+        self._first_compile.end()
         if self._draws is not None:
             self._draws.end()
         if self._handle is not None:
