@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -181,6 +183,26 @@ def test_what_cannot_be_removed_is_said_and_the_run_goes_on(
     monkeypatch.undo()
     saver.remove(tmp_path / "a")
     assert not (tmp_path / "a").exists()
+
+
+def test_a_save_that_may_last_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree, saver = (
+        {"state_dict": {"a": torch.zeros(2, 10**8, device="meta")}},
+        Saver("full", in_background=False),
+    )
+    monkeypatch.setattr(saver_module, "plan", lambda *_, **__: (None, []))
+    monkeypatch.setattr(saver_module, "finish", lambda _: None)
+    monkeypatch.setattr(saver_module, "rank_zero_info", logging.getLogger("said").warning)
+    saver.save(tree, tmp_path / "small", About(1), {})
+    assert not caplog.text
+    tree["state_dict"]["b"] = torch.zeros(10**9, device="meta")
+    for step in (2, 3):
+        saver.save(tree, tmp_path / f"step-{step}", About(step), {})
+    assert re.findall("saving .*", caplog.text) == [
+        f"saving .../{tmp_path.name}/step-2, weights of 4.8 GB: this may take minutes"
+    ]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cp.checkpoint.durable import remove, replace_link
 from lightning_cp.checkpoint.failures import failed_save, shown
@@ -17,10 +17,13 @@ from lightning_cp.checkpoint.paths import local_path
 from lightning_cp.checkpoint.save import Background, finish, plan
 from lightning_cp.checkpoint.store import SHARDED, is_store
 from lightning_cp.comm.objects import World, told
+from lightning_cp.containers import tensors_of
 from lightning_cp.errors import CheckpointError
 from lightning_cp.strategies.saves.elsewhere import Write, remove_anywhere
 
 _log = logging.getLogger("lightning_cp")
+LARGE = 4 * 2**30
+"""Bytes of weights that, with what optimizers have of them, may take a minute to gather and to write."""
 
 
 class Saver:
@@ -68,6 +71,7 @@ class Saver:
         if elsewhere is not None and self._form == "sharded":
             raise CheckpointError(f"cannot save {path}. {SHARDED}")
         target = local_path(path) if elsewhere is None else Path(path)
+        self._say_large(tree, shown(target))
         planned, left_out = plan(
             tree,
             target,
@@ -83,6 +87,14 @@ class Saver:
             self._running = Background(planned)
         else:
             finish(planned)
+
+    def _say_large(self, tree: dict[str, Any], name: str) -> None:
+        """Say it once, before what may last for minutes."""
+        weights = tensors_of(tree.get("state_dict", tree))
+        size = sum(x.numel() * x.element_size() for _, x in weights)
+        if size >= LARGE and "large" not in self._said:
+            self._said.add("large")
+            rank_zero_info(f"saving {name}, weights of {size / 1e9:,.1f} GB: this may take minutes")
 
     def finish(self) -> None:
         """Wait for the save in the background, and do what had to wait for it. Collective.
