@@ -17,7 +17,7 @@ Bar = tuple[str, Memory]
 
 MOST_BARS = 12
 """Of plans, and of what does not fit: more cannot be read."""
-CORNER: dict[str, Any] = {"fontsize": 8, "va": "top", "ha": "right", "rotation": 90}
+CORNER: dict[str, Any] = {"fontsize": 8, "va": "bottom", "ha": "center"}
 
 
 def draw(found: Found, headline: str, show: int, picture: Path) -> None:
@@ -66,13 +66,13 @@ def _memory(axis: Any, bars: Sequence[Bar]) -> None:
     capacity = bars[0][1].capacity / GIB
     axis.axvline(capacity, color="black", ls="--", lw=1)
     axis.text(
-        capacity, 0.99, f"{capacity:,.0f} GiB ", transform=axis.get_xaxis_transform(), **CORNER
+        capacity, 1.01, f"{capacity:,.0f} GiB", transform=axis.get_xaxis_transform(), **CORNER
     )
     axis.set_yticks(at, [name for name, _ in bars], fontsize=7)
     axis.set_xlim(0, min(max(*left, capacity), 3 * capacity) * 1.05)
     axis.invert_yaxis()
     axis.set_xlabel("GiB of a device at the fullest moment of a step")
-    axis.legend(fontsize=7, ncols=5, loc="upper center", bbox_to_anchor=(0.5, 1.22))
+    axis.legend(fontsize=7, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1), borderaxespad=2.5)
 
 
 def _work(axis: Any, case: Case) -> None:
@@ -81,10 +81,10 @@ def _work(axis: Any, case: Case) -> None:
     documents = Documents.single(length)
     contiguous = SequenceLayout(length, mesh.ring, mesh.ulysses, "contiguous")
     ranks = list(range(mesh.ring))
-    for layout, color in ((contiguous, "lightgray"), (case.layout, "C0")):
+    for layout, color, aside in ((contiguous, "lightgray", -0.2), (case.layout, "C0", 0.2)):
         work = schedule(layout, documents, Mask()).work
-        mean, sizes = sum(work) / len(work), {"width": 0.9, "alpha": 0.8}
-        axis.bar(ranks, [one / mean for one in work], color=color, label=layout.kind, **sizes)
+        mean, at = sum(work) / len(work), [rank + aside for rank in ranks]
+        axis.bar(at, [one / mean for one in work], width=0.4, color=color, label=layout.kind)
     axis.set(xlabel="ring rank", ylabel="attention / mean", ylim=(0, None))
     axis.set_xlim(-0.6, mesh.ring - 0.4)
     axis.xaxis.get_major_locator().set_params(integer=True)
