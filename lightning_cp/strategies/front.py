@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
+from weakref import finalize
 
 from torch import nn
 from torch.optim import Optimizer
@@ -23,6 +24,7 @@ from lightning_cp.strategies.engines.comm_hooks import ARGUMENTS as HOOK
 from lightning_cp.strategies.engines.comm_hooks import CommHook
 from lightning_cp.strategies.engines.ddp_options import require_ddp, require_known, without_defaults
 from lightning_cp.strategies.engines.fresh import require_values
+from lightning_cp.strategies.launch.library_warnings import LibraryWarnings
 from lightning_cp.strategies.launch.processes import Processes
 from lightning_cp.strategies.launch.ranks import check_start_method
 from lightning_cp.strategies.loaders.front import LoadsTogether
@@ -190,6 +192,8 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
         self._pretrained = Pretrained(settings.pretrained, offload=settings.cpu_offload)
         self._guard = FiniteGuard(settings.check_finite, self._core.counts)
         self._replaced = Replaced()
+        self._library_warnings = LibraryWarnings()
+        finalize(self, self._library_warnings.show)
         self._prepare_saves()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -206,7 +210,15 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
     _of_a_run: ClassVar[frozenset[str]] = frozenset(
         {
             *("_adopted", "_announced", "_before", "_callback", "_core", "_ends_watch", "_engine"),
-            *("_guard", "_loaders", "_pretrained", "_replaced", "_resume", "_saved_kinds"),
+            *(
+                "_guard",
+                "_library_warnings",
+                "_loaders",
+                "_pretrained",
+                "_replaced",
+                "_resume",
+                "_saved_kinds",
+            ),
             *("_saved_names", "_saver", "_trains_on", "parity"),
         }
     )

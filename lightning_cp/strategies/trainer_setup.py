@@ -219,7 +219,7 @@ class TrainerSetup(
             self._replaced.replace(module, "cpu", lambda _: lambda: module)
         super().teardown()
         self._replaced.undo()
-        self._show_library_warnings()
+        self._library_warnings.show()
 
     # -- helpers ---------------------------------------------------------------------------------
 

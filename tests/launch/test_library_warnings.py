@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -182,8 +180,3 @@ def test_of_loggers_warnings_alone_are_left_out(
     assert "a warning of a library" not in said
     for text in ("an error of a library", "a warning of ours", "afterwards"):
         assert said.count(text) == 1, said
-
-
-def test_it_can_be_copied(hidden: LibraryWarnings) -> None:
-    assert not copy.deepcopy(hidden)._hides
-    assert not pickle.loads(pickle.dumps(hidden))._hides

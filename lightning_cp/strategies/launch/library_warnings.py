@@ -37,9 +37,6 @@ class LibraryWarnings(logging.Filter):
         self._hook: Any = None
         self._handlers: list[logging.Handler] = []
 
-    def __reduce__(self) -> Any:
-        return LibraryWarnings, ()  # handlers are this process's
-
     def hide(self) -> None:
         """Begin, or go on with the handlers of what was imported since."""
         if console.is_full():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from multiprocessing.util import Finalize
 from typing import Any
-from weakref import finalize
 
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -14,7 +13,6 @@ from lightning_cp import console
 from lightning_cp.errors import ConfigError
 from lightning_cp.strategies.engines.tensor_parallel import is_shared
 from lightning_cp.strategies.launch.end import let_gloo_rest_at_exit
-from lightning_cp.strategies.launch.library_warnings import LibraryWarnings
 from lightning_cp.strategies.launch.ranks import check_ranks
 from lightning_cp.strategies.launch.sweeps import refuse_foreign_launcher
 from lightning_cp.strategies.watch.launchers import reporting
@@ -27,8 +25,6 @@ class Processes:
 
     _ends_watch = False
     """Its end is the watch's, too."""
-    _library_warnings: LibraryWarnings | None = None
-    """Of a rank that is not the first."""
 
     def tell_rank(self: Any) -> None:
         """Have Lightning know which rank a worker is, before it says anything as the first one."""
@@ -37,16 +33,8 @@ class Processes:
 
     def _hide_library_warnings(self: Any) -> None:
         """On ranks that are not the first; also those of loggers that were made since the last call."""
-        if self.global_rank == 0:
-            return
-        if self._library_warnings is None:
-            self._library_warnings = LibraryWarnings()
-            finalize(self, self._library_warnings.show)
-        self._library_warnings.hide()
-
-    def _show_library_warnings(self) -> None:
-        if self._library_warnings is not None:
-            self._library_warnings.show()
+        if self.global_rank > 0:
+            self._library_warnings.hide()
 
     def _check_ranks(self: Any) -> None:
         check_ranks(
