@@ -116,6 +116,7 @@ class TokenDraws:
         self._thread = 0
         self._per: list[Per] = []
         self._off = 0
+        self._shared: tuple[frozenset[int], int] = frozenset(), 0
         self._warned: set[str] = set()
 
     def begin(self, tokens: Tokens) -> None:
@@ -127,6 +128,7 @@ class TokenDraws:
     def end(self) -> None:
         """All is drawn as ever."""
         self._tokens, self._per, self._off = None, [], 0
+        self.share_features()
         self._tile, self._positions = slice(None), {}
         _active[:] = [ref for ref in _active if ref() not in (self, None)]
 
@@ -157,6 +159,15 @@ class TokenDraws:
             yield
         finally:
             self._tile = slice(None)
+
+    def share_features(self, widths: frozenset[int] = frozenset(), rank: int = 0) -> None:
+        """From here on so many features, too, are one tensor-parallel rank's share; by default none are."""
+        self._shared = widths | self._shared[0] if widths else widths, rank
+
+    def first_feature(self, count: int) -> int:
+        """Which of all features is the first of those that are drawn for."""
+        widths, rank = self._shared
+        return rank * count if count in widths else 0
 
     def _local(self, device: torch.device) -> torch.Tensor:
         """int64 [L]: positions of the tokens that there are now."""
@@ -257,6 +268,12 @@ def current() -> TokenDraws | None:
     return draws if draws is not None and draws.applies else None
 
 
+def share_features(widths: frozenset[int] = frozenset(), rank: int = 0) -> None:
+    """Say of what follows in the step how many features are one tensor-parallel rank's share, if any are."""
+    if not torch.compiler.is_compiling() and (draws := current()) is not None:
+        draws.share_features(widths, rank)
+
+
 class TileDraws:
     """The random numbers of a call that is made tile by tile: each token's are those of one call."""
 
@@ -307,13 +324,13 @@ def _arranged(x_RLF: torch.Tensor, place: Place | None, shape: Sequence[int]) ->
 
 
 def _draw(
-    make: Callable[[torch.Tensor, int], torch.Tensor],
+    make: Callable[[torch.Tensor, int, int], torch.Tensor],
     seed: torch.Tensor,
     shape: Sequence[int],
     *,
     activation: bool,
 ) -> torch.Tensor:
-    """What ``make`` makes of keys [R, L] and a number of features, in a shape."""
+    """What ``make`` makes of keys [R, L], a number of features and the first of them, in a shape."""
     draws, count = current(), math.prod(shape)
     place = None if draws is None else draws.place(shape, activation=activation)
     if draws is not None and place is not None:
@@ -321,7 +338,8 @@ def _draw(
     else:  # compiled code has no other way to draw what is equal on all ranks
         keys = counter.token_keys(seed, seed.new_zeros(1), _first(shape, seed.device))
     features = count // keys.numel() if count else 0
-    return _arranged(make(keys, features), place, shape).contiguous()
+    first = 0 if draws is None else draws.first_feature(features)
+    return _arranged(make(keys, features, first), place, shape).contiguous()
 
 
 def _first(shape: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -331,7 +349,11 @@ def _first(shape: Sequence[int], device: torch.device) -> torch.Tensor:
 def drops(x: torch.Tensor, seed: torch.Tensor, p: float, feature: bool) -> torch.Tensor:
     """bool, of the shape of ``x``: what dropout takes; [N, C, 1, ...] where it takes whole features."""
     shape = (*x.shape[:2], *[1] * (x.dim() - 2)) if feature else x.shape
-    return _draw(lambda keys, count: counter.happens(keys, count, p), seed, shape, activation=True)
+
+    def make(keys: torch.Tensor, count: int, first: int) -> torch.Tensor:
+        return counter.happens(keys, count, p, first)
+
+    return _draw(make, seed, shape, activation=True)
 
 
 def words(x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:

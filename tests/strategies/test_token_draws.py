@@ -42,9 +42,16 @@ BLOCKS = {"activation_checkpointing": "blocks"}
 KEEP = {"activation_checkpointing": "keep_attention"}
 TILED = {"tiled_mlp": 5, "mlp_modules": "NoisyMlp"}
 
+SHARED = {
+    **{f"attention.{name}": "colwise" for name in "qkv"},
+    **{"mlp.up": "colwise", "attention.o": "rowwise", "mlp.down": "rowwise"},
+}
+TP = {"tensor_parallel_size": 2, "data_parallel": "fsdp", "tensor_parallel_plan": SHARED}
+
 QUICK: dict[str, tuple[int, dict[str, Any]]] = {
     "ring of 3, balanced, kept": (3, {"ring_size": 3, "layout": "balanced", **KEEP}),
     "hybrid, fsdp, tiled": (4, {**HYBRID, "data_parallel": "fsdp", **TILED}),
+    "ring, tp, blocks": (4, {**RING, **TP, **BLOCKS}),
 }
 LONG: dict[str, tuple[int, dict[str, Any]]] = {
     **{
@@ -62,11 +69,12 @@ LONG: dict[str, tuple[int, dict[str, Any]]] = {
     "ulysses, blocks": (2, {**ULYSSES, **BLOCKS}),
     "ulysses, kept, tiled": (2, {**ULYSSES, **KEEP, **TILED}),
     "ring, fsdp, kept": (2, {**RING, "data_parallel": "fsdp", **KEEP}),
+    "ulysses, tp, kept": (4, {**ULYSSES, **TP, **KEEP}),
     "ring, zero1": (2, {**RING, "data_parallel": "zero1"}),
 }
 
 
-@pytest.mark.quick("ring of 3*")
+@pytest.mark.quick("ring of 3*", "ring, tp*")
 @pytest.mark.parametrize("name", list(QUICK))
 def test_as_one_rank(name: str) -> None:
     check(QUICK[name][0], Run(packed="balanced" in name), QUICK[name][1])

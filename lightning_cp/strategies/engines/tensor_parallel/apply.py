@@ -6,21 +6,24 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lightning_cp.comm.reduce import from_first
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import Axis, ContextParallelMesh, Flat
+from lightning_cp.models.token_draws import share_features
 from lightning_cp.strategies.engines.tensor_parallel.automatic import Plan, automatic_plan
 from lightning_cp.strategies.engines.tensor_parallel.fits import watch_widths
 from lightning_cp.strategies.engines.tensor_parallel.given import given_plan
 from lightning_cp.strategies.engines.tensor_parallel.local_heads import leave_local_heads
+from lightning_cp.strategies.engines.tensor_parallel.styles import FusedColwiseLinear
 
 Given = Mapping[str, Any] | Callable[..., Any] | None
 
@@ -47,7 +50,7 @@ def share_layers(
     """
     if mesh.tp_size == 1 or is_shared(module):
         return
-    tied = _tied(module)
+    tied, styles = _tied(module), dict[str, ParallelStyle]()
     if callable(given):
         _call(given, module, mesh)
     else:
@@ -56,14 +59,16 @@ def share_layers(
             if given is None
             else given_plan(module, given, mesh.tp_size)
         )
-        for name, style in plan.styles.items():
+        styles = plan.styles
+        for name, style in styles.items():
             parallelize_module(module.get_submodule(name), mesh.axis_mesh(Axis.TP), style)
         if given is not None:
-            watch_widths(module, plan.styles, mesh.tp_size)
+            watch_widths(module, styles, mesh.tp_size)
         for attention in plan.attention:
             leave_local_heads(attention, mesh.tp_size)
         rank_zero_info(_shown(plan, mesh.tp_size))
     _require_equal_parts(module, mesh.tp_size)
+    _tell_draws(module, styles, mesh.axis_mesh(Axis.TP).get_local_rank())
     _tie(module, tied)
     _tell_checks(module, before_data)
     _make_alike(module, mesh)
@@ -89,6 +94,30 @@ def _call(given: Callable[..., Any], module: nn.Module, mesh: ContextParallelMes
             "tensor_parallel_plan was called and shares nothing: no parameter is a DTensor over the tp axis. "
             "Call parallelize_module(module, device_mesh, {...}) in it, or use tensor_parallel_size=1."
         )
+
+
+def _tell_draws(module: nn.Module, styles: Mapping[str, ParallelStyle], rank: int) -> None:
+    """Say where features are a rank's share: from layers that share outputs to those that share inputs."""
+    for name, layer in module.named_modules():
+        weight = layer.weight.data if isinstance(layer, nn.Linear) else None
+        if not isinstance(layer, nn.Linear) or not isinstance(weight, DTensor):
+            continue
+        if Shard(1) in weight.placements:
+            layer.register_forward_pre_hook(_whole)
+        elif Shard(0) in weight.placements:
+            style, size = styles.get(name), weight.device_mesh.size()
+            parts = style.parts if isinstance(style, FusedColwiseLinear) else ()
+            widths = frozenset(part // size for part in (*parts, layer.out_features))
+            layer.register_forward_hook(partial(_share, widths, rank))
+
+
+def _share(widths: frozenset[int], rank: int, layer: nn.Module, given: object, output: Any) -> None:
+    if isinstance(output, torch.Tensor) and output.shape[-1] in widths:  # not where it is gathered
+        share_features(widths, rank)
+
+
+def _whole(*given: object) -> None:
+    share_features()
 
 
 def _require_equal_parts(module: nn.Module, size: int) -> None:
