@@ -130,7 +130,8 @@ def _aligned_labels(
     if labels.dim() != 2 or dim != 1:
         raise ConfigError(
             f"Hugging Face models shift [batch, tokens] labels, but {rules.label_key!r} is of another kind: "
-            f"got {shape} with the sequence in dimension {dim}."
+            f"got {shape} with the sequence in dimension {dim}. Shift such labels in the dataset, and pass "
+            "labels='aligned'."
         )
     return shift(labels)
 
@@ -153,7 +154,8 @@ def _sequence_dims(tensors: Mapping[str, torch.Tensor], rules: BatchRules) -> di
     missing = [name for name in rules.sequence_dims if name not in tensors]
     if missing:
         raise ConfigError(
-            f"sequence_dims names {', '.join(map(repr, missing))}, but the batch has {sorted(tensors)}."
+            f"sequence_dims names {', '.join(map(repr, missing))}, but the batch has {sorted(tensors)}. "
+            "Name its tensors as the batch does, or leave out those that it lacks."
         )
     dims: dict[str, int] = {}
     for name, x in tensors.items():

@@ -66,7 +66,10 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
         return value
     (kind, content), *more = value.items()
     if more or kind not in _DECODERS:
-        raise CheckpointError(f"the checkpoint holds a {kind!r}, which this release does not know.")
+        raise CheckpointError(
+            f"the checkpoint holds a {kind!r}, which this release does not know. Load it "
+            "with the release that wrote it."
+        )
     return _DECODERS[kind](content, tensor)
 
 
@@ -79,7 +82,8 @@ def dtype_named(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise CheckpointError(
-            f"the checkpoint holds a dtype {name!r}, which this PyTorch does not have."
+            f"the checkpoint holds a dtype {name!r}, which this PyTorch does not have. Load it with the "
+            "PyTorch that wrote it."
         )
     return found
 

@@ -85,7 +85,10 @@ def parse(text: str, where: str) -> Manifest:
     try:
         body = json.loads(text)
         if body["format"] != _FORMAT:
-            raise CheckpointError(f"{where} is no manifest of a checkpoint of lightning_cp.")
+            raise CheckpointError(
+                f"{where} is no manifest of a checkpoint of lightning_cp. Give the "
+                "path of a checkpoint that a run has saved."
+            )
         version = body["version"]
         if version != VERSION:
             raise CheckpointError(
@@ -102,7 +105,10 @@ def parse(text: str, where: str) -> Manifest:
             "Nothing was loaded."
         ) from None
     if signed != text:
-        raise CheckpointError(f"{where} is damaged: its own hash does not fit.")
+        raise CheckpointError(
+            f"{where} is damaged: its own hash does not fit. Nothing was loaded; take "
+            "another checkpoint."
+        )
     return manifest
 
 
@@ -131,7 +137,8 @@ def read_manifest(folder: Path) -> Manifest:
     for name in manifest.files:
         if name != Path(name).name or name in ("", ".", ".."):
             raise CheckpointError(
-                f"{folder.name}/{NAME} names {name!r}, which is outside its folder."
+                f"{folder.name}/{NAME} names {name!r}, which is outside its folder. "
+                "Nothing was loaded; take another checkpoint."
             )
     return manifest
 

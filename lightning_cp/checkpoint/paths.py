@@ -18,7 +18,9 @@ def local_path(path: str | PathLike[str]) -> Path:
     """
     given: Any = path
     if not isinstance(given, str | PathLike) or not str(given):
-        raise ConfigError(f"a checkpoint is given by its path, got {given!r}.")
+        raise ConfigError(
+            f"a checkpoint is given by its path, got {given!r}. Pass text or a Path that is not empty."
+        )
     text = str(given).removeprefix("file://").removeprefix("local://")
     if "://" in text:
         raise CheckpointError(

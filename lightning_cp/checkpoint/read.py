@@ -115,8 +115,8 @@ def open_checkpoint(
         odd = odd_path(world, named)
         where = both(*odd) if odd else shown(named)
         raise CheckpointError(
-            f"ranks see different checkpoints at {where}: it must be on a file system that all share, "
-            "and nobody may write it meanwhile."
+            f"ranks see different checkpoints at {where}. Give all of them the same path, of a file system "
+            "that all share, and load it when no other run saves there."
         )
     return _together(place, world, lambda: _opened(place, manifest, world, weights_only))
 
@@ -127,8 +127,8 @@ def _machines(path: Path, world: World) -> list[str]:
     for rank, said in enumerate(every):
         if not (isinstance(said, tuple) and len(said) == 2 and said[0] == _OPENING):
             raise CheckpointError(
-                f"rank {world.rank} loads {shown(path)}, and rank {rank} loads nothing: every rank has to "
-                "give the same ckpt_path, of a file system that all share."
+                f"rank {world.rank} loads {shown(path)}, and rank {rank} loads nothing. Give every rank "
+                "the same ckpt_path, of a file system that all share."
             )
     return [machine for _, machine in every]
 

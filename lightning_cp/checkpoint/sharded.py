@@ -140,7 +140,10 @@ class ShardedSave:
         note, until = self.staging / f"{_NOTE}{rank:05d}.json", time.monotonic() + limit
         while not note.exists():
             if time.monotonic() > until:
-                raise CheckpointError(f"rank {rank} has not written its part within {limit:g} s")
+                raise CheckpointError(
+                    f"rank {rank} has not written its part within {limit:g} s. Look at "
+                    "its disk, and at what it printed."
+                )
             time.sleep(_PAUSE)
         said = read_note(note)
         note.unlink()

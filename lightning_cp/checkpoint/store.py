@@ -57,7 +57,10 @@ def put(
             system.put_file(str(file), beside)
             got = system.size(beside)
             if got != sent:
-                raise CheckpointError(f"the store has {got} bytes of {sent} that were sent to it")
+                raise CheckpointError(
+                    f"the store has {got} bytes of {sent} that were sent to it. Save again, or "
+                    "elsewhere."
+                )
             system.cp_file(beside, place)
         finally:
             with suppress(Exception):  # whatever the store says of it: the error is another one

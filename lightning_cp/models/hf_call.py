@@ -147,7 +147,8 @@ class CallCheck:
 def _refuse_cache_and_weights(model: Any, given: dict[str, Any]) -> None:
     if any(given.get(name) is not None for name in ("past_key_values", "cache")):  # since 5.24
         raise ConfigError(
-            "a key/value cache cannot be used under context parallelism: generate with cp_size=1."
+            "a key/value cache cannot be used under context parallelism. Pass none in a step, and generate "
+            "outside of one, where the model is the plain model."
         )
     asked = given.get("output_attentions")
     if getattr(model.config, "output_attentions", False) if asked is None else asked:

@@ -108,8 +108,8 @@ def positions_for(state: StepState, given: dict[str, Any]) -> torch.Tensor:
     if state.positions.from_zero:
         return ours[:1].expand(rows, -1)
     raise ShapeError(
-        f"the model is called with {rows} rows, but the batch has {ours.shape[0]}, whose positions differ: "
-        "call it with the rows of the batch, or make the others before it is sharded."
+        f"the model is called with {rows} rows, but the batch has {ours.shape[0]}, whose positions differ. "
+        "Call it with the rows of the batch, or make the others before it is sharded."
     )
 
 

@@ -62,7 +62,7 @@ def require_rows(model: Any, state: StepState) -> None:
         what = f"the position_ids of the batch go up to {longest}"
     raise ConfigError(
         f"max_seq_length of a LitGPT model ({type(model).__name__}) is {limit}, but {what} over all ranks, "
-        f"and rotary embeddings need a row for every position: set model.max_seq_length = "
+        f"and rotary embeddings need a row for every position. Set model.max_seq_length = "
         f"{max(length, longest + 1)} or more (its config's block_size, {model.config.block_size}, is the "
         "most that it takes)."
     )

@@ -76,7 +76,9 @@ def _named(model: nn.Module, wanted: str | Sequence[str]) -> dict[str, nn.Module
     for name in found:
         around = [other for other in found if name.startswith(f"{other}.")]
         if around:
-            raise ConfigError(f"mlp_modules names {name!r}, which is inside {around[0]!r}, too.")
+            raise ConfigError(
+                f"mlp_modules names {name!r}, which is inside {around[0]!r}, too. Name one of them."
+            )
     return found
 
 

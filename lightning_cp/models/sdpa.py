@@ -102,7 +102,8 @@ def _check(
     if query.dim() != 4:
         raise ConfigError(
             "scaled_dot_product_attention needs [batch, heads, tokens, head dim] under context parallelism, "
-            f"got query {tuple(query.shape)}."
+            f"got query {tuple(query.shape)}. Give it so, with one row or one head where there is no such "
+            "dimension."
         )
     if query.shape[2] != key.shape[2]:
         raise ConfigError(
@@ -114,7 +115,7 @@ def _check(
         )
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ConfigError(
-            f"query has {query.shape[1]} heads and key {key.shape[1]}: pass enable_gqa=True for "
+            f"query has {query.shape[1]} heads and key {key.shape[1]}. Pass enable_gqa=True for "
             "grouped heads."
         )
 

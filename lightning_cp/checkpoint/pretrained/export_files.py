@@ -139,7 +139,8 @@ def told_as_failed(target: Path) -> Iterator[None]:
         ) from None
     except Exception as raised:  # of the configuration's own save_pretrained, say
         raise CheckpointError(
-            f"the export could not be written to {shown(target)}, and nothing of it is left: {told(raised)}"
+            f"the export could not be written to {shown(target)}, and nothing of it is left: {told(raised)}. "
+            "The model is as it was: call the export again when that is mended."
         ) from raised
 
 

@@ -68,7 +68,10 @@ def plan_export(
     path, network = _network(model, prefix)
     held = tensors_of(model, path)
     if not held.by_name:
-        raise ConfigError(f"no parameter of the model begins with prefix={path!r}.")
+        raise ConfigError(
+            f"no parameter of the model begins with prefix={path!r}. "
+            "Leave prefix out to have it found."
+        )
     rules = rules_of(keys)
     require_used(rules, [name for names in held.aliases.values() for name in names])
     if adapters := adapters_of(network):

@@ -159,7 +159,7 @@ def _joined(whole: Shape, parts: Sequence[Shape], what: str, wanted: int | None)
     along = "any dimension" if wanted is None else f"dimension {wanted}"
     raise CheckpointError(
         f"{what}: shapes {', '.join(str(list(part)) for part in parts)} side by side do not make "
-        f"{list(whole)} along {along}."
+        f"{list(whole)} along {along}. Name in keys the tensors that do."
     )
 
 

@@ -99,7 +99,10 @@ def plan_load(
     match, entries = find_match(model, checkpoint, rules, prefix, allowed), checkpoint.entries
     tensors = match.tensors
     if not tensors.by_name:
-        raise ConfigError(f"no parameter of the model begins with prefix={match.taken!r}.")
+        raise ConfigError(
+            f"no parameter of the model begins with prefix={match.taken!r}. "
+            "Leave prefix out to have it found."
+        )
     require_used(rules, [name for names in tensors.aliases.values() for name in names])
     missing, unexpected = match.refused(allowed)
     require_names([match.sought(x) for x in missing], unexpected, checkpoint, match.taken)

@@ -113,7 +113,7 @@ class SliceReader:
             if not got:
                 raise CheckpointError(
                     f"{entry.file.name} ends within {entry.name!r}, though it was whole before: something "
-                    "changes it while it is read."
+                    "changes it while it is read. Load it again when nothing writes there."
                 )
             at += got
 
@@ -122,7 +122,8 @@ class SliceReader:
             return os.preadv(self._fd, views, start)
         except OSError as error:
             raise CheckpointError(
-                f"{entry.file.name} cannot be read at {entry.name!r}: {error.strerror}."
+                f"{entry.file.name} cannot be read at {entry.name!r}: {error.strerror}. "
+                "Look at its disk, or take another copy of the checkpoint."
             ) from None
 
     def _open(self, entry: Entry) -> None:
@@ -136,7 +137,7 @@ class SliceReader:
         if state_of(self._fd) != entry.state:
             raise CheckpointError(
                 f"{entry.file.name} is not the file any more whose header was checked: something replaced "
-                "or changed it since."
+                "or changed it since. Load it again when nothing writes there."
             )
         self._file = entry.file
 

@@ -114,7 +114,10 @@ def header_bytes(
     at = 0
     for key, tensor in tensors.items():
         if tensor.dtype not in NAMES:
-            raise ConfigError(f"{key} has dtype {tensor.dtype}, which safetensors does not hold.")
+            raise ConfigError(
+                f"{key} has dtype {tensor.dtype}, which safetensors does not hold. "
+                "Export with dtype=, or convert it before."
+            )
         entries[key] = {
             "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),

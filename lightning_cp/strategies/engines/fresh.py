@@ -39,7 +39,7 @@ def require_values(module: nn.Module, data_parallel: str) -> None:
     if is_on_meta(module):
         raise ConfigError(
             f"{type(module).__name__} is on the meta device, which data_parallel={data_parallel!r} cannot "
-            "train: build it on a real device, pass pretrained=, or use data_parallel='fsdp', which "
+            "train. Build it on a real device, pass pretrained=, or use data_parallel='fsdp', which "
             "initialises each rank's part by itself."
         )
 

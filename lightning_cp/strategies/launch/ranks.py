@@ -126,7 +126,8 @@ def _check_own(start_method: str, devices: int, num_nodes: int) -> None:
     node_rank = _number("NODE_RANK" if "NODE_RANK" in os.environ else "GROUP_RANK", default=0)
     if not 0 <= node_rank < num_nodes:
         raise ConfigError(
-            f"NODE_RANK={node_rank}, but num_nodes={num_nodes}: it goes from 0 to {num_nodes - 1}."
+            f"NODE_RANK={node_rank}, but num_nodes={num_nodes}: it goes from 0 to {num_nodes - 1}. Set it to "
+            "this machine's number, or correct num_nodes."
         )
     _check_nodes_can_meet(num_nodes)
     if start_method != "popen":
@@ -209,7 +210,9 @@ def _number(name: str, default: int | None = None) -> int:
     try:
         return int(value or "")
     except ValueError:
-        raise ConfigError(f"{name}={value} is set, but it has to be an integer.") from None
+        raise ConfigError(
+            f"{name}={value} is set, but it has to be an integer. Unset it, or let the launcher set it."
+        ) from None
 
 
 def _asked(devices: int, num_nodes: int) -> str:

@@ -118,7 +118,8 @@ def open_anywhere(io: Any, path: Any, weights_only: bool | None) -> Checkpoint:
     )
     if len(set(said)) > 1:
         raise CheckpointError(
-            f"ranks see different checkpoints at {path}: nobody may write it while it is loaded."
+            f"ranks see different checkpoints at {path}: something has written it meanwhile. Load it again "
+            "when no other run saves there."
         )
     return replace(mine[0], world=world)
 

@@ -179,7 +179,10 @@ def _agree_on_batch(
     if total is None:
         groups = [range(at * of, (at + 1) * of) for at in range(size)]
         find_difference(facts, group, what="batch", within=groups, error=error, texts=texts)
-        raise BatchMismatchError("batch: the ranks' votes differ, and nothing that they said does.")
+        raise BatchMismatchError(
+            "batch: the ranks' votes differ, and nothing that they said does. Please report it, with the "
+            "shapes of the batch of every rank."
+        )
     return total // _EMPTY // of, total % _EMPTY
 
 

@@ -68,7 +68,9 @@ def test_ranks_that_export_to_different_places_are_refused(tmp_path: Path) -> No
 def test_a_path_that_is_none_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
     first, second = run_ranks(2, exports_to, [tmp_path / "a", None], timeout=30)
     assert "because rank 1 raised ConfigError: a checkpoint is given by its path" in first
-    assert second == "ConfigError: a checkpoint is given by its path, got None."
+    assert second == (
+        "ConfigError: a checkpoint is given by its path, got None. Pass text or a Path that is not empty."
+    )
 
 
 def test_a_state_dict_is_no_model(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def _call(given: Callable[..., Any], module: nn.Module, mesh: ContextParallelMes
     returned = given(module, mesh.axis_mesh(Axis.TP))
     if returned is not None and returned is not module:
         raise ConfigError(
-            "tensor_parallel_plan returned another module than it was given: share layers in place, as "
+            "tensor_parallel_plan returned another module than it was given. Share layers in place, as "
             "torch.distributed.tensor.parallel.parallelize_module does."
         )
     if not is_shared(module):
