@@ -19,8 +19,8 @@ from typing import Any
 
 NAMES = {"ulysses_ring": "popen", "ulysses_ring_spawn": "spawn", "ulysses_ring_fork": "fork"}
 """Registered name -> how its processes start."""
-ALIASES = ("ulysses-ring", "context_parallel", "UlyssesRingStrategy")
-"""Of the first name; the class name for LightningCLI, which takes the classes of modules that are loaded."""
+ALIASES = ("ulysses-ring", "context_parallel", "ulyssesringstrategy")
+"""Of the first name; the class's in lower case, as Lightning looks names up."""
 
 DESCRIPTION = "Context parallelism: Ulysses over a ring"
 

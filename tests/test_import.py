@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+from lightning.fabric import Fabric
 
 import lightning_cp
 from lightning_cp import _autoload
+from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
 from tests.installed import installed_path
 
 ROOT = Path(__file__).parents[1]
@@ -116,6 +119,15 @@ def test_the_name_is_registered_once_however_often() -> None:
     for name in (*_autoload.NAMES, *_autoload.ALIASES):
         assert StrategyRegistry.available_strategies().count(name) == 1
     assert sum(isinstance(finder, _autoload._Finder) for finder in sys.meta_path) <= 1
+
+
+@pytest.mark.parametrize("name", ["UlyssesRingStrategy", "ulysses-ring", "context_parallel"])
+def test_other_names_as_lightning_looks_them_up(name: str) -> None:
+    """It does so in lower case, where jsonargparse has found no class of the name."""
+    trainer = pl.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False)
+    assert isinstance(trainer.strategy, lightning_cp.UlyssesRingStrategy)
+    fabric = Fabric(strategy=name, accelerator="cpu", devices=1)
+    assert isinstance(fabric.strategy, FabricStrategy)
 
 
 class Registry(dict[str, Any]):
