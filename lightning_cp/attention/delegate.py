@@ -164,6 +164,7 @@ def _modules() -> tuple[ModuleType, ModuleType]:
     try:
         with warnings.catch_warnings():  # of its torch.jit.script, about which users can do nothing
             warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", FutureWarning)  # likewise, from torch 2.14 on
             plain, zigzag = (importlib.import_module(f"{_ALIAS}.{name}") for name in names)
     except (ImportError, OSError) as error:  # flash-attn is missing, or built for another torch
         raise ConfigError(f"{_MISSING} ({error}).") from error
