@@ -41,7 +41,7 @@ def words(keys_RL: torch.Tensor, features: int, first: int = 0) -> torch.Tensor:
     """int64 [R, L, F]: 64 random bits each, of the features from ``first`` on."""
     out = keys_RL.new_empty(*keys_RL.shape, features)
     counters = torch.arange(first, first + features, device=keys_RL.device) * GAMMA
-    flat_TF, keys_T1 = out.view(-1, features), keys_RL.reshape(-1, 1)
+    flat_TF, keys_T1 = out.flatten(0, 1), keys_RL.reshape(-1, 1)
     for some in _portions(keys_T1, features):
         mix(torch.add(keys_T1[some], counters, out=flat_TF[some]))
     return out
@@ -53,7 +53,7 @@ def happens(keys_RL: torch.Tensor, features: int, p: float, first: int = 0) -> t
     from_word, skipped = divmod(first, 2)
     count = (skipped + features + 1) // 2
     counters = torch.arange(from_word, from_word + count, device=keys_RL.device) * GAMMA
-    flat_TF, keys_T1 = out.view(-1, features), keys_RL.reshape(-1, 1)
+    flat_TF, keys_T1 = out.flatten(0, 1), keys_RL.reshape(-1, 1)
     limit = min(round(p * 2**32), 2**32 - 1) - 2**31
     for some in _portions(keys_T1, count):
         halves = mix(keys_T1[some] + counters).view(torch.int32)

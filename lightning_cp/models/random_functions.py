@@ -47,7 +47,7 @@ def _dropout(name: str, original: Any) -> Callable[..., torch.Tensor]:
     def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         if _undropped:
             return input
-        if not train or not 0 < p < 1 or not input.numel():
+        if not train or not 0 < p < 1:
             return original(input, p, train)
         if _is_traced(input):
             taken = torch.ops.lightning_cp.token_drops(input, draw_seed(input.device), p, feature)

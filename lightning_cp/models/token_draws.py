@@ -242,12 +242,12 @@ class TokenDraws:
     def keys(self, seed: torch.Tensor, place: Place, shape: Sequence[int]) -> torch.Tensor:
         """int64 [rows, L] of the tokens at a place; of the entries of the first dimension for ``SOME``."""
         assert self._tokens is not None
+        rank, size = self._tokens.data
         if place == SOME:
-            alone = torch.full((1,), -1 - self._tokens.cp_rank, device=seed.device)
+            alone = torch.full((1,), -1 - self._tokens.cp_rank * size - rank, device=seed.device)
             return counter.token_keys(seed, alone, _first(shape, seed.device))
         count = self._tokens.rows if place.token is None else 1
         count = count if place.row is None else shape[place.row]
-        rank, size = self._tokens.data
         rows = torch.arange(count, device=seed.device) * size + rank
         return counter.token_keys(seed, rows, self._local(seed.device))
 

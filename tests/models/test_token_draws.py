@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import combinations
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -396,17 +397,28 @@ def test_some_tokens_are_drawn_for_a_rank_alone(caplog: pytest.LogCaptureFixture
     layout = LAYOUTS["contiguous"]
     found, ends = [], []
     with caplog.at_level(logging.WARNING, "lightning_cp"):
-        for rank in range(2):
-            with step(layout, rank):
-                found.append(F.dropout(torch.ones(11 + rank, WIDTH), 0.5)[:11])
+        for at in range(4):
+            with step(layout, at // 2, data=(at % 2, 2)):
+                found.append(F.dropout(torch.ones(11 + at, WIDTH), 0.5)[:11])
                 ends.append(torch.rand(()))
-    assert not torch.equal(*found)
-    assert ends[0] == ends[1]
+    assert not any(torch.equal(one, other) for one, other in combinations(found, 2))
+    assert len(set(map(float, ends))) == 1
     (said,) = caplog.messages
     assert "draw_per('row')" in said
     refused = pytest.raises(ConfigError, match="'token' or 'row'")
     with step(layout), refused, draw_per("tokens"):  # type: ignore[arg-type]
         pass
+
+
+def test_a_rank_without_any_of_the_tokens_takes_a_seed_too() -> None:
+    """An expert may have none on some rank; all generators go on together."""
+    ends = []
+    for count in (0, 5):
+        with step(LAYOUTS["contiguous"]):
+            assert F.dropout(torch.ones(count, WIDTH), 0.5).shape == (count, WIDTH)
+            assert F.dropout(torch.ones(ROWS, 19, count), 0.5).shape == (ROWS, 19, count)
+            ends.append(float(torch.rand(())))
+    assert ends[0] == ends[1]
 
 
 def test_what_cannot_be_drawn_per_token_is_said(caplog: pytest.LogCaptureFixture) -> None:
