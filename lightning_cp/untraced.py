@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -66,7 +67,8 @@ class FirstCompile:
         if self._follows:
             from torch._dynamo.callback import callback_handler
 
-            callback_handler.remove_start_callback(self._begins)
+            with suppress(ValueError):  # torch.compiler.reset() has forgotten it
+                callback_handler.remove_start_callback(self._begins)
             self._follows = False
 
     def _begins(self, *_: object) -> None:

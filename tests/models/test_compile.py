@@ -150,3 +150,17 @@ def test_one_graph_is_refused_and_says_why() -> None:
     match = r"between ranks from Python.*call torch\.compile without fullgraph=True"
     for told in run_ranks(2, as_one_graph, timeout=60):
         assert re.search(match, told)
+
+
+def test_a_compiler_that_was_reset_within_a_step_is_followed_again() -> None:
+    """With Fabric a step lasts until the next batch is sharded, so that a reset in between is within it."""
+    said: list[str] = []
+    first = FirstCompile(lambda: said.append("it begins"))
+    first.begin()
+    torch.compiler.reset()
+    first.end()
+    first.begin()
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    first.end()
+    assert said == ["it begins"]
+    assert first._begins not in callback_handler.start_callbacks
