@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,13 +46,22 @@ def note_tokens(x: torch.Tensor) -> None:
     _note(x, Origin.TOKENS)
 
 
-def counted_means(loss: torch.Tensor) -> list[Count] | None:
-    """The counts of the means that a loss is a linear combination of, besides terms of whole sequences.
+class Means(NamedTuple):
+    """The means over targets that a loss is a linear combination of."""
+
+    counts: list[Count]
+    own_factor: bool
+    """A factor is a tensor, of which each rank may have another one: the number of its targets, say."""
+
+
+def counted_means(loss: torch.Tensor) -> Means | None:
+    """The means that a loss is a linear combination of, besides terms of whole sequences.
 
     Returns:
         ``None`` if the loss has another term: a sum or a mean by hand, or a function of a mean.
     """
     counts: list[Count] = []
+    own_factor = False
     ahead: list[Any] = [_producer(loss.grad_fn, loss.output_nr)]
     while ahead:
         node = ahead.pop()
@@ -70,10 +79,11 @@ def counted_means(loss: torch.Tensor) -> list[Count] | None:
                 return None
             if not factors and not _is_shared(node):
                 return None
+            own_factor |= bool(factors) and not all(map(_is_number, _constants(node)))
             ahead.extend(factors)
         elif not _is_shared(node):
             return None
-    return counts
+    return Means(counts, own_factor)
 
 
 def targets_of(
@@ -159,6 +169,18 @@ def _divides(node: Any, factor: Any) -> bool:
     return _operator(node) == "Div" and _producer(*node.next_functions[0]) is not factor
 
 
+def _constants(node: Any) -> list[torch.Tensor]:
+    """The factors of a product or a quotient that have no graph."""
+    saved = (getattr(node, name, None) for name in ("_saved_self", "_saved_other"))
+    return [x for x in saved if x is not None] if len(_sources(node)) < 2 else []
+
+
+def _is_number(x: torch.Tensor) -> bool:
+    """Recognise a Python number that autograd has wrapped: beside it a tensor keeps its dtype."""
+    narrow = torch.tensor(1, dtype=torch.float16 if x.is_floating_point() else torch.int8)
+    return not x.dim() and x.dtype != torch.bool and torch.result_type(narrow, x) == narrow.dtype
+
+
 def _is_shared(node: Any) -> bool:
     """Whether all ranks have the same: a value of whole sequences, or of parameters alone."""
     return _is_of_parameters(node) or _is_of_sequence([node])
@@ -178,8 +200,7 @@ def _is_of_parameters(node: Any) -> bool:
             if not isinstance(node.variable, torch.nn.Parameter):
                 return False
         elif _operator(node) in ("Mul", "Div", "Mm"):
-            others = (getattr(node, name, None) for name in ("_saved_self", "_saved_other"))
-            if len(_sources(node)) < 2 and any(x is not None and x.dim() for x in others):
+            if any(x.dim() for x in _constants(node)):
                 return False
             ahead.extend(_sources(node))
         elif _operator(node) in _LINEAR | _OF_ONE and _sources(node):

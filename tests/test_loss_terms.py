@@ -95,9 +95,30 @@ UNKNOWN: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_counts(name: str) -> None:
     make, want = KNOWN[name]
-    counts = counted_means(make())
-    assert counts is not None
-    assert sorted(map(float, counts)) == want
+    means = counted_means(make())
+    assert means is not None
+    assert sorted(map(float, means.counts)) == want
+    assert not means.own_factor
+
+
+HALF = torch.tensor(0.5, dtype=torch.float64)
+OWN_FACTORS: dict[str, Callable[[], torch.Tensor]] = {
+    "how many it counts": lambda: mean(tokens()) * (TARGETS != -100).sum() / 100,
+    "divided by them": lambda: mean(tokens()) / (TARGETS != -100).sum(),
+    "a tensor first": lambda: (HALF.float() * mean(tokens())).sum(),
+    "of the loss's dtype": lambda: mean(tokens()).double() * HALF,
+    "a weight of each head": lambda: (mean(tokens())[None] * torch.ones(2)).mean(),
+    "in place": lambda: mean(tokens()).mul_(HALF),
+    "beside another term": lambda: 0.5 * mean(tokens()) + HALF * mean(tokens()),
+}
+
+
+@pytest.mark.parametrize("name", OWN_FACTORS)
+def test_a_tensor_as_a_factor_may_be_a_rank_s_own(name: str) -> None:
+    means = counted_means(OWN_FACTORS[name]())
+    assert means is not None
+    assert set(map(int, means.counts)) == {6}
+    assert means.own_factor
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
@@ -108,7 +129,7 @@ def test_no_counts(name: str) -> None:
 def test_what_is_noted_of_other_functions() -> None:
     loss = tokens().sum()
     note_mean(loss, 5)
-    assert counted_means(0.5 * loss) == [5]
+    assert counted_means(0.5 * loss) == ([5], False)
     soft = torch.full((6, 5), 0.2)
     assert targets_of(soft, None, -100, 5) == 6
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.loss_terms import note_mean
+from lightning_cp.loss_terms import Count, note_mean, targets_of
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf_labels import label_alignment
 from lightning_cp.untraced import untraced
@@ -69,8 +69,17 @@ class LossWatch:
     def _note(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
         if self._is_ours(kwargs):
             self._made = loss.detach().clone()
-            assert self._handle.state is not None
-            note_mean(loss, self._handle.state.targets)
+            note_mean(loss, self._count())
+
+    def _count(self) -> Count:
+        """Targets of the loss function: those of the batch, unless the step has declared what it counts."""
+        state, given = self._handle.state, self._given
+        assert state is not None
+        assert given is not None
+        if state.counted is None:  # labels were compared with the batch's when the model was called
+            return state.valid_local
+        shifts = label_alignment(self._model) == "shift"
+        return targets_of(given["shift_labels" if shifts else "labels"])
 
     def _is_ours(self, kwargs: dict[str, Any]) -> bool:
         if self._given is None:

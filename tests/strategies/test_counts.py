@@ -196,6 +196,23 @@ def declared_twice(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.
     return cross_entropy(module, batch, logits)
 
 
+def mean_by_hand(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    targets = masked_labels(batch).flatten()
+    return F.cross_entropy(logits, targets, reduction="sum") / (targets != -100).sum()
+
+
+def fits_two(rank: int, world_size: int, settings: Settings) -> None:
+    trainer = trainer_of(world_size, settings)
+    trainer.fit(Masked(by_hand), loader(2), loader(2))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Masked(mean_by_hand), loader(2), loader(2))
+
+
+def test_what_one_module_declares_says_nothing_of_the_next() -> None:
+    match = "not known what this loss is a mean over"
+    expect_on_every_rank(2, fits_two, {**RING, **OFF}, error=ConfigError, match=match)
+
+
 def negative(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
     module.count_targets(-1)
     return cross_entropy(module, batch, logits)

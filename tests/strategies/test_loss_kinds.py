@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import BertConfig, BertForMaskedLM
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_cp import ContextParallelMixin
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import ConfigError, LightningCPError
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.small import (
     HYBRID,
@@ -64,17 +64,43 @@ def of_two_means(loop: Loop, batch: Batch) -> torch.Tensor:
     return loop.loss(batch) * loop.loss(batch)
 
 
+def of_its_tokens(loop: Loop, batch: Batch) -> torch.Tensor:
+    """A sum, divided by what all processes are to divide by."""
+    return loop.loss(batch) * (batch["labels"] != -100).sum() / 40
+
+
+def where_there_are_targets(loop: Loop, batch: Batch) -> torch.Tensor:
+    """Nothing, by hand, on a rank without any."""
+    if (batch["labels"] != -100).any():
+        return loop.loss(batch)
+    return 0 * loop.logits(batch).sum()
+
+
+def by_hand_where_there_are_targets(loop: Loop, batch: Batch) -> torch.Tensor:
+    """As ``where_there_are_targets``, of a loss that is not known."""
+    if (batch["labels"] != -100).any():
+        return mean_by_hand(loop, batch)
+    return 0 * loop.loss(batch).nan_to_num()
+
+
 def with_a_penalty(loop: Loop, batch: Batch) -> torch.Tensor:
     return loop.loss(batch) + 1e-3 * loop.logits(batch).logsumexp(-1).square().mean()
 
 
-def trained(rank: int, world_size: int, settings: Settings | None, way: Any, let: str = "") -> Any:
-    """Two steps; ``let`` says what lets a loss of no known kind pass."""
+def trained(
+    rank: int,
+    world_size: int,
+    settings: Settings | None,
+    way: Any,
+    let: str = "",
+    count: int = 4,
+) -> Any:
+    """Two samples a step; ``let`` says what lets a loss of no known kind pass."""
     loop = Loop(world_size, settings)
     strategy: Any = loop.fabric.strategy
     losses: list[torch.Tensor] = []
     try:
-        for step, whole in enumerate(loop.batches(4, use_distributed_sampler=False)):
+        for step, whole in enumerate(loop.batches(count, use_distributed_sampler=False)):
             if let == "checked" and loop.parallel and not step:
                 strategy.check_parity(whole, lambda batch: way(loop, batch))
             batch = loop.shard(whole)
@@ -91,12 +117,13 @@ def trained(rank: int, world_size: int, settings: Settings | None, way: Any, let
 
 
 @lru_cache(maxsize=8)
-def alone(way: Any) -> Any:
-    return run_ranks(1, trained, None, way)[0]
+def alone(way: Any, count: int = 4) -> Any:
+    return run_ranks(1, trained, None, way, "", count)[0]
 
 
 @pytest.mark.parametrize(
-    "way", [mean_by_hand, preferences, perplexity, of_two_means, with_a_penalty]
+    "way",
+    [mean_by_hand, preferences, perplexity, of_two_means, of_its_tokens, with_a_penalty],
 )
 def test_a_loss_of_no_known_kind_is_refused_at_the_first_backward(way: Any) -> None:
     match = (
@@ -110,6 +137,33 @@ def test_a_loss_of_no_known_kind_is_refused_at_the_first_backward(way: Any) -> N
 def test_a_mean_by_hand_is_exact_once_it_was_declared_or_checked(let: str) -> None:
     for got in run_ranks(2, trained, RING, mean_by_hand, let):
         close(got, alone(mean_by_hand))
+
+
+@pytest.mark.parametrize("let", ["", "checked"])
+def test_a_rank_without_targets_may_have_a_loss_of_its_own(let: str) -> None:
+    settings = {**RING, "check_finite": False}
+    for got in run_ranks(2, trained, settings, where_there_are_targets, let, 6):
+        close(got, alone(where_there_are_targets, 6))
+
+
+def begun_without_targets(rank: int, world_size: int, way: Any) -> None:
+    """One step, on the batch in which one rank has no targets."""
+    loop = Loop(world_size, RING)
+    try:
+        *_, whole = loop.batches(6, use_distributed_sampler=False)
+        loop.fabric.backward(way(loop, loop.shard(whole)))
+    finally:
+        loop.end()
+
+
+def test_what_is_refused_on_a_rank_with_targets_ends_the_others_too() -> None:
+    expect_on_every_rank(
+        2,
+        begun_without_targets,
+        by_hand_where_there_are_targets,
+        error=LightningCPError,
+        match="not known what this loss is a mean over",
+    )
 
 
 @pytest.mark.quick("ulysses 2", "ring 3", "hybrid")
@@ -255,3 +309,33 @@ def test_a_hugging_face_model_takes_labels_that_the_step_drew() -> None:
     want = run_ranks(1, bert, None)[0]
     for got in run_ranks(2, bert, {**RING, "labels": "auto"}):
         close(got, want)
+
+
+class Causal(ContextParallelMixin, Small):
+    """A Hugging Face model that shifts the batch's labels; what is declared is ``more`` than it counts."""
+
+    def __init__(self, more: int) -> None:
+        super().__init__()
+        sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        config = LlamaConfig(vocab_size=VOCAB, num_attention_heads=4, **sizes)
+        self.model, self.more = LlamaForCausalLM(config).double(), more
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        if "shift_labels" in batch:
+            self.count_targets((batch["shift_labels"] != -100).sum() + self.more)
+        return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+
+def causal(rank: int, world_size: int, settings: Settings | None, more: int) -> torch.Tensor:
+    module = Causal(more)
+    trainer_of(world_size, settings).fit(module, loader(4))
+    return weights(module)
+
+
+def test_what_is_declared_for_a_hugging_face_model_is_what_it_counts() -> None:
+    settings = {**RING, "labels": "auto", "parity_check": "off"}
+    want = run_ranks(1, causal, None, 0)[0]
+    for got in run_ranks(2, causal, settings, 0):  # whose rotary embeddings are in float32
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-8)
+    match = r"a loss counted other targets than its rank is weighted by: \d+ on rank 0"
+    expect_on_every_rank(2, causal, settings, 1, error=ConfigError, match=match)

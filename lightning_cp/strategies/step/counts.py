@@ -21,9 +21,12 @@ class TargetCounts:
 
     def __init__(self) -> None:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.are_asked = False
+        """A loss went backward whose counts matter: known to all ranks, while a mean is known to its own."""
 
     def note(self, means: Iterable[Count], weighted: Count) -> None:
         """A loss goes backward that is made of ``means``, and has the weight of ``weighted`` targets."""
+        self.are_asked = True
         for count in means:
             of_mean = torch.as_tensor(count)
             self._pairs.append((of_mean, torch.as_tensor(weighted).to(of_mean.device)))
@@ -32,6 +35,7 @@ class TargetCounts:
         """All of them, which are forgotten here."""
         taken = TargetCounts()
         taken._pairs, self._pairs = self._pairs, []
+        taken.are_asked, self.are_asked = self.are_asked, False
         return taken
 
     @property
@@ -81,8 +85,9 @@ def _differ(count: torch.Tensor, weighted: torch.Tensor) -> torch.Tensor:
 
 ASK = (
     "it is not known what this loss is a mean over: it is more than cross-entropies of PyTorch "
-    "(reduction='mean') and values of unshard, so that its gradient could be wrong silently. Call "
-    "{count}(mask or number) before its backward: what this rank's loss counts; or {check}. A loss of sums "
-    "per sequence (DPO, rewards) is computed from {unshard}(values), which are the same on all ranks."
+    "(reduction='mean'), times numbers of Python, and values of unshard, so that its gradient could be wrong "
+    "silently. Call {count}(mask or number) before its backward: what this rank's loss counts; or {check}. A "
+    "loss of sums per sequence (DPO, rewards) is computed from {unshard}(values), which are the same on all "
+    "ranks."
 )
 """Of a loss that is of no known kind."""

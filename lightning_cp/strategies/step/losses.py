@@ -42,21 +42,23 @@ class StepLosses(StepValues):
         return divisor(count)
 
     def _require_known(self, loss: torch.Tensor) -> None:
-        """Compare what a loss counts with its weight; refuse one that nobody has looked at.
+        """Compare what a loss counts with its weight; refuse one that no check has looked at.
 
         Raises:
             ConfigError: saying what to declare.
+            RankFailure: another rank's loss is refused, and this rank's is not.
         """
         if self._loss is None or not self._loss.depends_on_counts:
             return
         means = counted_means(loss)
         if self._is_aside:
             self.counts_aside = TargetCounts()
-            self.counts_aside.note(means or (), self._loss.targets)
-        elif means is not None:
-            self.counts.note(means, self._loss.targets)
-        elif self.ask_for_counts is not None and not self._counts_declared:
-            raise ConfigError(self.ask_for_counts)
+            self.counts_aside.note(means.counts if means else (), self._loss.targets)
+            return
+        self.counts.note(means.counts if means else (), self._loss.targets)
+        if self.ask_for_counts is not None and not self._counts_declared:
+            is_known = means is not None and not means.own_factor
+            self._loss.require_known(None if is_known else ConfigError(self.ask_for_counts))
 
     def follow_unreduced(self, unreduced: Callable[[], Unreduced]) -> None:
         """Have windows of accumulation know of gradients that an engine keeps elsewhere than in ``grad``."""

@@ -106,6 +106,23 @@ class StepLoss:
             return torch.where(self._declared[self._mesh.cp_rank] > 0, own.detach(), 0.0)
         return own if self._valid[self._mesh.cp_rank] else None
 
+    def require_known(self, error: ConfigError | None) -> None:
+        """Raise what is wrong with this rank's loss; where a rank has no targets, all ranks ask for that.
+
+        Such a rank often has another loss than the others, ``0 * logits.sum()``. Weighted by 0, it is right.
+
+        Raises:
+            ConfigError: it was given, and the rank has targets.
+            RankFailure: that happened on another rank.
+        """
+        if not self._some_rank_empty:
+            if error is not None:
+                raise error
+            return
+        is_muted = self._declared is None and not self._valid[self._mesh.cp_rank]
+        told = None if is_muted else error
+        agree({}, self._mesh.control_group(Flat.LOSS), what="loss", error=told)
+
     def scale(
         self, loss: torch.Tensor, optimizers: Iterable[Optimizer], *, automatic: bool = False
     ) -> torch.Tensor:

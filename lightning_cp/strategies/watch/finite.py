@@ -106,7 +106,7 @@ class FiniteGuard:
         differ = counts.differ
         finite, same = _look(step.optimizer if looks else None, bad_loss, differ)
         number = 0 if self.wish is None else self.wish()
-        if not self._looks and self.wish is None and differ is None:
+        if not self._looks and self.wish is None and not counts.are_asked:
             return
         if group is None:
             total = number if finite and same else None
