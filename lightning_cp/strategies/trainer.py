@@ -80,24 +80,23 @@ class UlyssesRingStrategy(TrainerSetup):
         return self._callback.unshard_output(output, dims)
 
     @override
-    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Backward of a loss, weighted by this rank's share of the targets.
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        super().pre_backward(closure_loss)
+        self._guard.note_loss(self._core.own_loss(closure_loss))
+
+    @override
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Look at what backward has brought.
 
         Raises:
-            ConfigError: backward would come through attention on some ranks only, or brought no gradient
-                to parameters that are trained.
+            ConfigError: no gradient came to parameters that are trained.
             NonFiniteError: a rank without targets has a loss that cannot be made to add nothing.
             RankFailure: that happened on another rank.
         """
-        self._guard.note_loss(self._core.own_loss(closure_loss))
         assert self.model is not None
-        assert self.lightning_module is not None
-        automatic = self.lightning_module.automatic_optimization
-        scaled = self._core.scale_loss(closure_loss, self.optimizers, automatic=automatic)
-        loss = super().backward(scaled, *args, **kwargs)
         self._engine.require_averaged()
         self._core.after_backward(self.model.parameters())
-        return loss
+        super().post_backward(closure_loss)
 
     @override
     def optimizer_step(

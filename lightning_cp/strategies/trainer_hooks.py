@@ -73,6 +73,20 @@ def before_hooks_of_batch(
     replaced.replace(precision, "convert_input", first)
 
 
+def before_hooks_of_backward(
+    replaced: Replaced, precision: Precision, scaled: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Go on with ``scaled(loss)``: a strategy's own hook there returns nothing."""
+
+    def first(own: Callable[..., Any]) -> Callable[..., Any]:
+        def pre_backward(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+            return own(scaled(tensor), *args)
+
+        return pre_backward
+
+    replaced.replace(precision, "pre_backward", first)
+
+
 def before_autograd(
     replaced: Replaced, precision: Precision, act: Callable[[torch.Tensor], object]
 ) -> None:

@@ -32,6 +32,7 @@ from lightning_cp.strategies.trainer_hooks import (
     after_toggling,
     before_autograd,
     before_clipping,
+    before_hooks_of_backward,
     before_hooks_of_batch,
     clip_by,
     leave_samplers_alone,
@@ -189,6 +190,17 @@ class TrainerSetup(
         number = module.trainer.global_step + 1
         self._before_step(number, optimizer, module, self.precision_plugin)
 
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call backward on, weighted by this rank's share of the targets.
+
+        Raises:
+            ConfigError: backward would come through attention on some ranks only, or it is not known what
+                the loss is a mean over.
+        """
+        assert self.lightning_module is not None
+        automatic = self.lightning_module.automatic_optimization
+        return self._core.scale_loss(loss, self.optimizers, automatic=automatic)
+
     def _watch_precision(self) -> None:
         """Come before the hooks of a batch; between hooks and autograd; and before gradients are clipped."""
 
@@ -201,6 +213,7 @@ class TrainerSetup(
 
         self._replaced.undo()
         before_hooks_of_batch(self._replaced, self.precision_plugin, self._begins_batch)
+        before_hooks_of_backward(self._replaced, self.precision_plugin, self._scaled)
         before_autograd(self._replaced, self.precision_plugin, follow)
         before_clipping(self._replaced, self.precision_plugin, self._complete)
         if self._engine.shards:

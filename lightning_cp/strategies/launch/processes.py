@@ -38,7 +38,8 @@ class Processes:
 
     def _check_ranks(self: Any) -> None:
         check_ranks(
-            self.cluster_environment, self._start_method, self.num_processes, self.num_nodes
+            *(self.cluster_environment, self._start_method, self.num_processes, self.num_nodes),
+            as_ddp=self._settings.context_parallel_size == 1,
         )
 
     def _configure_launcher(self: Any) -> None:

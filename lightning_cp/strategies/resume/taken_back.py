@@ -142,7 +142,8 @@ class CallbackStates:
 
 
 def _is_followed(callback: Any) -> bool:
-    has_state = type(callback).state_dict is not Callback.state_dict
+    own = getattr(type(callback), "state_dict", Callback.state_dict)  # a test's stand-in has none
+    has_state = own is not Callback.state_dict
     return has_state and not isinstance(callback, Checkpoint) and not getattr(callback, OF_STEPS, 0)
 
 

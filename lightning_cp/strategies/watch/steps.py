@@ -40,12 +40,6 @@ class WatchedSteps:
         """
         self._position.progress()
 
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the strategy's, noted as the backward of a step."""
-        self._position.enter(Phase.BACKWARD)
-        parent: Any = super()
-        return parent.backward(*args, **kwargs)
-
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """As the strategy's, noted as a save; what was under way goes on afterwards."""
         parent: Any = super()
@@ -71,6 +65,12 @@ class WatchedTrainerSteps(WatchedSteps):
         counted = module.trainer.global_step if module.automatic_optimization else None
         self._position.begin_micro_batch(counted)
         return parent.training_step(*args, **kwargs)
+
+    def pre_backward(self, closure_loss: Any) -> None:
+        """As the strategy's; the backward of a step begins."""
+        self._position.enter(Phase.BACKWARD)
+        parent: Any = super()
+        parent.pre_backward(closure_loss)
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
@@ -136,6 +136,12 @@ class WatchedFabricSteps(WatchedSteps):
     """Fabric's."""
 
     _guard: FiniteGuard
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the strategy's, noted as the backward of a step."""
+        self._position.enter(Phase.BACKWARD)
+        parent: Any = super()
+        return parent.backward(*args, **kwargs)
 
     @property
     def should_stop(self) -> bool:
