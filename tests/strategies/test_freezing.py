@@ -220,6 +220,7 @@ def test_as_in_one_process(kind: str, settings: Settings, options: Settings) -> 
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
 
 
+@pytest.mark.quick("frozen for the forward")
 @pytest.mark.parametrize("kind", PARTS)
 def test_parts_of_the_model_as_in_one_process(kind: str) -> None:
     for got in run_ranks(2, fitted, {**RING, **UNUSED}, kind):

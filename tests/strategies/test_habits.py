@@ -274,6 +274,15 @@ def alone(habit: str) -> Report:
     return run_ranks(1, fitted, None, habit)[0]
 
 
+@pytest.mark.quick(
+    "sanity check",
+    "limits",
+    "own clipping",
+    "detect_anomaly",
+    "advanced profiler",
+    "stochastic weight averaging",
+    "graph in TensorBoard",
+)
 @pytest.mark.parametrize("habit", OPTIONS)
 def test_it_is_as_in_one_process(habit: str) -> None:
     want = alone(habit)

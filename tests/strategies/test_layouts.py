@@ -76,6 +76,7 @@ def test_balanced_equals_one_process_with_hugging_face() -> None:
     compare(found, baseline(run), MODELS["hf-float64"])
 
 
+@pytest.mark.quick("None-contiguous")
 @pytest.mark.parametrize(("cost", "kind"), [(None, "contiguous"), (FREE, "balanced")])
 def test_auto_equals_one_process(cost: Costs, kind: str) -> None:
     """Tiny rows are not worth a message more; if messages were free, they would be dealt."""

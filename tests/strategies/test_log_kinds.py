@@ -199,6 +199,7 @@ def norms_alone() -> Report:
     return want
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("engine", ["fsdp", "zero1"])
 def test_what_is_spread_over_ranks_is_logged_whole(engine: str) -> None:
     for got in run_ranks(2, watched, {**RING, "data_parallel": engine}, Norms, test=False):

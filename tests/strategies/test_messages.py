@@ -93,6 +93,7 @@ KINDS = {
 }
 
 
+@pytest.mark.quick("plain", "two data ranks")
 @pytest.mark.parametrize("kind", KINDS)
 def test_messages_of_a_step(kind: str) -> None:
     """Votes; one gather of values, logged and shown alike; and a plan for each kind of attention call."""
@@ -192,6 +193,7 @@ def refused(rank: int, world_size: int, kind: type[PlainModule], stage: str = "f
         assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 
+@pytest.mark.quick("AddsOnOneRank-fit", "AddsOnOneRank-validate")
 @pytest.mark.parametrize(
     ("kind", "stage"), [(AddsOnOneRank, "fit"), (ByHand, "fit"), (AddsOnOneRank, "validate")]
 )
@@ -212,6 +214,7 @@ def test_losses_that_do_not_fit_are_refused_on_every_rank(kind: Any) -> None:
     expect_on_every_rank(2, refused, kind, error=ConfigError, match=match, timeout=20)
 
 
+@pytest.mark.quick("WithoutLoss", "WithoutGraphInOneGroup")
 @pytest.mark.parametrize(
     "kind", [WithoutLoss, WithoutLossInOneGroup, OfAnotherShape, WithoutGraphInOneGroup]
 )

@@ -89,6 +89,7 @@ def kept(rank: int, world: int, form: str, scores: Any, options: dict[str, Any])
 TWO = ["epoch=2-step=6.ckpt", "epoch=3-step=8.ckpt"]
 
 
+@pytest.mark.quick("full", "a name of its own")
 @pytest.mark.parametrize(
     ("form", "scores", "options", "found"),
     [

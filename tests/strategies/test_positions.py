@@ -75,6 +75,7 @@ def fit_by_name(rank: int, world_size: int, settings: Settings) -> torch.Tensor:
     return weights(module)
 
 
+@pytest.mark.quick("{}")
 @pytest.mark.parametrize(
     "settings", [{}, {"data_parallel": "fsdp"}, {"context_parallel_size": 1}], ids=str
 )
@@ -84,6 +85,7 @@ def test_positions_are_there_on_one_rank(settings: Settings) -> None:
         close(got, plain("small"))
 
 
+@pytest.mark.quick("ddp")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1"])
 def test_positions_are_there_where_only_data_is_shared(engine: str) -> None:
     """Both ranks get the same samples, because nothing is distributed here."""
@@ -145,6 +147,7 @@ def keys_for(rank: int, world_size: int, name: str) -> list[str]:
     return sorted(fabric.strategy.shard_batch({"input_ids": torch.zeros(2, 5, dtype=torch.long)}))
 
 
+@pytest.mark.quick("llama-True", "opt-False")
 @pytest.mark.parametrize(
     ("name", "told"), [("llama", True), ("bert", True), ("roberta", False), ("opt", False)]
 )
@@ -165,6 +168,7 @@ def targets_for(rank: int, world_size: int, labels: str) -> Any:
     return batch.get("shift_labels", torch.empty(0)).tolist()
 
 
+@pytest.mark.quick("shift-targets0")
 @pytest.mark.parametrize(
     ("labels", "targets"),
     [
@@ -248,6 +252,7 @@ def test_a_step_that_does_not_read_positions_is_told_once(kind: type[Small]) -> 
     assert others == [[], [], []]
 
 
+@pytest.mark.quick("Small", "Maps")
 @pytest.mark.parametrize("kind", [Small, PassesOn, Takes, Maps])
 def test_a_step_that_reads_positions_is_not(kind: type[Small]) -> None:
     assert run_ranks(4, messages, kind) == [[]] * 4

@@ -65,6 +65,7 @@ def predicted(rank: int, world_size: int, settings: Settings | None, what: str) 
     return trainer_of(world_size, settings).predict(module, data)
 
 
+@pytest.mark.quick("logits", "own", "nothing")
 @pytest.mark.filterwarnings("ignore:predict returned None:UserWarning")
 @pytest.mark.parametrize(
     "what", ["logits", "dictionary", "tuple", "declared", "own", "replicated", "integer", "nothing"]
@@ -108,6 +109,7 @@ def predict_unalike(rank: int, world_size: int, what: str) -> None:
     trainer_of(world_size, RING).predict(Unalike(what), loader(2))
 
 
+@pytest.mark.quick("one rank only", "number")
 @pytest.mark.parametrize("what", ["one rank only", "list", "array", "text", "number"])
 def test_other_things_on_other_ranks_are_refused_and_nobody_hangs(what: str) -> None:
     match = "predict_step returned different things on the ranks of a group"

@@ -115,6 +115,7 @@ def busy_hops(ring: int, ring_rank: int, ulysses: int = 1) -> list[int]:
     return [hop.index for hop in plan.rank(ring_rank).hops if hop.tiles]
 
 
+@pytest.mark.quick("small")
 @pytest.mark.parametrize("kind", ["small", "checkpointed"])
 def test_a_step_of_the_trainer(kind: str) -> None:
     """Ranges are those of the schedule, figures those of the traces, and weights those without a profile."""
@@ -231,6 +232,7 @@ def fit_on_the_wire(rank: int, world_size: int, module: type[Any]) -> tuple[int,
     return counted, summary["ranks"][rank]["sent"]["total_bytes"]
 
 
+@pytest.mark.quick("Reentrant")
 @pytest.mark.parametrize("module", [KINDS["reentrant"], Kept])
 def test_bytes_are_those_on_the_wire(module: type[Any]) -> None:
     for counted, told in run_ranks(4, fit_on_the_wire, module):

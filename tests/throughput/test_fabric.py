@@ -48,6 +48,7 @@ def looped(rank: int, world: int, settings: Settings | None) -> list[dict[str, f
     return found
 
 
+@pytest.mark.quick("1-None", "4-{'ring_size': 2, 'ulysses_size': 2}")
 @pytest.mark.parametrize(
     ("ranks", "settings"), [(1, None), (1, {}), (2, RING), (4, HYBRID)], ids=str
 )

@@ -106,6 +106,18 @@ def facts_of(call: AttentionCall) -> tuple[object, ...]:
     return (*call[:2], call.mask.left, call.mask.right, *call[3:])
 
 
+@pytest.mark.quick(
+    "afmoe",
+    "deepseek_v2",
+    "falcon_alibi",
+    "gemma2_capped",
+    "gpt_oss",
+    "llama_longrope",
+    "mistral",
+    "opt",
+    "phimoe",
+    "youtu",
+)
 @pytest.mark.parametrize("name", all_families(but=("llama4", "esm", "roberta")))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_models_tell_what_they_ask_for(name: str) -> None:
