@@ -95,12 +95,14 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
     assert checkpoint_to_resume(real, tmp_path) == real
 
 
+@pytest.mark.slow
 def test_auto_needs_a_folder_of_its_own(tmp_path: Path) -> None:
     printed = failed(tmp_path, "resume=auto")
     assert "ConfigError: resume=auto goes on in the run's own folder" in printed
     assert "hydra.run.dir=outputs/NAME" in printed
 
 
+@pytest.mark.slow
 def test_missing_paths_are_asked_for(tmp_path: Path) -> None:
     printed = failed(tmp_path, "data=text_files")
     assert "ConfigError: data.paths must be a list of files" in printed

@@ -16,6 +16,8 @@ from lightning_cp.planner.measured_machine import of_hardware
 from tests.bench.configured import TINY
 from tests.launch.start import all_succeeded, finish, program, ranks, torchrun_variables
 
+pytestmark = pytest.mark.slow
+
 COMMAND = ("-m", "lightning_cp.bench", *TINY, "modes=[ours]")
 MASKS = ("full", "causal", "window", "packed")
 LINKS = {
