@@ -13,6 +13,12 @@ from lightning_cp.labels import IGNORED_LABEL
 from tests.parity.modules import VOCAB, Healthy
 
 
+def declare_targets(module: Healthy, batch: Any) -> None:
+    """Say what the loss is a mean over, which is not known of one times a tensor, or with other terms."""
+    strategy: Any = module.trainer.strategy
+    strategy.count_targets(batch["labels"] != IGNORED_LABEL)
+
+
 class Counts(Healthy):
     """Its loss grows with how often it was computed, which it notes in every way there is."""
 
@@ -30,6 +36,7 @@ class Counts(Healthy):
         self.mean = 0.5 * self.mean + 1.0  # another tensor
         self.weight += 0.25
         self.notes["steps"].append(len(self.notes["steps"]))
+        declare_targets(self, batch)
         return loss * (self.weight + self.steps + self.seen + self.mean + self.notes["steps"][-1])
 
 
@@ -75,7 +82,7 @@ class Follows(Healthy):
             to.data.mul_(0.9).add_(0.1 * of.data)
         apart = self.student(torch.ones(4)) - self.teacher(torch.ones(4)) - 1
         loss = super().training_step(batch, batch_idx)
-        self.trainer.strategy.count_targets(batch["labels"] != IGNORED_LABEL)  # type: ignore[attr-defined]
+        declare_targets(self, batch)
         return loss + 0.1 * apart.square().mean()
 
 
