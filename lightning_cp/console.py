@@ -145,9 +145,8 @@ class _Hook:
     def _program_s_own(self, *error: Any) -> Callable[[], None] | None:
         """What shows an error, if the program has a hook: Python's and PyTorch's are left out."""
         hook = self.before
-        while inspect.isfunction(
-            hook
-        ):  # PyTorch's, one for each process group, mark lines with the rank
+        # PyTorch's, one for each process group, mark lines with the rank.
+        while inspect.isfunction(hook):
             within = inspect.getclosurevars(hook).nonlocals.get("old_hook")
             if within is None:
                 break

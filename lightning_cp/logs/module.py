@@ -251,10 +251,8 @@ class ModuleLog:
         mesh = self._core.mesh
         if mesh.data_size == 1:  # nothing is left, and Lightning need not recommend it
             options = {**options, "sync_dist": True}
-        return {
-            **options,
-            "sync_dist_group": Flat.DATA,
-        }  # by its name: Lightning keeps it with the Trainer
+        # By its name: Lightning keeps it with the Trainer, of which there are copies.
+        return {**options, "sync_dist_group": Flat.DATA}
 
     @contextmanager
     def _in_hook(self, where: str) -> Iterator[None]:
