@@ -136,7 +136,12 @@ def test_no_process_is_left(
     name: str, session: tuple[str, subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     mark, process = session
-    wait_until(lambda: len(list((tmp_path / "started").iterdir())) == 2, 240.0, "the ranks start")
+
+    def ranks_have_started() -> bool:
+        assert process.poll() is None, process.communicate()[0]
+        return len(list((tmp_path / "started").iterdir())) == 2
+
+    wait_until(ranks_have_started, 240.0, "the ranks start")
     if (ending := ENDINGS[name]) is not None:
         assert len(marked(mark)) >= 4, "pytest, fork server and two ranks should be seen"
         process.send_signal(ending)

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -118,12 +119,23 @@ class TokenDraws:
         self._off = 0
         self._shared: tuple[frozenset[int], int] = frozenset(), 0
         self._warned: set[str] = set()
+        self._asked: list[str] | None = []
 
     def begin(self, tokens: Tokens) -> None:
         """A step on these tokens begins; the one before it ends."""
         self.end()
         self._tokens, self._thread = tokens, threading.get_ident()
         _active.append(weakref.ref(self))
+
+    def take_asked(self) -> list[str]:
+        """What was drawn since this was asked last, call by call: the shape, or whose numbers they are."""
+        asked = self._asked or []
+        self._asked = None if self._asked is None else []
+        return asked
+
+    def look_no_more(self) -> None:
+        """A difference between ranks was said: once is enough."""
+        self._asked = None
 
     def end(self) -> None:
         """All is drawn as ever."""
@@ -196,6 +208,12 @@ class TokenDraws:
                 taken for features, while random numbers made by themselves may be [rows, tokens].
             parameter: it is a parameter.
         """
+        found = self._find(shape, activation=activation, parameter=parameter)
+        if self._asked is not None:
+            self._asked.append(str(tuple(shape)) if found is None else "tokens")
+        return found
+
+    def _find(self, shape: Sequence[int], *, activation: bool, parameter: bool) -> Place | None:
         assert self._tokens is not None
         asked = self._per[-1] if self._per else None
         if parameter or asked == "row":
@@ -250,6 +268,26 @@ class TokenDraws:
         count = count if place.row is None else shape[place.row]
         rows = torch.arange(count, device=seed.device) * size + rank
         return counter.token_keys(seed, rows, self._local(seed.device))
+
+
+def difference(asked: Sequence[Sequence[str]]) -> str | None:
+    """What to say of ranks that share a sample and drew for other shapes; ``None`` if they did not.
+
+    Args:
+        asked: what each of them took by ``TokenDraws.take_asked``.
+    """
+    calls = enumerate(zip_longest(*asked, fillvalue="nothing"), 1)
+    apart = next(((at, call) for at, call in calls if len(set(call)) > 1), None)
+    if apart is None:
+        return None
+    of_ranks = ", ".join(f"rank {rank} for {shape}" for rank, shape in enumerate(apart[1]))
+    return (
+        "ranks that share a sample drew different random numbers: with call "
+        f"{apart[0]} of a step, {of_ranks}. From there on their generators are apart, so that "
+        "numbers of rows (noise levels, layers to drop) differ between them, which is silently "
+        "wrong. Make the same calls on all of them, and draw numbers of some of a rank's tokens, "
+        f"such as those that a mask selects, {_WITHIN.format('token')}."
+    )
 
 
 _active: list[weakref.ref[TokenDraws]] = []

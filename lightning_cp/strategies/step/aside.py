@@ -58,6 +58,8 @@ class StepsAside(AttachedModel):
         finally:
             vars(self).update(kept)
             self._listeners[:] = listeners
+            if self._draws is not None:
+                self._draws.take_asked()
 
     @contextmanager
     def alone(self, batch: Any) -> Iterator[bool]:

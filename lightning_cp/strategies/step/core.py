@@ -60,6 +60,7 @@ class ContextParallelCore(StepsAside):
                 training=needs_labels,
                 together=needs_labels or self.settings.forward_is_shared,
                 before=before,
+                draws=None if self._is_aside else self._draws,
             )
         self._say_once(sharding.choice)
         self._warn_if_shifted_twice(batch)

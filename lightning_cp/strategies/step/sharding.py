@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from lightning_cp.batch import (
@@ -16,7 +19,7 @@ from lightning_cp.batch import (
     shard_batch,
     valid_counts,
 )
-from lightning_cp.comm.agreement import find_difference
+from lightning_cp.comm.agreement import find_difference, gathered_lists
 from lightning_cp.comm.checksum import checksum, fingerprint
 from lightning_cp.comm.vote import tally
 from lightning_cp.containers import tensors_of
@@ -26,7 +29,10 @@ from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.models.facts import PositionFacts, position_facts
 from lightning_cp.models.hf import label_alignment
 from lightning_cp.models.swap import hf_models
+from lightning_cp.models.token_draws import TokenDraws, difference
 from lightning_cp.strategies.step.layouts import LayoutRule, layout_of
+
+_log = logging.getLogger("lightning_cp")
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ def shard_agreed(
     training: bool,
     together: bool,
     before: ShardedBatch | None = None,
+    draws: TokenDraws | None = None,
 ) -> Sharding:
     """This rank's part of a batch that every rank of its cp group holds whole.
 
@@ -69,6 +76,8 @@ def shard_agreed(
         training: labels are needed, and their number in all data ranks.
         together: ranks with other samples take part in the agreement, as they do in training.
         before: what was sharded last, which must not be sharded again.
+        draws: random numbers of the steps before this one, for which ranks that share a sample must have
+            asked alike.
 
     Raises:
         ConfigError: a batch that cannot be read.
@@ -90,7 +99,7 @@ def shard_agreed(
     except Exception as refused:  # any: a rank that raised alone would leave the others waiting
         error = refused
     texts = _texts(whole) if whole is not None else {}
-    targets, empty = _agree_on_batch(facts, texts, error, mesh, together=together)
+    targets, empty = _agree_on_batch(facts, texts, error, mesh, draws, together=together)
     if not training and whole is not None:
         targets, empty = facts["targets"], facts["ranks without targets"]
     assert whole is not None
@@ -161,6 +170,7 @@ def _agree_on_batch(
     texts: dict[str, str],
     error: Exception | None,
     mesh: ContextParallelMesh,
+    draws: TokenDraws | None,
     *,
     together: bool,
 ) -> tuple[int, int]:
@@ -173,17 +183,40 @@ def _agree_on_batch(
     size, of = mesh.data_size if together else 1, mesh.sample_size
     group = mesh.control_group(Flat.LOSS if together else Flat.CP)
     part = mesh.data_rank if together else 0
-    own, dissents = tuple(facts.items()), error is not None
+    dissents = error is not None
     number = 0 if error else _EMPTY * facts["targets"] + facts["ranks without targets"]
-    total = tally("batch", group, dissents=dissents, number=number, of=(part, of), own=own)
+    asked = [] if draws is None else draws.take_asked()
+
+    def total_with(asked: list[str]) -> int | None:
+        own = (tuple(facts.items()), asked)
+        return tally("batch", group, dissents=dissents, number=number, of=(part, of), own=own)
+
+    total = total_with(asked)
     if total is None:
         groups = [range(at * of, (at + 1) * of) for at in range(size)]
         find_difference(facts, group, what="batch", within=groups, error=error, texts=texts)
+        if draws is not None:
+            _say_draws_differ(asked, group, groups, draws)
+        total = total_with([])
+    if total is None:
         raise BatchMismatchError(
             "batch: the ranks' votes differ, and nothing that they said does. Please report it, with the "
             "shapes of the batch of every rank."
         )
     return total // _EMPTY // of, total % _EMPTY
+
+
+def _say_draws_differ(
+    asked: list[str], group: dist.ProcessGroup, groups: Sequence[range], draws: TokenDraws
+) -> None:
+    """Warn on the first rank of the first of some groups whose ranks drew different random numbers; once."""
+    every = gathered_lists(asked, group)
+    said = ((ranks[0], difference([every[rank] for rank in ranks])) for ranks in groups)
+    first, line = next(((rank, line) for rank, line in said if line), (0, None))
+    if line:
+        draws.look_no_more()
+        if group.rank() == first:
+            _log.warning(line)
 
 
 _EMPTY = 2**24
