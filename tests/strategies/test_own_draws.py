@@ -45,7 +45,8 @@ class Drawing(Small):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         if self.declared:
-            with self.trainer.strategy.draw_per("token"):
+            strategy: Any = self.trainer.strategy
+            with strategy.draw_per("token"):
                 DRAWS[self.draw](batch["input_ids"])
         else:
             DRAWS[self.draw](batch["input_ids"])
