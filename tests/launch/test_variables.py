@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning import Trainer
 from lightning.fabric.plugins.environments import (
     ClusterEnvironment,
     LightningEnvironment,
@@ -15,6 +16,7 @@ from lightning.fabric.plugins.environments import (
     TorchElasticEnvironment,
 )
 
+from lightning_cp import UlyssesRingStrategy
 from lightning_cp.errors import ConfigError
 from lightning_cp.strategies.launch.ranks import check_ranks
 from tests.launch.start import SCRIPTS, ranks, torchrun_variables
@@ -128,6 +130,20 @@ def test_what_fits_is_left_alone(case: Any, told: Callable[[Variables], None]) -
 def test_other_clusters_know_best(told: Callable[[Variables], None]) -> None:
     told({"RANK": "7", "WORLD_SIZE": "2", "LOCAL_RANK": "9"})
     check_ranks(MPIEnvironment.__new__(MPIEnvironment), "popen", 1, 1)
+
+
+def test_where_no_sample_is_shared_ddp_decides(told: Callable[[Variables], None]) -> None:
+    """A job of one task whose Trainer asks for two devices, and nodes that were not told of each other."""
+
+    def trainer(**sizes: int) -> Trainer:
+        strategy = UlyssesRingStrategy(**sizes)
+        return Trainer(accelerator="cpu", devices=2, num_nodes=nodes, strategy=strategy)
+
+    for nodes, variables in (1, changed(srun(2)[0], SLURM_NTASKS_PER_NODE="1")), (2, {}):
+        told(variables)
+        with pytest.raises(ConfigError, match=f"devices=2|num_nodes={nodes}"):
+            trainer()
+        trainer(context_parallel_size=1, data_parallel_size=2 * nodes)
 
 
 # -- in programs --------------------------------------------------------------------------------------

@@ -123,6 +123,29 @@ class Boring(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
+class Unused(Boring):
+    """Trains a layer that its only step does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Linear(4, 2).double()
+
+
+def one_step(rank: int, world_size: int, plain: bool) -> torch.Tensor:
+    module = Unused()
+    strategy = DDPStrategy() if plain else UlyssesRingStrategy()
+    trainer = trainer_of(world_size, {}, strategy=strategy, limit_train_batches=1)
+    trainer.fit(module, DataLoader(torch.arange(8.0).double().view(2, 4)))
+    return weights(module)
+
+
+def test_a_parameter_that_the_only_step_does_not_use() -> None:
+    """With one rank there is nothing to be averaged, and DDP complains of the second forward only."""
+    (want,), (got,) = run_ranks(1, one_step, True), run_ranks(1, one_step, False)
+    assert torch.equal(got, want)
+    assert not torch.equal(got, weights(Unused()))
+
+
 def boring(rank: int, world_size: int, strategy: Any) -> torch.Tensor:
     module, trainer = (
         Boring(),

@@ -152,13 +152,14 @@ class DDPEngine:
         """After backward: refuse gradients that stayed on their ranks.
 
         DistributedDataParallel itself says so at the next forward only, after an optimizer has stepped, and
-        not at all after the last one.
+        not at all after the last one. With one rank nothing stays behind, and it has the only say.
 
         Raises:
             ConfigError: parameters that it waits for got no gradient, so others were not averaged either.
         """
         for wrapped in self._syncing():
-            said = _unfinished(wrapped)
+            shares = dist.get_world_size(wrapped.process_group) > 1
+            said = _unfinished(wrapped) if shares else None
             if said is not None:
                 raise ConfigError(self._without_gradient(wrapped.module, said))
 

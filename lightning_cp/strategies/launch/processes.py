@@ -37,10 +37,11 @@ class Processes:
             self._library_warnings.hide()
 
     def _check_ranks(self: Any) -> None:
-        check_ranks(
-            *(self.cluster_environment, self._start_method, self.num_processes, self.num_nodes),
-            as_ddp=self._settings.context_parallel_size == 1,
-        )
+        """Where no sample is shared, whoever trains finds out, as with DDP."""
+        if self._settings.context_parallel_size != 1:
+            check_ranks(
+                *(self.cluster_environment, self._start_method, self.num_processes, self.num_nodes)
+            )
 
     def _configure_launcher(self: Any) -> None:
         parent: Any = super()

@@ -69,12 +69,7 @@ def check_start_method(start_method: str) -> None:
 
 
 def check_ranks(
-    environment: ClusterEnvironment,
-    start_method: str,
-    devices: int,
-    num_nodes: int,
-    *,
-    as_ddp: bool = False,
+    environment: ClusterEnvironment, start_method: str, devices: int, num_nodes: int
 ) -> None:
     """Compare what this process was told of its rank with the number of devices and nodes.
 
@@ -83,7 +78,6 @@ def check_ranks(
         start_method: how the strategy would start processes, if it has to.
         devices: processes of each node.
         num_nodes: machines.
-        as_ddp: no sample is shared, so nodes that cannot find each other are found out by who trains.
 
     Raises:
         ConfigError: variables that are missing, contradict each other or the two numbers, or a start method
@@ -95,7 +89,7 @@ def check_ranks(
         _check_external(launcher, devices, num_nodes)
     elif type(environment) is LightningEnvironment:
         _refuse_notebook(start_method)
-        _check_own(start_method, devices, num_nodes, as_ddp=as_ddp)
+        _check_own(start_method, devices, num_nodes)
 
 
 def _check_external(launcher: Launcher, devices: int, num_nodes: int) -> None:
@@ -127,7 +121,7 @@ def _check_external(launcher: Launcher, devices: int, num_nodes: int) -> None:
         )
 
 
-def _check_own(start_method: str, devices: int, num_nodes: int, *, as_ddp: bool) -> None:
+def _check_own(start_method: str, devices: int, num_nodes: int) -> None:
     """Lightning starts the processes, or the user has started each of them and says so by LOCAL_RANK."""
     node_rank = _number("NODE_RANK" if "NODE_RANK" in os.environ else "GROUP_RANK", default=0)
     if not 0 <= node_rank < num_nodes:
@@ -135,8 +129,7 @@ def _check_own(start_method: str, devices: int, num_nodes: int, *, as_ddp: bool)
             f"NODE_RANK={node_rank}, but num_nodes={num_nodes}: it goes from 0 to {num_nodes - 1}. Set it to "
             "this machine's number, or correct num_nodes."
         )
-    if not as_ddp:
-        _check_nodes_can_meet(num_nodes)
+    _check_nodes_can_meet(num_nodes)
     if start_method != "popen":
         return  # Lightning tells its workers; WORLD_SIZE and RANK are not read
     if "LOCAL_RANK" not in os.environ:
