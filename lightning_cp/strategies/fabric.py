@@ -143,7 +143,7 @@ class UlyssesRingStrategy(FabricSetup):
             self._refuse_unfrozen()
             self._core.check_step()
             self._core.require_loss(tensor)
-            self._guard.note_loss(self._core.own_loss(tensor))
+            self._note_loss(tensor, self._optimizers)
             scaled = self._core.scale_loss(tensor, self._optimizers)
             self._engine.expect(scaled)
             super().backward(scaled, module, *args, **kwargs)

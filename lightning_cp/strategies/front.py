@@ -6,10 +6,11 @@ in front of its own ``DDPStrategy``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 from weakref import finalize
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -255,6 +256,17 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
         if self._whole:
             self._pretrained.load(module, self.root_device)
             require_values(module, self._engine.name)
+
+    def _note_loss(self, loss: torch.Tensor, optimizers: Iterable[Optimizer]) -> None:
+        """Before a backward: with no gradient left, notes are of a window that an error has ended."""
+        if self._guard.has_notes and not self._has_gradients(optimizers):
+            self._guard.forget()
+        self._guard.note_loss(self._core.own_loss(loss))
+
+    def _has_gradients(self, optimizers: Iterable[Optimizer]) -> bool:
+        groups = (group for each in optimizers for group in each.param_groups)
+        filled = any(p.grad is not None for group in groups for p in group["params"])
+        return filled or any(True for _ in self._engine.unreduced())
 
     def _before_step(
         self: Any, number: int, optimizer: Optimizer, model: nn.Module, precision: object

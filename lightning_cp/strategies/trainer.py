@@ -82,7 +82,7 @@ class UlyssesRingStrategy(TrainerSetup):
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         super().pre_backward(closure_loss)
-        self._guard.note_loss(self._core.own_loss(closure_loss))
+        self._note_loss(closure_loss, self.optimizers)
 
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:

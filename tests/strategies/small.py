@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -19,9 +20,12 @@ from tests.strategies.plain_llama import PlainLlama
 Batch = Any
 Settings = dict[str, Any]
 RING: Settings = {"ring_size": 2, "ulysses_size": 1}
+RING3: Settings = {"ring_size": 3, "ulysses_size": 1}
 ULYSSES: Settings = {"ring_size": 1, "ulysses_size": 2}
 HYBRID: Settings = {"ring_size": 2, "ulysses_size": 2}
 VOCAB, LENGTH = 48, 29  # a length that divides by nothing
+LET_EMPTY = pytest.mark.filterwarnings("ignore:a batch has no valid label at all:UserWarning")
+"""For modules of tests: some samples have no targets on any rank."""
 
 
 class Small(pl.LightningModule):

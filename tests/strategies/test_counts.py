@@ -15,7 +15,9 @@ from lightning_cp.errors import ConfigError, LightningCPError, ParityError
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.small import (
     HYBRID,
+    LET_EMPTY,
     RING,
+    RING3,
     ULYSSES,
     VOCAB,
     Batch,
@@ -27,8 +29,7 @@ from tests.strategies.small import (
     weights,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:a batch has no valid label at all:UserWarning")
-RING3: Settings = {"ring_size": 3, "ulysses_size": 1}
+pytestmark = LET_EMPTY
 OFF: Settings = {"parity_check": "off"}
 CLASSES = torch.linspace(0.5, 2.0, VOCAB, dtype=torch.float64)
 
@@ -211,6 +212,40 @@ def fits_two(rank: int, world_size: int, settings: Settings) -> None:
 def test_what_one_module_declares_says_nothing_of_the_next() -> None:
     match = "not known what this loss is a mean over"
     expect_on_every_rank(2, fits_two, {**RING, **OFF}, error=ConfigError, match=match)
+
+
+class Ending(Masked):
+    """Ends with an error in the second batch of a window."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            raise ArithmeticError("a batch that cannot be used")
+        return super().training_step(batch, batch_idx)
+
+
+def without_a_number(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, batch["labels"].flatten()) * float("nan")
+
+
+def fits_after_an_error(
+    rank: int, world_size: int, settings: Settings | None, way: Any
+) -> torch.Tensor:
+    trainer = trainer_of(world_size, settings, accumulate_grad_batches=2)
+    with pytest.raises(ArithmeticError, match="cannot be used"):
+        trainer.fit(Ending(way), loader(4), loader(2))
+    trainer.fit_loop.max_epochs = 2
+    module = Masked(cross_entropy)
+    trainer.fit(module, loader(4), loader(2))
+    assert trainer.global_step
+    return weights(module)
+
+
+@pytest.mark.parametrize("way", [undeclared, without_a_number])
+def test_a_window_that_an_error_has_ended_says_nothing_of_the_next(way: Any) -> None:
+    settings = {**RING, **OFF, "step_timeout": None}
+    want = run_ranks(1, fits_after_an_error, None, way)[0]
+    for got in run_ranks(2, fits_after_an_error, settings, way):
+        close(got, want)
 
 
 def negative(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:

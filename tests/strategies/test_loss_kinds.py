@@ -15,7 +15,9 @@ from lightning_cp.errors import ConfigError, LightningCPError
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.small import (
     HYBRID,
+    LET_EMPTY,
     RING,
+    RING3,
     ULYSSES,
     VOCAB,
     Batch,
@@ -28,8 +30,7 @@ from tests.strategies.small import (
 )
 from tests.strategies.test_fabric import Loop
 
-pytestmark = pytest.mark.filterwarnings("ignore:a batch has no valid label at all:UserWarning")
-RING3: Settings = {"ring_size": 3, "ulysses_size": 1}
+pytestmark = LET_EMPTY
 
 
 def token_losses(loop: Loop, batch: Batch) -> torch.Tensor:
@@ -137,6 +138,43 @@ def test_a_loss_of_no_known_kind_is_refused_at_the_first_backward(way: Any) -> N
 def test_a_mean_by_hand_is_exact_once_it_was_declared_or_checked(let: str) -> None:
     for got in run_ranks(2, trained, RING, mean_by_hand, let):
         close(got, alone(mean_by_hand))
+
+
+def of_fewer_targets(loop: Loop, batch: Batch) -> torch.Tensor:
+    """Of labels that are cut in the step, which nothing declares."""
+    labels = batch["labels"].where(batch["input_ids"] % 2 > 0, -100)
+    return F.cross_entropy(loop.logits(batch).flatten(0, 1), labels.flatten())
+
+
+def without_a_number(loop: Loop, batch: Batch) -> torch.Tensor:
+    return loop.loss(batch) * float("nan")
+
+
+def left_out(rank: int, world_size: int, settings: Settings | None, way: Any) -> torch.Tensor:
+    """Four steps; an error ends the second one after its backward, and the loop leaves its batch out."""
+    loop = Loop(world_size, settings)
+    try:
+        for step, whole in enumerate(loop.batches(8, use_distributed_sampler=False)):
+            try:
+                loop.fabric.backward((way if step == 1 else Loop.loss)(loop, loop.shard(whole)))
+                if step == 1:
+                    raise ArithmeticError("a batch that cannot be used")
+                loop.optimizer.step()
+            except ArithmeticError:
+                pass
+            loop.optimizer.zero_grad()
+    finally:
+        loop.end()
+    return weights(loop.model)
+
+
+@pytest.mark.quick("of_fewer_targets-ring", "without_a_number-fsdp")
+@pytest.mark.parametrize("more", [{}, {"data_parallel": "fsdp"}], ids=["ring", "fsdp"])
+@pytest.mark.parametrize("way", [of_fewer_targets, without_a_number])
+def test_a_batch_that_an_error_has_ended_can_be_left_out(way: Any, more: Settings) -> None:
+    want = run_ranks(1, left_out, None, way)[0]
+    for got in run_ranks(2, left_out, {**RING, **more}, way):
+        close(got, want)
 
 
 @pytest.mark.parametrize("let", ["", "checked"])

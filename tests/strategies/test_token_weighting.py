@@ -24,6 +24,7 @@ from tests.pool import expect_on_every_rank, run_ranks
 from tests.pool.environment import PoolEnvironment
 from tests.strategies.small import (
     LENGTH,
+    LET_EMPTY,
     Batch,
     Settings,
     Small,
@@ -34,7 +35,7 @@ from tests.strategies.small import (
     weights,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:a batch has no valid label at all:UserWarning")
+pytestmark = LET_EMPTY
 ROWS = 2
 
 

@@ -73,6 +73,16 @@ class FiniteGuard:
         """
         self._looks = self._checks and not any(isinstance(x, SpikeDetection) for x in callbacks)
 
+    @property
+    def has_notes(self) -> bool:
+        """Losses were noted that no step has looked at."""
+        return self._bad_loss is not None or self._counts.are_asked
+
+    def forget(self) -> None:
+        """Drop what was noted of losses whose gradients are gone: no step will be taken along them."""
+        self._bad_loss = None
+        self._counts.take()
+
     def note_loss(self, loss: torch.Tensor | None) -> None:
         """Before a backward: remember whether this rank's loss is finite, without waiting for it.
 
