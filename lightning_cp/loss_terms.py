@@ -105,7 +105,13 @@ def targets_of(
     counts = target != ignore_index
     if weight is None:
         return counts.sum()
-    return weight[target.where(counts, 0)].where(counts, 0).sum()
+    return _wide_sum(weight[target.where(counts, 0)].where(counts, 0))
+
+
+def _wide_sum(x: torch.Tensor) -> torch.Tensor:
+    """Of weights in at least float32: bfloat16 has 8 bits, and float16 ends at 65504."""
+    wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else None
+    return x.sum(dtype=wide)
 
 
 _KEY = "lightning_cp"
@@ -113,7 +119,7 @@ _KEY = "lightning_cp"
 _LINEAR = {
     *("Add", "Sub", "Neg", "Sum", "Mean", "Stack", "Cat", "Clone", "Alias", "ToCopy", "NanToNum"),
     *("View", "ReshapeAlias", "UnsafeView", "Squeeze", "Unsqueeze", "Select", "Slice", "Unbind"),
-    *("Expand", "_Shown", "_ToTorchTensor", "_FromTorchTensor", "Redistribute"),
+    *("_Shown", "_ToTorchTensor", "_FromTorchTensor", "Redistribute"),
 }
 """Operators, and functions of Python that hand on what they are given."""
 _IDENTITIES = {"_DDPSink", "BackwardHookFunction", "RegisterPostBackwardFunction"}
@@ -123,6 +129,8 @@ _OF_ONE = {
     *("T", "Transpose", "Permute"),
 }
 """Functions of one tensor."""
+_OF_PARAMETERS = _OF_ONE | _LINEAR - {"Slice"}
+"""Of those, without one that takes a size, which may be that of a rank's tokens."""
 _OPAQUE = {"CheckpointFunction", "CompiledFunction"}
 """What is computed inside has no nodes in the graph."""
 
@@ -171,7 +179,8 @@ def _divides(node: Any, factor: Any) -> bool:
 
 def _constants(node: Any) -> list[torch.Tensor]:
     """The factors of a product or a quotient that have no graph."""
-    saved = (getattr(node, name, None) for name in ("_saved_self", "_saved_other"))
+    names = ("_saved_self", "_saved_other", "_saved_mat2")
+    saved = (getattr(node, name, None) for name in names)
     return [x for x in saved if x is not None] if len(_sources(node)) < 2 else []
 
 
@@ -182,12 +191,45 @@ def _is_number(x: torch.Tensor) -> bool:
 
 
 def _is_shared(node: Any) -> bool:
-    """Whether all ranks have the same: a value of whole sequences, or of parameters alone."""
-    return _is_of_parameters(node) or _is_of_sequence([node])
+    """True if all ranks have the same: a value of whole sequences and parameters, or of parameters alone."""
+    if _is_of_parameters(node):
+        return True
+    if not _is_of_sequence([node]):
+        return False
+    whole = _made_of_sequence(node)
+    besides = {source for each in whole for source in _inputs(each)} - whole
+    return all(map(_is_of_parameters, besides))
+
+
+def _inputs(node: Any) -> list[Any]:
+    """The sources of a node, unless it is what ``unshard`` has returned."""
+    return [] if _origin_of(node) is Origin.SEQUENCE else _sources(node)
+
+
+def _made_of_sequence(node: Any) -> set[Any]:
+    """Of the nodes that a value is computed from, those that something of ``unshard`` goes through."""
+    users: dict[Any, list[Any]] = {node: []}
+    ahead = [node]
+    while ahead:
+        user = ahead.pop()
+        for source in _inputs(user):
+            if source not in users:
+                ahead.append(source)
+            users.setdefault(source, []).append(user)
+    found = {each for each in users if _origin_of(each) is Origin.SEQUENCE}
+    ahead = list(found)
+    while ahead:
+        more = [user for user in users[ahead.pop()] if user not in found]
+        found.update(more)
+        ahead.extend(more)
+    return found
 
 
 def _is_of_parameters(node: Any) -> bool:
-    """Whether it is computed from parameters and numbers, as a regulariser is; of no tensor besides."""
+    """True if it is computed from parameters and numbers, as a regulariser is; of no tensor besides.
+
+    A tensor of a parameter's size, such as its value before training, is taken for the same on all ranks.
+    """
     ahead, seen = [node], set()
     while ahead:
         node = ahead.pop()
@@ -200,14 +242,24 @@ def _is_of_parameters(node: Any) -> bool:
             if not isinstance(node.variable, torch.nn.Parameter):
                 return False
         elif _operator(node) in ("Mul", "Div", "Mm"):
-            if any(x.dim() for x in _constants(node)):
+            if not all(map(_is_number, _constants(node))):
                 return False
             ahead.extend(_sources(node))
-        elif _operator(node) in _LINEAR | _OF_ONE and _sources(node):
+        elif _operator(node) in _OF_PARAMETERS and _sources(node) and not _joins_another(node):
             ahead.extend(_sources(node))
         else:
             return False
     return True
+
+
+def _joins_another(node: Any) -> bool:
+    """True if an operand of a sum, or of what joins tensors, has no graph, and may be a rank's own."""
+    operands = node.next_functions
+    if all(source is not None for source, _ in operands):
+        return False
+    (source, number), *_ = [operand for operand in operands if operand[0] is not None]
+    sizes = [x._input_metadata[at].shape for x, at in ((node, 0), (source, number))]
+    return _operator(node) not in ("Add", "Sub") or sizes[0] != sizes[1] or not sizes[0]
 
 
 def _is_of_sequence(nodes: Iterable[Any]) -> bool:
@@ -235,7 +287,7 @@ def declared_count(counted: torch.Tensor | float) -> torch.Tensor:
         ConfigError: a number that is negative or NaN.
     """
     if isinstance(counted, torch.Tensor):
-        return counted.detach().sum()
+        return _wide_sum(counted.detach())
     if not counted >= 0:
         raise ConfigError(
             f"count_targets({counted}) declares no number of targets. Pass a mask of this rank's tokens, "

@@ -53,6 +53,19 @@ def a_parameter() -> nn.Parameter:
     return nn.Parameter(torch.ones(3))
 
 
+def a_matrix() -> nn.Parameter:
+    return nn.Parameter(torch.ones(4, 3))
+
+
+def baseline() -> torch.Tensor:
+    """A rank's own mean over its tokens, which no attention has seen."""
+    return (a_parameter()[0] - TARGETS.float()).square().mean()
+
+
+def embeddings() -> torch.Tensor:
+    return F.embedding(TARGETS.clamp(min=0), nn.Parameter(torch.ones(5, 2)))
+
+
 def of_several(*outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """As DDP returns what a model does, and modules with backward hooks."""
     return BackwardHookFunction.apply(*outputs)  # type: ignore[no-any-return]
@@ -70,6 +83,8 @@ KNOWN: dict[str, tuple[Callable[[], torch.Tensor], list[float]]] = {
     "both": (lambda: mean(tokens()) + of_rows().exp(), [6]),
     "times a whole one": (lambda: mean(tokens()) * of_rows(), [6]),
     "a regulariser": (lambda: mean(tokens()) + 0.1 * a_parameter().square().sum().sqrt(), [6]),
+    "beside its beginning": (lambda: (a_parameter() - torch.zeros(3)).norm() + mean(tokens()), [6]),
+    "a head of whole rows": (lambda: (sequence() @ a_matrix() + a_parameter()).exp().mean(), []),
     "beside logits": (lambda: of_several(tokens(), mean(tokens()))[1] / 2, [6]),
     "learned weight": (lambda: mean(tokens()) * (-a_parameter()[0]).exp(), [6]),
 }  # fmt: skip
@@ -85,6 +100,20 @@ UNKNOWN: dict[str, Callable[[], torch.Tensor]] = {
     "rows of tokens": lambda: F.logsigmoid(tokens().sum((1, 2))).mean(),
     "rows and tokens": lambda: (sequence().sum(1) + tokens().sum((1, 2))).exp().mean(),
     "of detached tokens": lambda: (tokens().detach() * nn.Parameter(torch.ones(5))).mean(),
+    "a baseline": lambda: (a_parameter()[0] - TARGETS.float()).square().mean(),
+    "a baseline of their mean": lambda: (a_parameter().sum() - TARGETS.float().mean()).square(),
+    "times their mean": lambda: a_parameter().sum() * TARGETS.float().mean(),
+    "a product with them": lambda: (nn.Parameter(torch.ones(3, 2)) @ TARGETS.float()).sum(),
+    "joined with them": lambda: (
+        torch.cat([a_parameter(), TARGETS.flatten().float()]).square().mean()
+    ),
+    "a mean for each token": lambda: mean(tokens()).expand(TARGETS.shape[0]).sum(),
+    "as many as tokens": lambda: a_parameter()[: TARGETS.shape[0]].square().sum(),
+    "for each token": lambda: a_parameter().expand(TARGETS.shape[0], 3).sum(),
+    "rows and a baseline": lambda: (sequence().sum() - baseline()).exp(),
+    "rows and embeddings": lambda: F.logsigmoid(
+        sequence().sum(1) - embeddings().square().mean()
+    ).mean(),
     "in a reentrant checkpoint": lambda: checkpoint(
         lambda x: x.sum(), sequence() + 0, use_reentrant=True
     ).exp(),
@@ -134,9 +163,16 @@ def test_what_is_noted_of_other_functions() -> None:
     assert targets_of(soft, None, -100, 5) == 6
 
 
+def test_weights_of_classes_are_counted_in_more_than_bfloat16() -> None:
+    classes = torch.tensor([1.0, 0.3], dtype=torch.bfloat16)
+    count = targets_of(torch.tensor([0, 1]).repeat(1500), classes)
+    assert float(count) == pytest.approx(1500 + 1500 * float(classes[1]), rel=1e-6)
+
+
 def test_what_is_declared() -> None:
     assert declared_count(TARGETS != -100) == 6
     assert declared_count(torch.tensor([0.25, 0.5])) == 0.75
+    assert float(declared_count(torch.full((3000,), 30.0, dtype=torch.float16))) == 90_000
     assert [int(divisor(declared_count(n))) for n in (0, 3)] == [1, 3]
     for wrong in (-1, float("nan")):
         with pytest.raises(ConfigError, match="declares no number of targets"):
