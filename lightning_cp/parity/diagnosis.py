@@ -60,9 +60,9 @@ REMEDY = {
         "it the whole sequence: self.unshard(x)."
     ),
     Cause.CROSS_DOCUMENT: (
-        "One process takes other documents than ranks do: those that restarting position_ids say, where "
-        "cu_seqlens or segment_ids of the batch declare others. Have them say the same, or take one of them "
-        "out of the batch."
+        "In one process the model isolates other documents than the batch declares, or none. Have its "
+        "attention function apply the mask that it is given, or take the declaration (position_ids that "
+        "restart, segment_ids, cu_seqlens) out of the batch."
     ),
     Cause.UNKNOWN: "Nothing that is known explains it; the table says where it begins.",
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from lightning_cp.errors import ConfigError, ParityError
@@ -157,6 +158,42 @@ def test_documents_that_transformers_knows() -> None:
         (line,) = run_ranks(2, huggingface, case, {**RING, **CHECKED}, timeout=60)[0]
         assert worst(line) < 1e-5
         assert "documents isolated" not in line
+
+
+def without_its_mask(
+    module: Any,
+    q_BHLD: torch.Tensor,
+    k_BKLD: torch.Tensor,
+    v_BKLD: torch.Tensor,
+    mask: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of the user's that looks at no document."""
+    groups = q_BHLD.shape[1] // k_BKLD.shape[1]
+    k_BHLD, v_BHLD = (x.repeat_interleave(groups, 1) for x in (k_BKLD, v_BKLD))
+    out = F.scaled_dot_product_attention(q_BHLD, k_BHLD, v_BHLD, is_causal=True)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def across_documents(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register("without_its_mask", without_its_mask)
+    AttentionMaskInterface.register("without_its_mask", sdpa_mask)
+    case = Case(batch="packed", use_cache=False, attention="without_its_mask")
+    huggingface(rank, world_size, case, settings)
+
+
+@pytest.mark.quick("ring")
+@pytest.mark.parametrize("mode", [*MODES])
+def test_attention_across_documents_is_named(mode: str) -> None:
+    match = (
+        r"(?s)Likely cause: cross-document attention\..*behind attention, and is gone without "
+        r"documents.*apply the mask"
+    )
+    ranks, settings = math.prod(MODES[mode].values()), {**MODES[mode], **CHECKED}
+    expect_on_every_rank(ranks, across_documents, settings, error=ParityError, match=match)
 
 
 @pytest.mark.filterwarnings("ignore:position_ids restart, so the documents:UserWarning")
