@@ -77,7 +77,9 @@ def local_copy(path: str) -> Iterator[Path]:
     """
     system, place = url_to_fs(path)
     if not system.exists(place):
-        raise MissingCheckpointError(f"there is no checkpoint {path}.")
+        raise MissingCheckpointError(
+            f"there is no checkpoint {path}. Give the URL of one that was saved."
+        )
     if system.isdir(place):
         raise CheckpointError(f"{path} is a folder. {SHARDED}")
     with TemporaryDirectory() as own:

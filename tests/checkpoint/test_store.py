@@ -103,7 +103,7 @@ def test_what_is_damaged_missing_or_a_folder_is_refused() -> None:
     MemoryFileSystem().pipe_file("/saves/a.ckpt", bytes(data))
     with pytest.raises(CheckpointError, match=r"a\.ckpt is damaged"):
         opened()
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint memory://saves/b"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint memory://saves/b\. Give the URL"):
         opened("memory://saves/b")
     with pytest.raises(CheckpointError, match=r"memory://saves is a folder\. A sharded"):
         opened("memory://saves")
