@@ -37,6 +37,9 @@ MEETING = 4.0
 SHOWING = 8.0
 """Seconds that the others wait until the error is shown."""
 
+RANKS_HERE = "LIGHTNING_CP_RANKS_HERE"
+"""How many ranks a launcher has started on this machine, in their environment, where it sets no other."""
+
 _HYDRA_FULL = "HYDRA_FULL_ERROR"
 _asked_hydra = os.environ.get(_HYDRA_FULL) == "1"  # before it is set here
 _LIBRARIES = {
@@ -201,6 +204,12 @@ def line_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def short_line_of(error: BaseException) -> str:
+    """The beginning of that, for ranks that do not show the error."""
+    first = line_of(error).splitlines()[0]
+    return f"{first[:200]}{'...' * (len(first) > 200)}"
+
+
 def user_frames(error: BaseException) -> str:
     """The frames of a traceback that are the user's, as Python shows them."""
     walk = traceback.walk_tb(error.__traceback__)
@@ -293,10 +302,7 @@ class Meeting:
         _, name, kind, message = shown
         own = self._seat.name
         if getattr(error, "is_own", True) and (type(error).__name__, str(error)) != (kind, message):
-            first = line_of(error).splitlines()[0]
-            return (
-                f"{own} ended with {first[:200]}{'...' * (len(first) > 200)} ({name} shows its own)"
-            )
+            return f"{own} ended with {short_line_of(error)} ({name} shows its own)"
         return f"{own} ended: {name} shows the {kind}"
 
     def _rank_that_shows(self, cards: dict[int, tuple[str, ...]]) -> int:
@@ -343,7 +349,8 @@ def _here() -> Seat:
         return _seat or Seat()
     rank = _number("RANK", "SLURM_PROCID")
     rank = local if rank is None else rank
-    count = _number("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "WORLD_SIZE") or 1
+    names = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", RANKS_HERE, "WORLD_SIZE")
+    count = _number(*names) or 1
     return Seat(rank, f"rank {rank}", count)
 
 
@@ -373,7 +380,7 @@ def _without_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: of a library in C
 
 
 # -- Hydra ---------------------------------------------------------------------------------------------

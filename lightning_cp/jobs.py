@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from lightning_cp.console import RANKS_HERE
 from lightning_cp.errors import ConfigError
 
 STALE = (
@@ -27,6 +28,7 @@ STALE = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_WORLD_SIZE",
+    RANKS_HERE,
     "MASTER_ADDR",
     "MASTER_PORT",
 )
@@ -135,7 +137,7 @@ def _signals_raise() -> Iterator[None]:
         stopped = stop.number
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: of a library in C
     if stopped is not None:
         signal.raise_signal(stopped)
         raise SystemExit(128 + stopped)  # a handler of the program's own let it live

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_cp.console import short_line_of
 from lightning_cp.errors import LightningCPError, RankFailure, without_home
 from lightning_cp.faults.position import Place
 
@@ -53,10 +54,10 @@ class Note:
     def of_error(cls, error: BaseException, place: Place) -> Note:
         """Of what this rank's main thread has raised."""
         text = "".join(traceback.format_exception(error))[-LONGEST:]
-        line = "".join(traceback.format_exception_only(error)).strip().splitlines()[0][:2000]
         is_shown = isinstance(error, LightningCPError)
-        line = type(error).__name__ if is_shown else without_home(line)
-        return cls(line, without_home(text), _kind(error), place, is_shown)
+        line = "".join(traceback.format_exception_only(error)).strip().splitlines()[0][:2000]
+        line = short_line_of(error) if is_shown else line
+        return cls(without_home(line), without_home(text), _kind(error), place, is_shown)
 
     def as_message(self) -> list[Any]:
         """For the wire."""

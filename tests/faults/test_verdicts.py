@@ -64,6 +64,17 @@ def test_ctrl_c_is_called_so() -> None:
     assert line(judging.verdict(1.1)) == "rank 3 was interrupted (Ctrl-C) at step 7, in backward"
 
 
+def test_an_error_of_ours_is_named_with_its_message() -> None:
+    """Another machine's ranks are not shown it besides."""
+    judging = judge()
+    error = ConfigError(f"too long. {'x' * 300}\nSecond line")
+    judging.notes(3, Note.of_error(error, AT), 1.0)
+    said = line(judging.verdict(1.1))
+    assert said.startswith("rank 3 raised at step 7, in backward: ConfigError: too long. xxx")
+    assert said.endswith("xxx...")
+    assert len(said) < 260
+
+
 def test_a_broken_connection_is_not_blamed_on_who_noticed_it() -> None:
     judging = judge()
     judging.notes(0, Note("RuntimeError: closed by peer", kind=BROKEN, place=AT), 1.0)

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import signal
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,9 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from lightning_cp import console, jobs
 from lightning_cp.fabric import UlyssesRingStrategy
+from lightning_cp.strategies.watch import launchers
 from lightning_cp.strategies.watch.launchers import FabricLauncher, ReportingFabricLauncher
 from tests.launch.start import SCRIPTS, Done, all_succeeded, free_port, ranks, torchrun_variables
 
@@ -153,6 +155,29 @@ def test_sigterm_is_left_to_loops_that_do_not_ask() -> None:
         assert not strategy.should_stop  # nobody has stepped since
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    "within",
+    [console._without_sigterm, partial(launchers._passing_sigterm_on, []), jobs._signals_raise],
+    ids=["an error", "a launcher", "a sweep"],
+)
+def test_a_handler_of_a_library_in_c_is_no_error(
+    within: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python does not know it: it reads as None, which cannot be set."""
+    last: dict[int, Any] = {}
+
+    def set_handler(number: int, handler: Any) -> None:
+        if handler is None:
+            raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable")
+        last[number] = handler
+
+    monkeypatch.setattr(signal, "signal", set_handler)
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    with within():
+        assert last[signal.SIGTERM] is not signal.SIG_DFL
+    assert set(last.values()) == {signal.SIG_DFL}
 
 
 @pytest.mark.parametrize("status", [143, 1])

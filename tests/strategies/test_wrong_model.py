@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_cp.errors import CheckpointError
@@ -73,3 +75,16 @@ def test_a_signals_checkpoint_says_that_it_is_whole(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(signals, "_wait_for_saves", lambda trainer: None)
     signals.save_last(Saving())  # type: ignore[arg-type]
     assert said == [{"weights_only": False}]
+
+
+def test_a_save_that_fails_leaves_the_callback_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    keep = ModelCheckpoint("kept", save_last="link")
+    monkeypatch.setattr(keep, "_save_last_checkpoint", fails)
+    monkeypatch.setattr(keep, "_monitor_candidates", lambda trainer: {})
+    trainer: Any = SimpleNamespace(checkpoint_callbacks=[keep])
+    with pytest.raises(OSError, match="no space left"):
+        signals.save_last(trainer)
+    assert keep.save_last == "link"

@@ -99,7 +99,7 @@ def _passing_sigterm_on(passed: list[int]) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, own)
+        signal.signal(signal.SIGTERM, own or signal.SIG_DFL)  # None: of a library in C
 
 
 class ReportingTrainerLauncher(_Reporting, TrainerLauncher):
@@ -147,6 +147,7 @@ class _Announcing:
     def _call_children_scripts(self) -> None:
         parent: Any = super()
         _say_start(self.num_processes)
+        os.environ[console.RANKS_HERE] = str(self.num_processes)
         parent._call_children_scripts()
 
 

@@ -83,7 +83,7 @@ def _give_back(note: Any, own: Any) -> None:
     """The handler that was there before, unless somebody has set another one since."""
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(signal.SIGTERM) is note:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if own is None else own)
+        signal.signal(signal.SIGTERM, own or signal.SIG_DFL)  # None: of a library in C
 
 
 def listen(trainer: Trainer, guard: FiniteGuard) -> None:
@@ -187,8 +187,11 @@ def save_last(trainer: Trainer) -> str:
         trainer.save_checkpoint(path, weights_only=False)
     else:
         chosen, first.save_last = first.save_last, True  # also where it is a link to an older one
-        first._save_last_checkpoint(trainer, first._monitor_candidates(trainer))
-        path, first.save_last = first.last_model_path, chosen
+        try:
+            first._save_last_checkpoint(trainer, first._monitor_candidates(trainer))
+        finally:
+            first.save_last = chosen
+        path = first.last_model_path
     _wait_for_saves(trainer)
     return shown(Path(path))
 
