@@ -228,7 +228,8 @@ class ContextParallelMesh:
         if (layout.ring_size, layout.ulysses_size) != (self.ring_size, self.ulysses_size):
             raise ConfigError(
                 f"the layout is for ring_size={layout.ring_size}, ulysses_size={layout.ulysses_size}, "
-                f"but the mesh has ring_size={self.ring_size}, ulysses_size={self.ulysses_size}."
+                f"but the mesh has ring_size={self.ring_size}, ulysses_size={self.ulysses_size}. "
+                "Make the layout with the sizes of the mesh."
             )
 
     def destroy(self) -> None:
@@ -253,7 +254,10 @@ class ContextParallelMesh:
 def _check_sizes(sizes: dict[Axis, int]) -> None:
     for axis, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ConfigError(f"mesh axis {axis} must be an integer of at least 1, got {size!r}.")
+            raise ConfigError(
+                f"mesh axis {axis} must be an integer of at least 1, got {size!r}. "
+                "Leave it out for 1."
+            )
     if not dist.is_initialized():
         raise ConfigError(
             "ContextParallelMesh needs torch.distributed to be initialised: use it inside a strategy, "

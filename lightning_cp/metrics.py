@@ -37,7 +37,8 @@ def aligned_labels(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return batch["shift_labels"]
     if "labels" not in batch:
         raise ConfigError(
-            f"a metric needs batch['labels'] or batch['shift_labels'], got keys {sorted(batch)}."
+            f"a metric needs batch['labels'] or batch['shift_labels'], got keys {sorted(batch)}. "
+            "Have the dataset give labels."
         )
     return shift(batch["labels"])
 

@@ -62,7 +62,10 @@ def check_folder(arguments: Sequence[str]) -> None:
         folder = Path(given)
         there = next(path for path in (folder, *folder.parents) if path.exists())
         if not there.is_dir():
-            raise ConfigError(f"{name}={given} cannot be made: {there} is a file.")
+            raise ConfigError(
+                f"{name}={given} cannot be made: {there} is a file. "
+                "Name another folder, or move the file."
+            )
         if not os.access(there, os.W_OK):
             raise ConfigError(
                 f"{name}={given} cannot be made: nothing may be written in {there.absolute()}. Give another: "

@@ -44,7 +44,8 @@ class Exchange:
         if heads is not None and (type(heads) is not int or heads < 1):
             raise ConfigError(
                 f"kv_heads_per_gather must be an integer of at least 1, or None for all heads at once, "
-                f"got {heads!r}."
+                f"got {heads!r}. "
+                "1 takes the least memory."
             )
         self._refuse_what_does_nothing()
 
@@ -66,4 +67,6 @@ class Exchange:
 
 def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
+        raise ConfigError(
+            f"{name} must be one of {', '.join(allowed)}, got {value!r}. Choose one of these names."
+        )

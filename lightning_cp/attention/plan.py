@@ -171,7 +171,8 @@ def _require_type(name: str, value: object, wanted: type) -> None:
     if not isinstance(value, wanted):
         raise ConfigError(
             f"{name} must be a {wanted.__module__.partition('.')[0]} {wanted.__name__}, got "
-            f"{type(value).__name__}."
+            f"{type(value).__name__}. "
+            "Pass such an object, or leave the argument out where it has a default."
         )
 
 
@@ -198,7 +199,10 @@ def check_inputs(
             f"{name} {tuple(x.shape)} {x.dtype} on {x.device}"
             for name, x in (("q", q_BLHD), ("k", k_BLKD), ("v", v_BLKD))
         )
-        raise ShapeError(f"{problem}, got {shown}.")
+        raise ShapeError(
+            f"{problem}, got {shown}. "
+            "Give q, k and v as this rank's part of one sequence, of one dtype and device."
+        )
 
 
 def _misfit(

@@ -35,7 +35,8 @@ def check_sinks(sinks_H: torch.Tensor | None, q_BLHD: torch.Tensor) -> None:
         raise ShapeError(
             f"sinks must be one floating-point logit per query head, [{q_BLHD.shape[2]}] on "
             f"{q_BLHD.device} for q {tuple(q_BLHD.shape)}, got {tuple(sinks_H.shape)} {sinks_H.dtype} on "
-            f"{sinks_H.device}."
+            f"{sinks_H.device}. "
+            "Convert them with sinks.to(q.device), and give one for each head of q."
         )
 
 

@@ -47,17 +47,22 @@ class AttentionSpec:
                 "to 0.0 (dropout elsewhere in the model is fine)."
             )
         if type(self.causal) is not bool:
-            raise ConfigError(f"causal must be True or False, got {self.causal!r}.")
+            raise ConfigError(
+                f"causal must be True or False, got {self.causal!r}. "
+                "For other masks use window or documents."
+            )
         for name in ("softmax_scale", "softcap"):
             object.__setattr__(self, name, _plain(getattr(self, name)))
         scale = self.softmax_scale
         if scale is not None and (not _is_number(scale) or scale == 0):
             raise ConfigError(
-                f"softmax_scale must be a finite number and not 0, or None, got {scale!r}{_detached(scale)}."
+                f"softmax_scale must be a finite number and not 0, or None, got {scale!r}{_detached(scale)}. "
+                "None scales by head_dim ** -0.5."
             )
         if not _is_number(self.softcap) or self.softcap < 0:
             raise ConfigError(
-                f"softcap must be 0.0 (off) or positive, got {self.softcap!r}{_detached(self.softcap)}."
+                f"softcap must be 0.0 (off) or positive, got {self.softcap!r}{_detached(self.softcap)}. "
+                "Leave it out to cap no scores."
             )
         for name in ("alibi_slopes", "sinks"):
             value = getattr(self, name)
@@ -98,10 +103,14 @@ class AttentionSpec:
         if not fits or slopes.dtype != torch.float32 or slopes.device != q_BLHD.device:
             raise ShapeError(
                 f"alibi_slopes must be float32, [{heads}] or [{batch}, {heads}], on {q_BLHD.device} for q "
-                f"{tuple(q_BLHD.shape)}, got {tuple(slopes.shape)} {slopes.dtype} on {slopes.device}."
+                f"{tuple(q_BLHD.shape)}, got {tuple(slopes.shape)} {slopes.dtype} on {slopes.device}. "
+                "Convert them with alibi_slopes.to(q.device, torch.float32), and give one for each head."
             )
         if slopes.device.type == "cpu" and not bool(slopes.isfinite().all()):
-            raise ShapeError(f"alibi_slopes must be finite, got {slopes.tolist()}.")
+            raise ShapeError(
+                f"alibi_slopes must be finite, got {slopes.tolist()}. "
+                "Use 0 for a head without a bias."
+            )
 
     def scale(self, head_dim: int) -> float:
         """The factor on q.k."""

@@ -96,7 +96,10 @@ def make_checkpoint(folder: Path, layers: int, files: int) -> None:
         limit += total // (100 * files) + 1
         made = in_files(shapes, limit)
     if len(made) < files // 2:
-        raise ConfigError(f"--files {files} is more than {len(shapes)} tensors can be spread over.")
+        raise ConfigError(
+            f"--files {files} is more than {len(shapes)} tensors can be spread over. "
+            "Write fewer files."
+        )
     first_infinite = 0x7F80  # the bits of bfloat16; smaller ones are finite numbers
     noise = torch.randint(0, first_infinite, (VOCAB * HIDDEN + 4096,), dtype=torch.int16)
     for name, keys in made.items():

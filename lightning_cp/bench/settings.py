@@ -138,7 +138,10 @@ def _device_type(asked: str) -> str:
     if asked == "auto":
         return "cuda" if there else "cpu"
     if asked not in DEFAULTS:
-        raise ConfigError(f"device must be auto, cpu or cuda, got {asked!r}.")
+        raise ConfigError(
+            f"device must be auto, cpu or cuda, got {asked!r}. "
+            "auto takes CUDA where there is a GPU."
+        )
     if asked == "cuda" and not there:
         raise ConfigError("device=cuda, but PyTorch finds no CUDA device here. device=cpu works.")
     return asked
@@ -211,13 +214,19 @@ def _integers(name: str, value: object) -> tuple[int, ...]:
 def _integer(name: str, value: object, least: int = 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         auto = ", or auto" if least else ""  # what may be 0 says what it is
-        raise ConfigError(f"{name} must be an integer of at least {least}{auto}; got {value!r}.")
+        raise ConfigError(
+            f"{name} must be an integer of at least {least}{auto}; got {value!r}. "
+            f"Give one on the command line: {name}=1."
+        )
     return value
 
 
 def _positive(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ConfigError(f"{name} must be a number above 0, got {value!r}.")
+        raise ConfigError(
+            f"{name} must be a number above 0, got {value!r}. "
+            f"Give one on the command line: {name}=1.0."
+        )
     return float(value)
 
 

@@ -140,7 +140,8 @@ class _Maker:
             if type(key) not in (str, int, float, bool, tuple, type(None)):
                 raise CheckpointError(
                     f"a key of {dotted(place)} is a {type(key).__qualname__}; keys must be strings or "
-                    "numbers."
+                    "numbers. "
+                    "Convert it before the save: str(key)."
                 )
             try:
                 made[key] = self.make(item, (*place, key))

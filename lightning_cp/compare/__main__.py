@@ -81,7 +81,8 @@ def _folders(config: DictConfig, folder: Path) -> tuple[list[Path], list[str]]:
     made, failed = make_runs(overrides, runs, folder / "runs")
     if len(made) < 2:
         raise ConfigError(
-            f"there is nothing to compare: {', '.join(failed)} failed, as shown above."
+            f"there is nothing to compare: {', '.join(failed)} failed, as shown above. "
+            "Mend these runs, and start again."
         )
     return made, failed
 

@@ -75,7 +75,7 @@ def _baseline_of(run: Run, baselines: Sequence[Run]) -> Run:
 def _find(name: str, runs: Sequence[Run]) -> Run:
     found = [run for run in runs if run.name == name or run.folder == Path(name).absolute()]
     if len(found) != 1:
-        raise ConfigError(f"baseline={name} is none of the runs: {_list(runs)}.")
+        raise ConfigError(f"baseline={name} is none of the runs: {_list(runs)}. Name one of these.")
     return found[0]
 
 

@@ -35,7 +35,8 @@ def make_runs(
     if not runs or any(name != Path(name).name for name in runs):
         raise ConfigError(
             f"train.runs must map names to lists of overrides, and a run's folder is named like it; got "
-            f"{list(runs)}."
+            f"{list(runs)}. "
+            "Write train.runs={a: [mode=ring], b: [mode=ulysses]}."
         )
     made, failed = [], []
     width = max(map(len, runs))
@@ -62,14 +63,18 @@ def repeated(
         ConfigError: seeds that are no list of different whole numbers, or runs that have seeds of their own.
     """
     if not isinstance(seeds, list) or not seeds or any(type(seed) is not int for seed in seeds):
-        raise ConfigError(f"train.seeds must be whole numbers, as [0,1,2]; got {seeds}.")
+        raise ConfigError(
+            f"train.seeds must be whole numbers, as [0,1,2]; got {seeds}. "
+            "Write each seed as an integer."
+        )
     if len(set(seeds)) < len(seeds):
-        raise ConfigError(f"train.seeds has one twice: {seeds}.")
+        raise ConfigError(f"train.seeds has one twice: {seeds}. Name each seed once.")
     every = {"train.overrides": overrides, **runs}
     own = [name for name, of in every.items() if any(each.startswith(SEED) for each in of)]
     if own:
         raise ConfigError(
-            f"train.seeds={seeds} goes over the seed that {', '.join(own)} has already."
+            f"train.seeds={seeds} goes over the seed that {', '.join(own)} has already. "
+            "Leave the seed out of these runs, or leave out train.seeds."
         )
     return {
         f"{name}_seed{seed}": [*of, f"{SEED}{seed}"] for name, of in runs.items() for seed in seeds

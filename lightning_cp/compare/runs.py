@@ -71,7 +71,10 @@ def find_runs(sweep: str) -> list[Path]:
     """
     folder = Path(sweep)
     if not folder.is_dir():
-        raise ConfigError(f"sweep={sweep} is no folder: there is no {folder.absolute()}.")
+        raise ConfigError(
+            f"sweep={sweep} is no folder: there is no {folder.absolute()}. "
+            "Give the folder of a sweep, which has a folder for each job."
+        )
     found = [path.parents[1] for path in folder.rglob(str(SETTINGS)) if path.parents[1] != folder]
     if not found:
         raise ConfigError(
@@ -94,7 +97,9 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         )
     paths = [folder.absolute() for folder in folders]
     if twice := {str(path) for path in paths if paths.count(path) > 1}:
-        raise ConfigError(f"runs names {', '.join(sorted(twice))} more than once.")
+        raise ConfigError(
+            f"runs names {', '.join(sorted(twice))} more than once. Name each run once."
+        )
     common = os.path.commonpath(paths)
     return [read_run(path, os.path.relpath(path, common)) for path in paths]
 
@@ -110,7 +115,10 @@ def read_run(folder: Path, name: str) -> Run:
         ConfigError: no folder, no run, no or incomplete metrics, or a loss that is not finite.
     """
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}, which was given as a run.")
+        raise ConfigError(
+            f"there is no folder {folder}, which was given as a run. "
+            "Give the folder that the run has written."
+        )
     for file in (SETTINGS, METRICS):
         if not (folder / file).is_file():
             raise ConfigError(
@@ -145,7 +153,10 @@ def _rows(file: Path) -> list[Row]:
 def _curve(rows: list[Row], loss: str, folder: Path) -> Curve:
     filled = [row for row in rows if row[loss]]
     if not filled:
-        raise ConfigError(f"{folder / METRICS} has no value of {loss}: the run ended before any.")
+        raise ConfigError(
+            f"{folder / METRICS} has no value of {loss}: the run ended before any. "
+            "Leave this run out, or let it train longer."
+        )
     values = [float(row[loss]) for row in filled]
     steps = [int(row["step"]) for row in filled]
     for step, value in zip(steps, values, strict=True):

@@ -79,7 +79,8 @@ class ByteDataModule(L.LightningDataModule):
         if batch_size < 1 or validation_sequences < 1:
             raise ConfigError(
                 f"data.batch_size and data.validation_sequences must be at least 1, got "
-                f"{batch_size} and {validation_sequences}."
+                f"{batch_size} and {validation_sequences}. "
+                "Set both to 1 or more."
             )
         text = load_text(documents, validation_fraction)
         self.training = PackedBytes(text.training, seq_len, seed)

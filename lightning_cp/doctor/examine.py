@@ -55,7 +55,10 @@ def examine(config: DictConfig, trainers: list[L.Trainer]) -> None:
     strategy: Any = trainer.strategy
     if not strategy.parity.healthy:
         why = strategy.parity.left_out or "no batch came"
-        raise ConfigError(f"the doctor could not look at this model: {why}.")
+        raise ConfigError(
+            f"the doctor could not look at this model: {why}. "
+            "Mend that first, and run the doctor again."
+        )
 
 
 def _require_shared(config: DictConfig) -> None:

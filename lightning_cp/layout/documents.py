@@ -31,7 +31,10 @@ class Documents:
 
     def __init__(self, rows: Sequence[Intervals], seq_len: int) -> None:
         if not rows:
-            raise ShapeError("Documents needs at least one row, got none.")
+            raise ShapeError(
+                "Documents needs at least one row, got none. "
+                "Give the documents of each row of the batch."
+            )
         self.seq_len = int(seq_len)
         self.rows: tuple[Intervals, ...] = tuple(_frozen(row) for row in rows)
         for index, row in enumerate(self.rows):
@@ -61,9 +64,14 @@ class Documents:
         shape = _shape_of(cu_seqlens, "cu_seqlens")
         table = _int_array(cu_seqlens, "cu_seqlens", ndim=2 if len(shape) == 2 else 1)
         if not table.size or table.shape[-1] < 2:
-            raise ShapeError(f"cu_seqlens needs at least two entries, got {table.shape[-1]}.")
+            raise ShapeError(
+                f"cu_seqlens needs at least two entries, got {table.shape[-1]}. "
+                "One document is [0, seq_len]."
+            )
         if not isinstance(seq_len, SupportsIndex | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ShapeError(f"seq_len must be an integer, got {seq_len!r}.")
+            raise ShapeError(
+                f"seq_len must be an integer, got {seq_len!r}. Give the number of tokens as an int."
+            )
         total = int(table.flat[-1]) if seq_len is None else operator.index(seq_len)
         several = table.ndim == 2
         rows = [
@@ -103,7 +111,8 @@ class Documents:
         if text is None:
             raise ShapeError(
                 "position_ids tell documents as [rows, seq_len], [seq_len], or [4, rows, seq_len] with the "
-                f"text's positions first, got shape {tuple(position_ids.shape)}."
+                f"text's positions first, got shape {tuple(position_ids.shape)}. "
+                "Reshape them to one of these."
             )
         positions = _rows(text, "position_ids")
         seq_len = positions.shape[1]
@@ -191,9 +200,15 @@ def text_positions(position_ids: torch.Tensor) -> torch.Tensor | None:
 def _frozen(row: Intervals) -> Intervals:
     given = np.asarray(row)
     if given.size and (given.ndim != 2 or given.shape[1] != 2):
-        raise ShapeError(f"documents must be (start, end) pairs, got shape {given.shape}.")
+        raise ShapeError(
+            f"documents must be (start, end) pairs, got shape {given.shape}. "
+            "Give a tensor [documents, 2] for each row."
+        )
     if given.size and not np.issubdtype(given.dtype, np.integer):
-        raise ShapeError(f"documents must hold integers (int32 or int64), got {given.dtype}.")
+        raise ShapeError(
+            f"documents must hold integers (int32 or int64), got {given.dtype}. "
+            "Convert them with .long()."
+        )
     out = np.array(given, dtype=np.int64).reshape(-1, 2)
     out.setflags(write=False)
     return out
@@ -202,17 +217,22 @@ def _frozen(row: Intervals) -> Intervals:
 def _between(cu: npt.NDArray[np.int64], total: int, of_row: str) -> Intervals:
     """The documents between the boundaries of one row; empty ones are dropped."""
     if cu[0] != 0:
-        raise ShapeError(f"cu_seqlens must start at 0, got {cu[0]} at index 0{of_row}.")
+        raise ShapeError(
+            f"cu_seqlens must start at 0, got {cu[0]} at index 0{of_row}. "
+            "Prepend 0 to the ends of documents."
+        )
     bad = np.flatnonzero(np.diff(cu) < 0)
     if bad.size:
         at = int(bad[0]) + 1
         raise ShapeError(
-            f"cu_seqlens must not decrease, got {cu[at]} after {cu[at - 1]} at index {at}{of_row}."
+            f"cu_seqlens must not decrease, got {cu[at]} after {cu[at - 1]} at index {at}{of_row}. "
+            "Sort the boundaries."
         )
     if cu[-1] != total:
         raise ShapeError(
             f"cu_seqlens must end at the sequence length {total}, got {cu[-1]} at index "
-            f"{cu.size - 1}{of_row}."
+            f"{cu.size - 1}{of_row}. "
+            "Append the sequence length, padding included."
         )
     pairs = np.stack([cu[:-1], cu[1:]], axis=1)
     return pairs[pairs[:, 1] > pairs[:, 0]]
@@ -224,7 +244,8 @@ def _check_intervals(row: Intervals, seq_len: int, index: int) -> None:
     if not ordered or (flat.size and (flat[0] < 0 or flat[-1] > seq_len)):
         raise ShapeError(
             f"documents must be non-empty, sorted, disjoint intervals within 0..{seq_len}, "
-            f"got {row.tolist()} in row {index}."
+            f"got {row.tolist()} in row {index}. "
+            "Leave out empty documents, and sort the others."
         )
 
 
@@ -234,9 +255,15 @@ def _int_array(values: IntsLike, name: str, ndim: int) -> npt.NDArray[np.int64]:
         values = values.detach().cpu().numpy()
     array = np.asarray(values)
     if not np.issubdtype(array.dtype, np.integer):
-        raise ShapeError(f"{name} must hold integers (int32 or int64), got {array.dtype}.")
+        raise ShapeError(
+            f"{name} must hold integers (int32 or int64), got {array.dtype}. "
+            "Convert it with .long()."
+        )
     if array.ndim != ndim:
-        raise ShapeError(f"{name} must have {ndim} dimension(s), got shape {tuple(array.shape)}.")
+        raise ShapeError(
+            f"{name} must have {ndim} dimension(s), got shape {tuple(array.shape)}. "
+            "Reshape it, or take out the other dimensions."
+        )
     return array.astype(np.int64)
 
 
@@ -269,12 +296,15 @@ def _rows(values: torch.Tensor, name: str) -> npt.NDArray[np.int64]:
     _require_tensor(values, name)
     if values.dim() not in (1, 2):
         raise ShapeError(
-            f"{name} must be [rows, seq_len] or [seq_len], got shape {tuple(values.shape)}."
+            f"{name} must be [rows, seq_len] or [seq_len], got shape {tuple(values.shape)}. "
+            "Give one number for each token of a row."
         )
     rows = values if values.dim() == 2 else values.unsqueeze(0)
     out = _int_array(rows, name, ndim=2)
     if out.size == 0:
-        raise ShapeError(f"{name} is empty: shape {tuple(values.shape)}.")
+        raise ShapeError(
+            f"{name} is empty: shape {tuple(values.shape)}. Leave it out if there are no documents."
+        )
     return out
 
 

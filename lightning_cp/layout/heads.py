@@ -40,12 +40,14 @@ class HeadSplit:
         if self.num_heads < 1 or self.ulysses_size < 1:
             raise ConfigError(
                 f"the number of attention heads and ulysses_size must be at least 1, got "
-                f"{self.num_heads} heads and ulysses_size={self.ulysses_size}."
+                f"{self.num_heads} heads and ulysses_size={self.ulysses_size}. "
+                "Set num_heads to the number of query heads of the model."
             )
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ShapeError(
                 f"the number of query heads must be a multiple of the number of K/V heads, got "
-                f"{self.num_heads} query heads and {self.num_kv_heads} K/V heads."
+                f"{self.num_heads} query heads and {self.num_kv_heads} K/V heads. "
+                "Correct the sizes of the model."
             )
         if self.num_heads % self.ulysses_size:
             works = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]

@@ -44,7 +44,8 @@ class Mask:
         if len(window) != 2 or any(type(side) is not int or side < -1 for side in window):
             raise ConfigError(
                 f"window must be (left, right) whole distances of at least 0, or -1 for unbounded, "
-                f"got {self.window}."
+                f"got {self.window}. "
+                "Leave it out for no window."
             )
         object.__setattr__(self, "window", window)
 

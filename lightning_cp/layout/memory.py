@@ -94,7 +94,8 @@ def attention_memory(
         inside = gather.forward(forward_execution), gather.backward(backward_execution)
     else:
         raise ConfigError(
-            f"what exchange={exchange!r} allocates is another library's, and not counted."
+            f"what exchange={exchange!r} allocates is another library's, and not counted. "
+            "Plan with exchange='ring', which is counted."
         )
     if heads.ulysses_size == 1:
         return inside

@@ -65,17 +65,23 @@ class SequenceLayout:
         for name in ("ring_size", "ulysses_size", "chunks"):
             size = getattr(self, name)
             if (name, size) != ("chunks", None) and (type(size) is not int or size < 1):
-                raise ConfigError(f"{name} must be an integer of at least 1, got {size!r}.")
+                raise ConfigError(
+                    f"{name} must be an integer of at least 1, got {size!r}. Leave it out for 1."
+                )
         if self.kind not in LAYOUT_KINDS:
             raise ConfigError(
-                f"layout must be one of {', '.join(LAYOUT_KINDS)}, got {self.kind!r}."
+                f"layout must be one of {', '.join(LAYOUT_KINDS)}, got {self.kind!r}. "
+                "Choose one of these."
             )
         if self.chunks is not None and self.kind != "balanced":
             raise ConfigError(
                 f"chunks={self.chunks} is for the layout balanced, got {self.kind}. Leave it out."
             )
         if not isinstance(self.seq_len, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ShapeError(f"seq_len must be an integer, got {self.seq_len!r}.")
+            raise ShapeError(
+                f"seq_len must be an integer, got {self.seq_len!r}. "
+                "Give the number of tokens as an int."
+            )
         shortest = 1 if self.cp_size == 1 else 2 * self.cp_size
         if self.seq_len < shortest:
             raise ShapeError(
@@ -90,7 +96,8 @@ class SequenceLayout:
             )
         if self.documents is not None and self.documents.seq_len != self.seq_len:
             raise ShapeError(
-                f"documents describe {self.documents.seq_len} tokens, but the layout has {self.seq_len}."
+                f"documents describe {self.documents.seq_len} tokens, but the layout has {self.seq_len}. "
+                "Make both for the same sequence."
             )
 
     @property
@@ -184,7 +191,8 @@ class SequenceLayout:
         """
         if len(shards) != self.cp_size:
             raise ShapeError(
-                f"unshard needs {self.cp_size} shards, one per rank, got {len(shards)}."
+                f"unshard needs {self.cp_size} shards, one per rank, got {len(shards)}. "
+                "Gather them from all ranks of the group first."
             )
         for x in shards:
             self._check_size(x, dim, self.local_len, "unshard", "a local shard")
@@ -216,13 +224,17 @@ class SequenceLayout:
 
     def _check_rank(self, cp_rank: int) -> int:
         if not 0 <= cp_rank < self.cp_size:
-            raise ConfigError(f"cp_rank must be in 0..{self.cp_size - 1}, got {cp_rank}.")
+            raise ConfigError(
+                f"cp_rank must be in 0..{self.cp_size - 1}, got {cp_rank}. "
+                "Take the rank from the mesh: mesh.cp_rank."
+            )
         return cp_rank
 
     def _check_size(self, x: torch.Tensor, dim: int, want: int, verb: str, what: str) -> None:
         if not -x.dim() <= dim < x.dim():
             raise ShapeError(
-                f"cannot {verb} along dim {dim}: the tensor has shape {tuple(x.shape)}."
+                f"cannot {verb} along dim {dim}: the tensor has shape {tuple(x.shape)}. "
+                "Name the dimension of the sequence."
             )
         if x.size(dim) == want:
             return

@@ -228,7 +228,8 @@ def schedule(layout: SequenceLayout, documents: Documents | None, mask: Mask) ->
     documents = documents or layout.documents or Documents.single(layout.seq_len)
     if documents.seq_len != layout.seq_len:
         raise ShapeError(
-            f"documents describe {documents.seq_len} tokens, but the layout has {layout.seq_len}."
+            f"documents describe {documents.seq_len} tokens, but the layout has {layout.seq_len}. "
+            "Make both for the same sequence."
         )
     return Schedule(layout, documents, mask)
 

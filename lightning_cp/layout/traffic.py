@@ -97,7 +97,8 @@ def attention_traffic(
         over_ring = _ring(plan, ring_rank, per_key, itemsize, accumulate_itemsize)
     elif exchange != "all_gather":
         raise ConfigError(
-            f"what exchange={exchange!r} sends is another library's, and not counted."
+            f"what exchange={exchange!r} sends is another library's, and not counted. "
+            "Ask for exchange='ring', which is counted."
         )
     else:
         calls = len(heads.blocks(ulysses_rank, kv_heads_per_gather))

@@ -101,7 +101,10 @@ def changed_cross_entropy(
     """The same with any change of each logit; see ``linear_cross_entropy``."""
     check_chunk_tokens("chunk_tokens", chunk_tokens)
     if reduction not in ("none", "sum", "mean"):
-        raise ConfigError(f"reduction must be one of none, sum, mean, got {reduction!r}.")
+        raise ConfigError(
+            f"reduction must be one of none, sum, mean, got {reduction!r}. "
+            "mean divides by the number of targets."
+        )
     _check_shapes(hidden_BLC, weight_VC, bias_V, targets_BL)
     hidden, targets = hidden_BLC.flatten(0, -2), targets_BL.flatten()
     counts = targets != ignore_index
@@ -132,7 +135,8 @@ def check_chunk_tokens(name: str, value: object) -> None:
     """
     if type(value) is not int or value < 1:
         raise ConfigError(
-            f"{name} must be a number of tokens, an integer of at least 1, got {value!r}."
+            f"{name} must be a number of tokens, an integer of at least 1, got {value!r}. "
+            "Leave it out for the default."
         )
 
 
@@ -162,11 +166,13 @@ def _check_shapes(
     if not fits or hidden.shape[:-1] != targets.shape or targets.dtype != torch.int64:
         raise ShapeError(
             "linear_cross_entropy needs hidden [..., C], weight [V, C] and int64 targets [...], got "
-            f"{list(hidden.shape)}, {list(weight.shape)} and {targets.dtype} {list(targets.shape)}."
+            f"{list(hidden.shape)}, {list(weight.shape)} and {targets.dtype} {list(targets.shape)}. "
+            "Give hidden states before the head, the head's weight, and class numbers."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ShapeError(
-            f"the bias must have one number per row of the weight, {weight.shape[0]}, got {list(bias.shape)}."
+            f"the bias must have one number per row of the weight, {weight.shape[0]}, got "
+            f"{list(bias.shape)}. Leave it out, or give the bias of the same layer."
         )
     plain = not torch.is_autocast_enabled(hidden.device.type)
     if plain and hidden.dtype != weight.dtype:

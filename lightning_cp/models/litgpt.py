@@ -200,7 +200,10 @@ def _window(part: Any) -> int:
         return -1
     size = part.config.sliding_window_size
     if size < 1:
-        raise ConfigError(f"sliding_window_size must be at least 1 token, got {size}.")
+        raise ConfigError(
+            f"sliding_window_size must be at least 1 token, got {size}. "
+            "Set it to None for no window."
+        )
     return size - 1
 
 

@@ -157,7 +157,8 @@ class Rules:
         both = [x for x in names if _fits(x, self.matrices or ()) and _fits(x, self.adamw)]
         if both:
             raise ConfigError(
-                f"matrices= and adamw= both name {both[0]}: it is stepped by one of them."
+                f"matrices= and adamw= both name {both[0]}: it is stepped by one of them. "
+                "Take it out of one of the two."
             )
 
 

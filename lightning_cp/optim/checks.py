@@ -22,7 +22,9 @@ def require_number(values: Mapping[str, Any], fits: Callable[[float], bool], wan
     """
     for name, x in values.items():
         if not is_number(x) or not fits(x):
-            raise ConfigError(f"{name} is a number {wanted}, got {x!r}.")
+            raise ConfigError(
+                f"{name} is a number {wanted}, got {x!r}. Leave it out for the default."
+            )
 
 
 def require_known(name: str, value: object, known: tuple[str, ...]) -> None:

@@ -64,7 +64,10 @@ def require_patterns(setting: str, patterns: Any, names: Sequence[str] = ()) -> 
     """
     is_list = isinstance(patterns, Iterable) and not isinstance(patterns, str)
     if not is_list or not all(isinstance(x, str) for x in patterns):
-        raise ConfigError(f"{setting}= is a list of patterns of names, got {patterns!r}.")
+        raise ConfigError(
+            f"{setting}= is a list of patterns of names, got {patterns!r}. "
+            "Put the pattern into a list, even if it is the only one."
+        )
     for pattern in patterns if names else ():
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(

@@ -273,7 +273,10 @@ class Muon(Optimizer):
 
 def _require_clip(given: object) -> None:
     if not isinstance(given, QKClip):
-        raise ConfigError(f"qk_clip= is a QKClip(tau=100.0, ...), got {type(given).__name__}.")
+        raise ConfigError(
+            f"qk_clip= is a QKClip(tau=100.0, ...), got {type(given).__name__}. "
+            "Pass QKClip(), or leave it out."
+        )
 
 
 def _kinds(groups: list[str | None]) -> str:

@@ -75,12 +75,19 @@ class QKClip:
         for name in ("query", "key"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ConfigError(
-                    f"{name} is the name of a projection, got {getattr(self, name)!r}."
+                    f"{name} is the name of a projection, got {getattr(self, name)!r}. "
+                    "Give the name of the attribute, such as 'q_proj'."
                 )
         if not isinstance(self.extra_pass, bool):
-            raise ConfigError(f"extra_pass is True or False, got {self.extra_pass!r}.")
+            raise ConfigError(
+                f"extra_pass is True or False, got {self.extra_pass!r}. "
+                "True computes the scores in a forward pass by itself."
+            )
         if isinstance(self.layers, str):
-            raise ConfigError(f"layers= is a list of patterns, got {self.layers!r}.")
+            raise ConfigError(
+                f"layers= is a list of patterns, got {self.layers!r}. "
+                "Put the pattern into a list, even if it is the only one."
+            )
         self._parameters: dict[str, torch.Tensor] = {}
         self._held: dict[tuple[str, int], torch.Tensor] = {}
         self._found: dict[str, Layer] = {}
@@ -235,7 +242,8 @@ class QKClip:
         if self.rope == "uniform":
             if rows is not None:
                 raise ConfigError(
-                    f"rope_rows={rows!r} says which rows rope='query' is of, got rope='uniform'."
+                    f"rope_rows={rows!r} says which rows rope='query' is of, got rope='uniform'. "
+                    "Leave one of them out."
                 )
             return 0, 0
         ends = tuple(rows) if isinstance(rows, Sequence) and not isinstance(rows, str) else ()
@@ -251,7 +259,8 @@ class QKClip:
             dim = self._found[name].query[0].size // heads
             if self._plain[1] > dim:
                 raise ConfigError(
-                    f"rope_rows={self.rope_rows!r} are not within a head of {name}, which has {dim} rows."
+                    f"rope_rows={self.rope_rows!r} are not within a head of {name}, which has {dim} rows. "
+                    "Give (start, stop) within a head."
                 )
 
 

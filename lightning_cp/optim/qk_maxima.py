@@ -43,7 +43,8 @@ class Maxima:
         before = self.heads.setdefault(layer, heads)
         if before != heads:
             raise ConfigError(
-                f"{layer} had {before} query heads in one call, and {heads} in another."
+                f"{layer} had {before} query heads in one call, and {heads} in another. "
+                "Use one module for each number of heads."
             )
         found = self._noted.get(layer)
         if found is None:
@@ -92,7 +93,10 @@ class Maxima:
             for name, heads in told.items():
                 if self.heads.setdefault(name, heads) != heads:
                     counts = sorted({of[name] for of in every if name in of})
-                    raise ConfigError(f"ranks have different numbers of heads in {name}: {counts}.")
+                    raise ConfigError(
+                        f"ranks have different numbers of heads in {name}: {counts}. "
+                        "Build the same model on all ranks."
+                    )
         missing = [name for name in self._layers if name not in self.heads]
         if missing:
             raise _nothing_of(missing)

@@ -111,7 +111,7 @@ class Settings:
 def _numbers(name: str, values: Any, many: int) -> Any:
     found = tuple(values) if isinstance(values, (list, tuple)) else ()
     if len(found) != many or not all(map(is_number, found)):
-        raise ConfigError(f"{name} are {many} numbers, got {values!r}.")
+        raise ConfigError(f"{name} are {many} numbers, got {values!r}. Give them as a tuple.")
     return found
 
 

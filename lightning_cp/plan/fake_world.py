@@ -35,7 +35,10 @@ def fake_world(sizes: Mapping[Axis, int], rank: int) -> Iterator[ContextParallel
         )
     ranks = math.prod(sizes.values())
     if not 0 <= rank < ranks:
-        raise ConfigError(f"rank must be from 0 to {ranks - 1}, as there are {ranks}, got {rank}.")
+        raise ConfigError(
+            f"rank must be from 0 to {ranks - 1}, as there are {ranks}, got {rank}. "
+            "Name one of these ranks."
+        )
     # Imported where it is needed, as it registers its backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -122,7 +122,9 @@ def measured_state(
     settings = _settings(sizes, engine, tensor_parallel_plan, wrap_modules)
     known = DTYPES.get(dtype)
     if known is None:
-        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+        raise ConfigError(
+            f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}. Choose one of these."
+        )
     with fake_world(sizes, rank) as mesh:
         model = model_on_meta(config, known)
         count = sum(p.numel() for p in model.parameters())
@@ -166,7 +168,8 @@ def _settings(
         replicate, shard = settings.data_parallel_axes
         raise ConfigError(
             f"data_parallel={engine!r} with {prod(axes)} data-parallel ranks makes a mesh of "
-            f"dp_replicate={replicate} x dp_shard={shard}, got dp_replicate={axes[0]} x dp_shard={axes[1]}."
+            f"dp_replicate={replicate} x dp_shard={shard}, got dp_replicate={axes[0]} x dp_shard={axes[1]}. "
+            "Give the axes these sizes."
         )
     return replace(settings, pretrained=FILES)
 

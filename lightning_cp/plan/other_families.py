@@ -33,7 +33,8 @@ def model_of_modules(config: Mapping[str, Any], name: str) -> Model:
     blocks = blocks_of(module)
     if not blocks:
         raise ConfigError(
-            f"model: no blocks with attention were found in {type(module).__name__}; a plan is made of them."
+            f"model: no blocks with attention were found in {type(module).__name__}; a plan is made of them. "
+            "Plan with a model that has attention layers."
         )
     read: Any = module.config
     sizes = {size: _size(read, size, name) for size in SIZES}
@@ -83,7 +84,8 @@ def _size(config: Any, size: str, name: str) -> int:
     if size == "inner":
         return 4 * _size(config, "features", name)
     raise ConfigError(
-        f"model: the config of {name} has none of {', '.join(SIZES[size])}, which the planner needs."
+        f"model: the config of {name} has none of {', '.join(SIZES[size])}, which the planner needs. "
+        "Name a model whose config has one of these."
     )
 
 

@@ -47,10 +47,14 @@ def check(config: Mapping[str, Any]) -> None:
             f"data.seq_len is seq_len, {config['seq_len']}, got {length}. Set seq_len instead."
         )
     if type(config["show"]) is not int or config["show"] < 1:
-        raise ConfigError(f"show must be an integer of at least 1, got {config['show']!r}.")
+        raise ConfigError(
+            f"show must be an integer of at least 1, got {config['show']!r}. "
+            "It is how many plans are printed."
+        )
     if config["verify"] not in (False, True, "all"):
         raise ConfigError(
-            f"verify must be one of false, true (--verify), all, got {config['verify']!r}."
+            f"verify must be one of false, true (--verify), all, got {config['verify']!r}. "
+            "Choose one of these."
         )
 
 
@@ -129,12 +133,16 @@ def machine_of(given: object, reserve_gib: object = None, precision: object = No
     else:
         raise ConfigError(
             f"hardware must be one of {', '.join(MACHINES)}, or a hardware.json that python -m "
-            f"lightning_cp.bench wrote, got {name!r}, which is no file."
+            f"lightning_cp.bench wrote, got {name!r}, which is no file. "
+            "Choose one of these, or run that command on your machine."
         )
     if reserve_gib is None:
         return machine
     if not isinstance(reserve_gib, int | float) or not 0 <= reserve_gib < math.inf:
-        raise ConfigError(f"reserve_gib must be a number of at least 0, got {reserve_gib!r}.")
+        raise ConfigError(
+            f"reserve_gib must be a number of at least 0, got {reserve_gib!r}. "
+            "It is the memory of a device that is left free."
+        )
     return replace(machine, reserve=round(reserve_gib * GIB))
 
 
@@ -146,10 +154,15 @@ def limits_of(config: Mapping[str, Any]) -> Limits:
     """
     mesh = config.get("mesh") or {}
     if not isinstance(mesh, Mapping):
-        raise ConfigError(f"mesh maps axes to sizes (mesh.ring=8), got {mesh!r}.")
+        raise ConfigError(
+            f"mesh maps axes to sizes (mesh.ring=8), got {mesh!r}. "
+            "Write each axis as mesh.<axis>=<size>."
+        )
     strange = sorted(set(mesh) - {axis.value for axis in Axis})
     if strange:
-        raise ConfigError(f"mesh has the axes {', '.join(Axis)}, got {', '.join(strange)}.")
+        raise ConfigError(
+            f"mesh has the axes {', '.join(Axis)}, got {', '.join(strange)}. Use these names."
+        )
     for axis, size in mesh.items():
         if size is not None and (type(size) is not int or size < 1):
             raise ConfigError(
@@ -167,7 +180,8 @@ def limits_of(config: Mapping[str, Any]) -> Limits:
         value = config.get(name)
         if value is not None and (value not in known or type(value) is not type(known[0])):
             raise ConfigError(
-                f"{name} must be one of {', '.join(map(str, known))}, or null, got {value!r}."
+                f"{name} must be one of {', '.join(map(str, known))}, or null, got {value!r}. "
+                "null tries all of them."
             )
     return Limits(
         {axis: mesh.get(axis.value) for axis in Axis}, **{name: config.get(name) for name in names}

@@ -62,7 +62,8 @@ class RankStep:
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:
             raise ConfigError(
-                f"recompute must be one of {', '.join(RECOMPUTE)}, got {self.recompute!r}."
+                f"recompute must be one of {', '.join(RECOMPUTE)}, got {self.recompute!r}. "
+                "Choose one of these."
             )
 
     @property

@@ -64,7 +64,8 @@ def cpu_seconds(case: Case, attention: Mapping[int | None, AttentionCost]) -> Cp
     if choice.engine != "ddp" or choice.mesh.tp > 1:
         raise ConfigError(
             f"CPU-seconds are counted of engine=ddp without tensor parallelism, got {choice.engine} and "
-            f"tp={choice.mesh.tp}."
+            f"tp={choice.mesh.tp}. "
+            "Ask for engine=ddp and tp=1."
         )
     computing = step_seconds(case, dict(attention))
     return CpuSeconds(

@@ -36,11 +36,19 @@ def read_config(file: Path | str) -> dict[str, Any]:
     try:
         given = json.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"model: {path} cannot be read ({error.strerror}).") from error
+        raise ConfigError(
+            f"model: {path} cannot be read ({error.strerror}). "
+            "Give the path of a config.json that this process may read."
+        ) from error
     except ValueError as error:
-        raise ConfigError(f"model: {path} is no JSON ({error}).") from error
+        raise ConfigError(
+            f"model: {path} is no JSON ({error}). Give the config.json of a model."
+        ) from error
     if not isinstance(given, dict):
-        raise ConfigError(f"model: {path} holds a JSON {type(given).__name__}, not an object.")
+        raise ConfigError(
+            f"model: {path} holds a JSON {type(given).__name__}, not an object. "
+            "Give the config.json of a model."
+        )
     return given
 
 
@@ -71,7 +79,8 @@ def model_of(config: Mapping[str, Any], name: str) -> Model:
     if heads % kv_heads:
         raise ConfigError(
             f"model: {name} has num_attention_heads={heads}, which num_key_value_heads={kv_heads} does not "
-            "divide."
+            "divide. "
+            "Correct the two numbers in the config."
         )
     features = sizes["hidden_size"]
     head_dim = _number(config, "head_dim", name, features // heads)
@@ -107,7 +116,10 @@ def _number(config: Mapping[str, Any], key: str, name: str, default: int | None 
     value = config.get(key)
     value = default if value is None else value
     if type(value) is not int or value < 1:
-        raise ConfigError(f"model: {name} needs {key}, an integer of at least 1, got {value!r}.")
+        raise ConfigError(
+            f"model: {name} needs {key}, an integer of at least 1, got {value!r}. "
+            "Add it to the config."
+        )
     return value
 
 

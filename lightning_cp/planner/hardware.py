@@ -50,7 +50,8 @@ class Hardware:
             for name, value in _numbers(part).items():
                 if not math.isfinite(value) or value <= 0:
                     raise ConfigError(
-                        f"hardware: {name} of {type(part).__name__} must be a positive number, got {value}."
+                        f"hardware: {name} of {type(part).__name__} must be a positive number, got {value}. "
+                        "Correct it in the file."
                     )
 
     def save(self, file: Path) -> None:

@@ -38,11 +38,14 @@ class Job:
         for name in ("devices", "seq_len", "global_batch"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.")
+                raise ConfigError(
+                    f"{name} must be an integer of at least 1, got {value!r}. Set it to 1 or more."
+                )
         for name, known in (("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):
             if getattr(self, name) not in known:
                 raise ConfigError(
-                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}."
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}. "
+                    "Choose one of these."
                 )
 
         if self.precision == "fp32" and self.trains and not self.machine.float32_flops:

@@ -83,7 +83,9 @@ def moments(step: RankStep) -> list[Moment]:
         ConfigError: another engine.
     """
     if step.engine not in ENGINES:
-        raise ConfigError(f"engine must be one of {', '.join(ENGINES)}, got {step.engine!r}.")
+        raise ConfigError(
+            f"engine must be one of {', '.join(ENGINES)}, got {step.engine!r}. Choose one of these."
+        )
     units, last = units_of(step), len(step.model.layers) - 1
     found = [*_around_loss(step, units)]
     # In between the second and the last but one, everything grows or shrinks evenly.

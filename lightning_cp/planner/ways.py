@@ -58,7 +58,10 @@ def meshes(job: Job, limits: Limits) -> Iterator[tuple[MeshSizes, str]]:
 def _set_whole(job: Job, limits: Limits) -> Iterator[tuple[MeshSizes, str]]:
     mesh = MeshSizes(*(limits.mesh[axis] or 1 for axis in Axis))
     if mesh.devices > job.devices:
-        raise ConfigError(f"mesh: {mesh} has {mesh.devices} devices, got devices={job.devices}.")
+        raise ConfigError(
+            f"mesh: {mesh} has {mesh.devices} devices, got devices={job.devices}. "
+            "Change the sizes of the mesh, or devices."
+        )
     if mesh.tp not in job.model.tp_sizes:
         sizes = ", ".join(map(str, job.model.tp_sizes))
         raise ConfigError(

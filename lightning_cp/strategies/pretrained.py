@@ -41,7 +41,8 @@ def _path(given: Any) -> Any:
     if not isinstance(path, str | PathLike) or not str(path):
         raise ConfigError(
             "pretrained must be a path, or a mapping with path= and options of load_pretrained, got "
-            f"{given!r}."
+            f"{given!r}. "
+            "Write pretrained='path/of/a/checkpoint'."
         )
     return path
 

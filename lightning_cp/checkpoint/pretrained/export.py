@@ -112,10 +112,14 @@ def export_pretrained(
 
 def _require_options(config: Any, overwrite: object) -> None:
     if type(overwrite) is not bool:
-        raise ConfigError(f"overwrite must be True or False, got {overwrite!r}.")
+        raise ConfigError(
+            f"overwrite must be True or False, got {overwrite!r}. "
+            "True replaces the files that are there."
+        )
     if config is not None and not callable(getattr(config, "save_pretrained", None)):
         raise ConfigError(
-            f"config must have save_pretrained, as transformers' have, got {config!r}."
+            f"config must have save_pretrained, as transformers' have, got {config!r}. "
+            "Pass model.config, or leave it out."
         )
 
 

@@ -62,9 +62,15 @@ def plan_export(
         ConfigError: options that cannot be.
     """
     if type(file_bytes) is not int or file_bytes < 1:
-        raise ConfigError(f"file_bytes must be an integer of at least 1, got {file_bytes!r}.")
+        raise ConfigError(
+            f"file_bytes must be an integer of at least 1, got {file_bytes!r}. "
+            "Leave it out for files of 5 GB."
+        )
     if prefix is not None and not isinstance(prefix, str):
-        raise ConfigError(f"prefix must be text, or None to have it found, got {prefix!r}.")
+        raise ConfigError(
+            f"prefix must be text, or None to have it found, got {prefix!r}. "
+            "Leave it out if you do not know it."
+        )
     path, network = _network(model, prefix)
     held = tensors_of(model, path)
     if not held.by_name:
@@ -142,7 +148,8 @@ def _dim(key: str, tensors: Sequence[torch.Tensor], wanted: int | None) -> int:
     if not dims or len({x.dtype for x in tensors}) > 1:
         raise ConfigError(
             f"{key} cannot be made of tensors of shapes {shapes}: they have one dtype, and lie side by side "
-            "along one dimension, the only one that may differ."
+            "along one dimension, the only one that may differ. "
+            "Write a line of keys that joins tensors which fit."
         )
     if len(dims) > 1:
         raise ConfigError(

@@ -65,24 +65,33 @@ def rules_of(keys: Mapping[str, str] | None) -> tuple[Rule, ...]:
     """
     if keys is not None and not isinstance(keys, Mapping):
         raise ConfigError(
-            f"keys is a mapping of names in the model to names in files, got {keys!r}."
+            f"keys is a mapping of names in the model to names in files, got {keys!r}. "
+            "Write keys={'model.norm.weight': 'norm.weight'}."
         )
     rules: list[Rule] = []
     for left, right in (keys or {}).items():
         if not isinstance(left, str) or not isinstance(right, str):
-            raise ConfigError(f"keys maps text to text, got {left!r}: {right!r}.")
+            raise ConfigError(
+                f"keys maps text to text, got {left!r}: {right!r}. "
+                "Name tensors by text on both sides."
+            )
         sides = [tuple(part.strip() for part in _JOIN.split(side)) for side in (left, right)]
         dims = {int(dim) if dim else None for dim in _JOIN_DIM.findall(left + right)}
         if len(dims) > 1:
-            raise ConfigError(f"a line of keys joins along one dimension, got {left!r}: {right!r}.")
+            raise ConfigError(
+                f"a line of keys joins along one dimension, got {left!r}: {right!r}. "
+                "Name one dimension, the same for all tensors of the line."
+            )
         if min(map(len, sides)) > 1 or not all(all(side) for side in sides):
             raise ConfigError(
-                f"keys joins several names by ' + ' on one side only, got {left!r}: {right!r}."
+                f"keys joins several names by ' + ' on one side only, got {left!r}: {right!r}. "
+                "Write one name on the other side."
             )
         stars = {part.count("*") for side in sides for part in side}
         if len(stars) > 1:
             raise ConfigError(
-                f"every name of a line of keys has as many stars as the others, got {left!r}: {right!r}."
+                f"every name of a line of keys has as many stars as the others, got {left!r}: {right!r}. "
+                "Write a star for each number that differs, on both sides."
             )
         rules.append(Rule(sides[0], sides[1], *dims))
     return tuple(rules)

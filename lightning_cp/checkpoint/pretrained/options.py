@@ -46,16 +46,28 @@ def check_options(options: Mapping[str, Any]) -> Options:
     chosen = Options(**given)
     for name in ("strict", "check_finite", "progress"):
         if type(getattr(chosen, name)) is not bool:
-            raise ConfigError(f"{name} must be True or False, got {getattr(chosen, name)!r}.")
+            raise ConfigError(
+                f"{name} must be True or False, got {getattr(chosen, name)!r}. "
+                "Leave it out for the default."
+            )
     for name in ("allow_missing", "allow_unexpected"):
         given = getattr(chosen, name)
         listed = isinstance(given, Iterable) and not isinstance(given, str)
         if not listed or not all(isinstance(x, str) for x in given):
-            raise ConfigError(f"{name} must be a list of patterns, got {given!r}.")
+            raise ConfigError(
+                f"{name} must be a list of patterns, got {given!r}. "
+                "Put the pattern into a list, even if it is the only one."
+            )
     if chosen.prefix is not None and not isinstance(chosen.prefix, str):
-        raise ConfigError(f"prefix must be text, or None to have it found, got {chosen.prefix!r}.")
+        raise ConfigError(
+            f"prefix must be text, or None to have it found, got {chosen.prefix!r}. "
+            "Leave it out if you do not know it."
+        )
     if chosen.initialize is not None and not callable(chosen.initialize):
-        raise ConfigError(f"initialize must be a function of a module, got {chosen.initialize!r}.")
+        raise ConfigError(
+            f"initialize must be a function of a module, got {chosen.initialize!r}. "
+            "Pass a function that fills the module's own parameters."
+        )
     rules_of(chosen.keys)
     dtype_of(chosen.dtype)
     return chosen
@@ -68,14 +80,18 @@ def require_kinds(mesh: Any, device: Any) -> None:
         ConfigError: naming it.
     """
     if mesh is not None and not isinstance(mesh, ContextParallelMesh | DeviceMesh):
-        raise ConfigError(f"mesh must be a ContextParallelMesh (or None), got {mesh!r}.")
+        raise ConfigError(
+            f"mesh must be a ContextParallelMesh (or None), got {mesh!r}. "
+            "Leave it out without context parallelism."
+        )
     try:
         if device is None or (torch.device(device).type != "meta" and not isinstance(device, int)):
             return
     except (RuntimeError, TypeError):
         pass
     raise ConfigError(
-        f"device must be a torch.device with memory, or its name such as 'cuda', got {device!r}."
+        f"device must be a torch.device with memory, or its name such as 'cuda', got {device!r}. "
+        "Leave it out to load to the device of the model."
     )
 
 
@@ -90,4 +106,7 @@ def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
         return found
     if given is None:
         return None
-    raise ConfigError(f"dtype must be a floating-point dtype such as 'bfloat16', got {given!r}.")
+    raise ConfigError(
+        f"dtype must be a floating-point dtype such as 'bfloat16', got {given!r}. "
+        "Leave it out to keep the dtype of the model."
+    )

@@ -61,7 +61,10 @@ def check(settings: Settings) -> None:
     check_names(settings)
     for name in YES_OR_NO:
         if type(getattr(settings, name)) is not bool:
-            raise ConfigError(f"{name} must be True or False, got {getattr(settings, name)!r}.")
+            raise ConfigError(
+                f"{name} must be True or False, got {getattr(settings, name)!r}. "
+                "Leave it out for the default."
+            )
     check_mode(settings)
     check_exchange(settings)
     check_profile(settings)

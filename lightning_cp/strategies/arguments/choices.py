@@ -78,7 +78,8 @@ def check_size(name: str, value: object, otherwise: str = "") -> None:
     if value is not None and (type(value) is not int or value < 1):
         none = ", or None for all heads at once" if name == "kv_heads_per_gather" else ""
         raise ConfigError(
-            f"{name} must be an integer of at least 1{otherwise}{none}, got {value!r}."
+            f"{name} must be an integer of at least 1{otherwise}{none}, got {value!r}. "
+            "Leave it out for the default."
         )
 
 
@@ -122,5 +123,6 @@ def check_module_names(name: str, given: object, example: str, found: str) -> No
         return
     raise ConfigError(
         f"{name} must be class names or patterns of module names, such as {example}, or None to find "
-        f"{found}, got {given!r}."
+        f"{found}, got {given!r}. "
+        "Put names into a list."
     )

@@ -51,16 +51,21 @@ def check_names(settings: Settings) -> None:
     if not isinstance(key, str) or not key:
         raise ConfigError(
             "label_key must be the dotted name of the labels in a batch ('labels'; '1' of a tuple), got "
-            f"{key!r}."
+            f"{key!r}. "
+            "Leave it out if the batch has labels."
         )
     dims = settings.sequence_dims
     if not isinstance(dims, Mapping):
-        raise ConfigError(f"sequence_dims must map names to dimensions, got {dims!r}.")
+        raise ConfigError(
+            f"sequence_dims must map names to dimensions, got {dims!r}. "
+            "Write sequence_dims={'images': None, 'features': 1}."
+        )
     for name, dim in dims.items():
         if not isinstance(name, str) or not (dim is None or type(dim) is int):
             raise ConfigError(
                 "sequence_dims must map the dotted name of a batch tensor to its sequence dimension, an "
-                f"integer, or to None to replicate it; got {name!r}: {dim!r}."
+                f"integer, or to None to replicate it; got {name!r}: {dim!r}. "
+                "Write sequence_dims={'images': None, 'features': 1}."
             )
 
 
@@ -86,7 +91,10 @@ def check_profile(settings: Settings) -> None:
     """
     steps, folder = settings.profiled_steps, settings.profile_folder
     if folder is not None and (not isinstance(folder, (str, PathLike)) or not str(folder)):
-        raise ConfigError(f"profile_folder must be a path, or None, got {folder!r}.")
+        raise ConfigError(
+            f"profile_folder must be a path, or None, got {folder!r}. "
+            "Leave it out to write beside the logs."
+        )
     if folder is not None and not steps:
         raise ConfigError(
             f"profile_folder={str(folder)!r} says where recorded steps are written, but none is recorded. "
@@ -123,11 +131,14 @@ def check_tensor_parallel(settings: Settings) -> None:
         for name in ("tensor_parallel_size", "data_parallel", "tensor_parallel_plan")
     )
     if size is None:
-        raise ConfigError("tensor_parallel_size must be an integer of at least 1, got None.")
+        raise ConfigError(
+            "tensor_parallel_size must be an integer of at least 1, got None. Leave it out for 1."
+        )
     if plan is not None and not (isinstance(plan, Mapping) or callable(plan)):
         raise ConfigError(
             "tensor_parallel_plan must be None (automatic), a mapping from module names ('layers.*.q_proj') "
-            f"to parallel styles, or a function of (model, device_mesh), got {plan!r}."
+            f"to parallel styles, or a function of (model, device_mesh), got {plan!r}. "
+            "Leave it out for the automatic plan."
         )
     names_only = not isinstance(plan, Mapping) or all(isinstance(name, str) for name in plan)
     if not names_only or (isinstance(plan, Mapping) and not plan):
@@ -179,7 +190,8 @@ def check_group_options(given: Mapping[str, Any]) -> None:
     if any(part.split(":")[-1].lower() not in known for part in parts):
         raise ConfigError(
             f"process_group_backend must be one of {', '.join(known)}, or one for each kind of device "
-            f"('cpu:gloo,cuda:nccl'), got {backend!r}."
+            f"('cpu:gloo,cuda:nccl'), got {backend!r}. "
+            "Leave it out to have it chosen by the device."
         )
 
 
@@ -195,7 +207,8 @@ def check_timeouts(settings: Settings) -> None:
         if value is not None and not (number and 0 < value < float("inf")):
             what = "the ranks do not watch each other" if name == "step_timeout" else "no limit"
             raise ConfigError(
-                f"{name} must be a number of seconds above 0, or None ({what}), got {value!r}."
+                f"{name} must be a number of seconds above 0, or None ({what}), got {value!r}. "
+                "Leave it out for the default."
             )
     usual, first = settings.step_timeout, settings.first_step_timeout
     if usual is not None and first is not None and first < usual:

@@ -32,7 +32,8 @@ def check_length(settings: Settings) -> None:
         _check_modules(settings)
     if type(settings.activation_offload) is not bool:
         raise ConfigError(
-            f"activation_offload must be True or False, got {settings.activation_offload!r}."
+            f"activation_offload must be True or False, got {settings.activation_offload!r}. "
+            "Leave it out for False."
         )
     if settings.activation_offload and settings.activation_checkpointing == "none":
         raise ConfigError(
@@ -46,7 +47,8 @@ def _check_tokens(name: str, given: object, what: str, default: int) -> None:
         return
     raise ConfigError(
         f"{name} must be a number of tokens of which {what} at once, an integer of at least 1, "
-        f"True ({default}) or False, got {given!r}."
+        f"True ({default}) or False, got {given!r}. "
+        "Leave it out for False."
     )
 
 

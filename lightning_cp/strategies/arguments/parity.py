@@ -21,7 +21,8 @@ def check_parity(settings: Settings) -> None:
     if type(tokens) is not int or tokens < 1:
         raise ConfigError(
             "parity_tokens must be a number of tokens that one device can train on, at least 1, got "
-            f"{tokens!r}."
+            f"{tokens!r}. "
+            "Leave it out for 4096."
         )
 
 
@@ -35,7 +36,8 @@ def require_known(every: Any) -> None:
         return
     raise ConfigError(
         "parity_check must be 'first_batch', 'off', or 'every_<n>' for each n-th optimizer step, such as "
-        f"'every_100', got {every!r}."
+        f"'every_100', got {every!r}. "
+        "Leave it out for 'first_batch'."
     )
 
 

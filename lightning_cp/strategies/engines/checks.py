@@ -29,7 +29,10 @@ def check_engine(settings: Settings) -> None:
     _check_bucket(settings)
     _check_wrapping(settings)
     if type(settings.cpu_offload) is not bool:
-        raise ConfigError(f"cpu_offload must be True or False, got {settings.cpu_offload!r}.")
+        raise ConfigError(
+            f"cpu_offload must be True or False, got {settings.cpu_offload!r}. "
+            "Leave it out for False."
+        )
     precision_of(settings.mixed_precision)
     if settings.data_parallel in SHARDING:
         return
@@ -62,7 +65,8 @@ def precision_of(value: Any) -> MixedPrecisionPolicy:
     if dtype is None:
         raise ConfigError(
             f"mixed_precision must be one of {', '.join(DTYPES)}, a "
-            f"torch.distributed.fsdp.MixedPrecisionPolicy, or None, got {value!r}."
+            f"torch.distributed.fsdp.MixedPrecisionPolicy, or None, got {value!r}. "
+            "Leave it out to use parameters in their own dtype."
         )
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
@@ -109,7 +113,8 @@ def _check_bucket(settings: Settings) -> None:
     if cap != PER_PARAMETER:
         raise ConfigError(
             f"bucket_cap_mb must be a number of MiB larger than 0, {PER_PARAMETER!r} (a bucket for each "
-            f"parameter), or None for PyTorch's 25, got {cap!r}."
+            f"parameter), or None for PyTorch's 25, got {cap!r}. "
+            "Leave it out for the default."
         )
 
 

@@ -64,7 +64,8 @@ def check_start_method(start_method: str) -> None:
         )
     if start_method not in START_METHODS:
         raise ConfigError(
-            f"start_method must be one of {', '.join(START_METHODS)}, got {start_method!r}."
+            f"start_method must be one of {', '.join(START_METHODS)}, got {start_method!r}. "
+            "Leave it out for 'popen'."
         )
 
 

@@ -53,7 +53,10 @@ class FabricParity:
         try:
             return self._told(ParityCheck(runner, self.core.settings.parity_tokens).run(batch))
         except CannotRun as why:
-            raise ConfigError(f"check_parity cannot compare this step: {why}.") from None
+            raise ConfigError(
+                f"check_parity cannot compare this step: {why}. "
+                "Pass the whole batch, and a step that returns its loss and calls no backward."
+            ) from None
 
     def _told(self, line: str) -> str:
         rank_zero_info(line)

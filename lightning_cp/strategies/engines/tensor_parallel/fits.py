@@ -45,7 +45,8 @@ def require_style(pattern: str, style: object) -> None:
     if not isinstance(style, ParallelStyle) and not (isinstance(style, str) and style in names):
         raise ConfigError(
             f"tensor_parallel_plan[{pattern!r}] must be a torch.distributed.tensor.parallel.ParallelStyle or "
-            f"one of {', '.join(names)}, got {style!r}."
+            f"one of {', '.join(names)}, got {style!r}. "
+            "Name one of these styles."
         )
 
 
