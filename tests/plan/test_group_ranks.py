@@ -105,7 +105,7 @@ def test_counting() -> None:
 
 def test_a_rank_that_is_not_there(answers: dict[str, Any]) -> None:
     assert answers["no such rank"]["error"] == (
-        "rank must be from 0 to 15, as there are 16, got 16."
+        "rank must be from 0 to 15, as there are 16, got 16. Name one of these ranks."
     )
 
 
