@@ -1,4 +1,4 @@
-"""What a strategy can be asked: who a rank is, whole tensors and one process's values."""
+"""Questions to a strategy: who a rank is, whole tensors and one process's values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Answers:
 
     @property
     def data_rank(self: Any) -> int:
-        """Which of the ``data_parallel_size`` samples this rank works on."""
+        """The number of this rank's sample, of ``data_parallel_size`` ones."""
         return self._core.data_rank(self.global_rank, self.world_size)
 
     @property
@@ -44,7 +44,7 @@ class Answers:
         return {"num_replicas": self.data_parallel_size, "rank": self.data_rank}
 
     def explain(self) -> str:
-        """Which kernel each kind of attention call got so far, and why each other one was passed over."""
+        """The kernel of each kind of attention call so far, and why each other one was passed over."""
         return self._core.explain()
 
     def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:

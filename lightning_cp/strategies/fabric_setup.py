@@ -34,7 +34,7 @@ from lightning_cp.strategies.watch.steps import WatchedFabricSteps
 
 
 class FabricSetup(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStrategy):
-    """What Fabric calls before a loop begins."""
+    """Methods that Fabric calls before a loop begins."""
 
     def __init__(self, *args: Any, shard_dataloaders: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What the Trainer's strategy and Fabric's share: their arguments, and how they wrap models.
+"""Common parts of the Trainer's strategy and Fabric's: their arguments, and how they wrap models.
 
 Two strategies of two Lightning classes differ in who calls them, and in nothing else: each puts this class
 in front of its own ``DDPStrategy``.
@@ -248,7 +248,7 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
 
     @property
     def _whole(self: Any) -> bool:
-        """Whether every rank holds whole parameters."""
+        """True if every rank holds whole parameters."""
         return not self._engine.shards
 
     def _load_whole(self: Any, module: nn.Module) -> None:

@@ -53,7 +53,7 @@ def _options(given: Any) -> dict[str, Any]:
 
 
 class Pretrained:
-    """Which models have their weights already.
+    """The models that have their weights already.
 
     A model is loaded at its first setup. If that fails, its next setup tries again: it is never taken for
     loaded, and refuses to be called meanwhile.

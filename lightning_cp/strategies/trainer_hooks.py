@@ -1,4 +1,4 @@
-"""What the strategy asks of Lightning's Trainer, and takes over from it."""
+"""Parts of Lightning's Trainer that the strategy reads, and takes over."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ from lightning_cp.strategies.watch.steps import WatchedTrainerSteps
 class TrainerSetup(
     WatchedTrainerSteps, ResumesExactly, TrainerSaves, ContextParallelFront, DDPStrategy
 ):
-    """What the Trainer calls before training and after it."""
+    """Methods that the Trainer calls before training and after it."""
 
     _callback: ContextParallelCallback | None = None
     _announced: weakref.ref[LightningModule] | None = None

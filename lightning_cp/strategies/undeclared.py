@@ -26,7 +26,7 @@ from lightning_cp.strategies.step.sharding import label_kind
 
 @contextmanager
 def asking_at_once(settings: Settings) -> Iterator[None]:
-    """What a batch raises within is completed by the strategy's own arguments, so that it can be pasted."""
+    """Complete what a batch raises within by the strategy's own arguments, so that it can be pasted."""
     try:
         yield
     except UndeclaredError as error:

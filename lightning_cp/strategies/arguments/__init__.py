@@ -1,1 +1,1 @@
-"""What a user asks of a strategy, and whether it can be had."""
+"""Settings that a user asks of a strategy, and checks of them."""

@@ -17,7 +17,7 @@ MODE_ALIASES = {"ulysses_only": "ulysses", "ring_only": "ring"}
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose; the strategies' constructor arguments, described there."""
+    """The user's choices: the strategies' constructor arguments, described there."""
 
     context_parallel_size: int | str = "auto"
     mode: str = "auto"
@@ -94,13 +94,13 @@ class Settings:
 
     @property
     def forward_is_shared(self) -> bool:
-        """Whether data ranks take part in each other's forward: each holds a part of the same parameters."""
+        """True if data ranks take part in each other's forward: each holds a part of the same parameters."""
         zero1 = self.data_parallel == "zero1" and self.data_parallel_size > 1
         return zero1 or self.data_parallel_axes[1] > 1
 
     @property
     def attention_exchange(self) -> Exchange:
-        """How keys reach the queries over the ring axis."""
+        """The way of keys to the queries over the ring axis."""
         name = "all_gather" if self.mode == GATHERING_MODE else self.exchange
         return Exchange(
             name, self.forward_execution, self.backward_execution, self.kv_heads_per_gather
@@ -128,12 +128,12 @@ class Settings:
 
     @property
     def weights_globally(self) -> bool:
-        """Whether targets weigh the same over data ranks and accumulation windows."""
+        """True if targets weigh the same over data ranks and accumulation windows."""
         return self.token_weighting == "global"  # noqa: S105 - no password
 
     @property
     def needs_heads(self) -> bool:
-        """Whether the split depends on the number of heads."""
+        """True if the split depends on the number of heads."""
         return (
             self.mode in ("auto", "hybrid") and self.ulysses_size is None and self.ring_size is None
         )

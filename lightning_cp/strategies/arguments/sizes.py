@@ -176,7 +176,7 @@ def _require_split(settings: Settings, factors: Factors, cp_size: int, heads: in
 
 
 def _does_not_divide(settings: Settings, world_size: int) -> str:
-    """What is said where data and tensor parallelism leave no whole number of context-parallel ranks."""
+    """The message where data and tensor parallelism leave no whole number of context-parallel ranks."""
     data, tensor = settings.data_parallel_size, settings.tensor_parallel_size
     if tensor == 1 or world_size % tensor:
         name, value = ("data", data) if tensor == 1 else ("tensor", tensor)

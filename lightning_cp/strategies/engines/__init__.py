@@ -25,7 +25,7 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """What ``data_parallel=`` selects it by."""
+        """The value of ``data_parallel=`` that selects it."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class Engine(Protocol):
         device: torch.device,
         options: Mapping[str, Any],
     ) -> nn.Module:
-        """What to call instead of ``wrapped`` once ``is_current`` says no, also within a step."""
+        """The module to call instead of ``wrapped`` once ``is_current`` says no, also within a step."""
         ...
 
     def rejoin(self, wrapped: nn.Module, loss: torch.Tensor) -> None:
@@ -93,7 +93,7 @@ class Engine(Protocol):
         ...
 
     def kept_back(self, parameters: Iterable[torch.Tensor]) -> int:
-        """How many of them have gradients that are this rank's alone, as ``accumulating`` has left them.
+        """The number of them with gradients that are this rank's alone, as ``accumulating`` has left them.
 
         All ranks come here together.
         """
@@ -104,7 +104,7 @@ class Engine(Protocol):
         ...
 
     def is_current(self, module: nn.Module) -> bool:
-        """Whether the wrapper still serves the parameters that are trained now."""
+        """True if the wrapper still serves the parameters that are trained now."""
         ...
 
     def left_out(self, module: nn.Module) -> list[str]:

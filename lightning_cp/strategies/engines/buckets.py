@@ -1,4 +1,4 @@
-"""How DistributedDataParallel's buckets of gradients are sized and averaged.
+"""The sizes of DistributedDataParallel's buckets of gradients, and their averaging.
 
 Annotations are evaluated here: DistributedDataParallel compares those of a hook with its own classes.
 """
@@ -17,7 +17,7 @@ _ONE_BYTE = 2.0**-20
 
 
 def bucket_options(bucket_cap_mb: float | str | None) -> dict[str, Any]:
-    """What DistributedDataParallel is told of ``bucket_cap_mb``."""
+    """DistributedDataParallel's arguments for ``bucket_cap_mb``."""
     if bucket_cap_mb is None:
         return {}
     return {"bucket_cap_mb": _ONE_BYTE if bucket_cap_mb == PER_PARAMETER else bucket_cap_mb}

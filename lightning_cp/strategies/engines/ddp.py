@@ -105,7 +105,7 @@ class DDPEngine:
         return ()
 
     def kept_back(self, parameters: Iterable[torch.Tensor]) -> int:
-        """How many nobody has averaged since a backward without averaging."""
+        """The number of those that no rank has averaged since a backward without averaging."""
         asked, kept = list(parameters), [self._kept[id(x.module)] for x in self._alive()]
         mesh = self._mesh() if self._mesh is not None else None
         if mesh is None or not any(each.follows for each in kept):
@@ -220,7 +220,7 @@ class DDPEngine:
             return self.wrap(module, mesh, device, {**options, **more})
 
     def is_current(self, module: nn.Module) -> bool:
-        """Whether gradients of all parameters that are trained now are averaged, and no others waited for."""
+        """True if gradients of all parameters that are trained now are averaged, and no others waited for."""
         known = self._finds_unused.get(id(module))
         finds_unused = known is not None and known() is module
         return all(
@@ -242,7 +242,7 @@ class DDPEngine:
 
 
 def _unfinished(wrapped: DistributedDataParallel) -> str | None:
-    """What it says of gradients that it still waits for; ``None`` if it waits for none."""
+    """Its message about gradients that it still waits for; ``None`` if it waits for none."""
     try:
         wrapped._check_reducer_finalized()
     except RuntimeError as waiting:

@@ -26,7 +26,7 @@ from lightning_cp.errors import ConfigError
 
 
 def is_on_meta(module: nn.Module) -> bool:
-    """Whether any parameter or buffer has no values."""
+    """True if any parameter or buffer has no values."""
     return any(x.is_meta for x in [*module.parameters(), *module.buffers()])
 
 

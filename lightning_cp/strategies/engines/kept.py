@@ -45,7 +45,7 @@ class KeptBack:
 
 
 def unequal(count: int, parameters: Iterable[torch.Tensor], group: dist.ProcessGroup) -> int:
-    """How many gradients are some rank's alone; 0 where a program has averaged what was left. Collective.
+    """The number of gradients that are some rank's alone; 0 where a program has averaged them. Collective.
 
     What a program does to gradients cannot be seen: a collective in place leaves no trace, and clipping does.
     But what was averaged is equal on all ranks, bit by bit.

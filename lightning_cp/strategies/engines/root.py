@@ -41,7 +41,7 @@ class Root:
 
     @property
     def _groups(self) -> list[Group]:
-        """What its parameters are gathered and reduced in."""
+        """The groups in which its parameters are gathered and reduced."""
         alive = (held() for held in self._held)
         return [group for group in alive if group is not None]
 
@@ -52,7 +52,7 @@ class Root:
         return [p.requires_grad for p in module.parameters()] if module is not None else []
 
     def is_current(self) -> bool:
-        """Whether the same parameters are trained as when ``settle`` was called last."""
+        """True if the same parameters are trained as when ``settle`` was called last."""
         return self._trained == self._trains()
 
     def settle(self) -> None:

@@ -209,12 +209,12 @@ class ShardedEngine:
         return nullcontext()
 
     def unreduced(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """What ``accumulating`` has left on this rank, whole."""
+        """The gradients that ``accumulating`` has left on this rank, whole."""
         for root in self._alive():
             yield from root.unreduced()
 
     def kept_back(self, parameters: Iterable[torch.Tensor]) -> int:
-        """How many are not reduced yet: an optimizer would not see their gradients at all."""
+        """The number of those not reduced yet: an optimizer would not see their gradients at all."""
         asked = {id(p) for p in parameters}
         return sum(id(p) in asked for p, _ in self.unreduced())
 
@@ -224,7 +224,7 @@ class ShardedEngine:
             root.gather_anew()
 
     def is_current(self, module: nn.Module) -> bool:
-        """Whether the same parameters are trained as when this was asked last."""
+        """True if the same parameters are trained as when this was asked last."""
         return all(root.is_current() for root in self._alive() if root.module is module)
 
     def left_out(self, module: nn.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""What optimizers of a model that was sharded step and zero: what was made of their parameters."""
+"""Successors of parameters: those that optimizers of a model that was sharded step and zero."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Successors:
             group["params"] = now
 
     def _now(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What was made of a parameter; itself, if nothing."""
+        """The successor of a parameter; itself, if it has none."""
         known = self._sharded.get(id(parameter))
         module = known.module() if known is not None and known.before() is parameter else None
         return parameter if known is None or module is None else module.get_parameter(known.name)

@@ -1,4 +1,4 @@
-"""What PyTorch's FSDP2 keeps to itself: everything of it that has no public name is used here only."""
+"""Private parts of PyTorch's FSDP2: everything of it that has no public name is used here only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Group:
         return [each.sharded_param for each in self._group.fsdp_params]
 
     def settle(self) -> None:
-        """What was frozen or unfrozen is so in both forms of a parameter, the whole one and the sharded one.
+        """Freeze or unfreeze both forms of a parameter alike, the whole one and the sharded one.
 
         FSDP2 copies that from the sharded form when it gathers, and never back: what a step freezes of the
         parameters that it sees would be trained again afterwards. Whoever differs from what both were has
@@ -165,7 +165,7 @@ def _groups(state: Any) -> list[Any]:
 
 
 def enter_backward(root: FSDPModule, gradient: torch.Tensor) -> None:
-    """What FSDP2 does when a gradient reaches a root's output: have all of its groups reduced at the end."""
+    """Have all groups of a root reduced at the end, as FSDP2 does when a gradient reaches its output."""
     state: Any = root._get_fsdp_state()
     state._pre_backward(gradient)
 

@@ -1,4 +1,4 @@
-"""Which modules are sharded, gathered and freed together: a model's blocks, and the rest.
+"""Units of modules that are sharded, gathered and freed together: a model's blocks, and the rest.
 
 Lists within a block (experts, adapters) stay part of it, since ranks may each use others of them, and
 gathering one takes all ranks.

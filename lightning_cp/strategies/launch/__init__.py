@@ -1,1 +1,1 @@
-"""Who starts the processes, and what they are told of their ranks."""
+"""The launcher of the processes, and what they are told of their ranks."""

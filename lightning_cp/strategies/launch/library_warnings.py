@@ -90,7 +90,7 @@ class LibraryWarnings(logging.Filter):
 
 
 def _warns_in_library() -> bool:
-    """Whether the code that called ``warnings.warn`` is a library's, wherever ``stacklevel`` points."""
+    """True if the code that called ``warnings.warn`` is a library's, wherever ``stacklevel`` points."""
     frame: Any = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__") in {__name__, *_DEPRECATED}:
         frame = frame.f_back

@@ -65,7 +65,7 @@ class Processes:
             let_gloo_rest_at_exit()
 
     def _chosen_besides(self: Any) -> dict[str, object]:
-        """What ranks have to agree on, and is no setting of ours."""
+        """Settings of Lightning's that ranks have to agree on."""
         plugin = self.precision_plugin if hasattr(self, "precision_plugin") else self.precision
         precision = (type(plugin).__qualname__, getattr(plugin, "precision", None))
         return {**self._ddp_options, **vars(self._comm_hook), "precision": precision}

@@ -1,4 +1,4 @@
-"""Who starts the processes, and whether what they were told of their ranks fits what the Trainer was told.
+"""Checks of who starts the processes, and that their ranks fit what the Trainer was told.
 
 Lightning reads a rank from environment variables, and which ones depends on who has started the process. A
 wrong one ends in a rendezvous that waits half an hour for a rank that does not exist, so all of them are
@@ -175,7 +175,7 @@ def _check_nodes_can_meet(num_nodes: int) -> None:
 
 
 def _refuse_half_a_launcher() -> None:
-    """Who sets RANK and WORLD_SIZE has started all processes; each would start the others once more."""
+    """Refuse a launcher where RANK and WORLD_SIZE are set: each process would start the others once more."""
     names = ("RANK", "WORLD_SIZE")
     if not all(name in os.environ for name in names) or _number("WORLD_SIZE") == 1:
         return

@@ -1,4 +1,4 @@
-"""What workers send back to the program that has started them: whole tensors, also where theirs are parts."""
+"""Results of workers for the program that has started them: whole tensors, also where theirs are parts."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _say_what_is_lost(names: list[str]) -> None:
 
 
 class Packing:
-    """What a worker of Fabric runs: what the first rank's function returns goes into a file.
+    """The function that a worker of Fabric runs: the first rank's result goes into a file.
 
     Tensors themselves would be sent as memory that both processes share, and the worker has ended by then.
     """
@@ -120,7 +120,7 @@ class Packing:
 
 
 def unpacked(file: Path) -> Any:
-    """What ``Packing`` in a worker of this program has put there, in a folder of its user alone."""
+    """The result that ``Packing`` in a worker of this program has put there, a folder of its user alone."""
     with file.open("rb") as packed:
         return pickle.load(packed)  # noqa: S301
 

@@ -21,7 +21,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Draws:
-    """What was drawn on the reading rank: from which state to which."""
+    """The draws of the reading rank: from which state to which."""
 
     before: int
     after: State | None
@@ -39,7 +39,7 @@ def restore(state: State) -> None:
 
 
 def drawn_since(before: State) -> Draws:
-    """What was drawn since then."""
+    """The draws since then."""
     after, mark = random_state(), _mark(before)
     return Draws(mark, None if _mark(after) == mark else after)
 

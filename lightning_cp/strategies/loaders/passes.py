@@ -28,7 +28,7 @@ _RECEIVES, _HAS, _ENDED = 0, 1, 2
 
 @dataclass
 class _Fetched:
-    """What came of asking this rank's loader for a batch."""
+    """The outcome of asking this rank's loader for a batch."""
 
     status: int
     batch: Any = None

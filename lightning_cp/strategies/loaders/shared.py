@@ -68,7 +68,7 @@ class SharedLoader(LoaderProxy):
 
     @property
     def place(self) -> Place:
-        """How far it was read."""
+        """The place up to which it was read."""
         return self._place
 
     def tell(
@@ -174,7 +174,7 @@ def unshared(loader: Any) -> Any:
 
 
 def cp_group_of(core: ContextParallelCore) -> Callable[[], dist.ProcessGroup | None]:
-    """Who draws the order of samples together: the cp group, or this rank alone where one reads for all."""
+    """The ranks that draw the order of samples together: the cp group, or this one where it reads for all."""
     known = weakref.ref(core)
 
     def group() -> dist.ProcessGroup | None:
@@ -190,5 +190,5 @@ def cp_group_of(core: ContextParallelCore) -> Callable[[], dist.ProcessGroup | N
 
 
 def is_stream(loader: Any) -> bool:
-    """Whether no sampler says which samples come."""
+    """True if no sampler says which samples come."""
     return not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)

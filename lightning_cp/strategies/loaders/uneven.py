@@ -1,4 +1,4 @@
-"""What is said of loaders that do not go together."""
+"""Messages about loaders that do not go together."""
 
 from __future__ import annotations
 

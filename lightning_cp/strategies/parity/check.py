@@ -36,7 +36,7 @@ class ParityCheck:
     """Of a prefix, all rows together."""
 
     def run(self, batch: Any) -> str:
-        """What to say of a model that is well.
+        """The line about a model that is well.
 
         Args:
             batch: whole, as it would be sharded next.

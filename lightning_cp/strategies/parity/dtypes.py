@@ -1,4 +1,4 @@
-"""What a run computes in, besides its parameters' dtypes."""
+"""The dtypes that a run computes in, besides its parameters'."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Explaining(Comparing):
     def _other_tokens_matter(
         self, runner: Runner, batch: Any, alone: Pass, event: Event
     ) -> bool | None:
-        """Whether another first token changes the tensor at other tokens, in one process."""
+        """True if another first token changes the tensor at other tokens, in one process."""
         changed = with_another_first_token(batch, runner.core.rules)
         other = runner.alone(changed)
         known = {one.key: one.tensor for one in other.events}

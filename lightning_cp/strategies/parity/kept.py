@@ -1,4 +1,4 @@
-"""What a module has noted in its own attributes, kept: the same objects get it again."""
+"""Notes of a module in its own attributes, kept: the same objects get them again."""
 
 from __future__ import annotations
 

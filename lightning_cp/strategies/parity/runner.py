@@ -125,7 +125,7 @@ class Runner:
         return loss, found
 
     def _together(self, batch: Any, run: Callable[[], Any]) -> Any:
-        """What one rank cannot do is left out on all."""
+        """Leave out on all ranks what one of them cannot do."""
         result = told = None
         try:
             result = run()
@@ -158,7 +158,7 @@ class Runner:
             raise CannotRun(f"{what} ({'on another rank' if told is None else told})")
 
     def anywhere(self, here: bool) -> bool:
-        """Whether it is so on any rank: data ranks have batches of their own, and run passes together."""
+        """True if it is so on any rank: data ranks have batches of their own, and run passes together."""
         group = self.core.mesh.control_group(Flat.LOSS)
         return bool(int(all_sum(torch.tensor([int(here)]), group)))
 
@@ -205,7 +205,7 @@ class Runner:
     def _forward_together(
         self, batch: Any, local: Any, part: Part
     ) -> tuple[torch.Tensor, torch.Tensor, Recording]:
-        """What to call backward on, and one process's value; what one group refuses, all are told of."""
+        """The loss for backward, and one process's value; all ranks learn of what one group refuses."""
         core, error = self.core, None
         loss = found = weighted = None
         try:
@@ -264,7 +264,7 @@ class Runner:
     def _weighted(
         self, loss: torch.Tensor, found: Recording, part: Part
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What to call backward on, and one process's value."""
+        """The loss for backward, and one process's value."""
         core = self.core
         if self.plain_loss:
             core.takes_own_weights()
@@ -294,7 +294,7 @@ class Runner:
         average_present(trained, mesh.control_group(Flat.LOSS), mesh.group(Flat.LOSS))
 
     def _gradients(self) -> dict[str, torch.Tensor]:
-        """What there is, taken from the model."""
+        """The values that there are, taken from the model."""
         found: dict[str, torch.Tensor] = {}
         for name, p in self.model.named_parameters():
             if p.grad is not None:

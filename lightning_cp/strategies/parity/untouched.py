@@ -59,7 +59,7 @@ def untouched(
 
 
 class _NoDropout(TorchFunctionMode):
-    """What would be dropped out stays, also where PyTorch's functions are not replaced."""
+    """Drop nothing out within, also where PyTorch's functions are not replaced."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
@@ -77,7 +77,7 @@ _DROPOUTS = {
 
 @contextmanager
 def _same_random_numbers(model: nn.Module, seed: int | None) -> Iterator[None]:
-    """What is drawn within is drawn again afterwards."""
+    """Have random numbers that are drawn within drawn again afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(_cuda_devices(model)):
@@ -104,7 +104,7 @@ def _unprofiled(model: nn.Module) -> Iterator[None]:
 
 
 class Drawn:
-    """What random numbers were drawn within."""
+    """A record of the random numbers that are drawn within."""
 
     def __init__(self, model: nn.Module) -> None:
         self._devices = sorted(_cuda_devices(model))
@@ -195,7 +195,7 @@ def _keep_parameters(model: nn.Module) -> Any:
 
 
 def _unmute(model: nn.Module) -> Any:
-    """What is logged while the model is looked at is nobody's business."""
+    """Ignore what is logged while the model is looked at."""
     own = vars(model)
     kept = {name: own[name] for name in _LOGS if name in own}
     for name in _LOGS:

@@ -21,7 +21,7 @@ Order = list[list[int]]
 
 
 def orders_of(modules: Iterable[nn.Module | None]) -> list[Order | None]:
-    """What each module's next backward uses; all ranks call this, between steps."""
+    """The orders that the modules' next backwards use; all ranks call this, between steps."""
     return [_order_of(module) for module in modules]
 
 
@@ -47,7 +47,7 @@ def _order_of(module: nn.Module | None) -> Order | None:
 
 
 def _can(module: DistributedDataParallel) -> bool:
-    """Whether the order changes at all, and this PyTorch has what is needed."""
+    """True if the order changes at all, and this PyTorch has what is needed."""
     names = (
         "_ddp_init_helper",
         "_build_params_for_reducer",
@@ -72,7 +72,7 @@ def _lay_out(module: Any, order: Order) -> None:
 
 @contextmanager
 def _assigned(order: Order) -> Iterator[None]:
-    """What DistributedDataParallel asks for is this order; it reverses what it is told."""
+    """Have DistributedDataParallel take this order; it reverses what it is given."""
     own = dist._compute_bucket_assignment_by_size
 
     def assign(parameters: Any, limits: list[int], *rest: Any, **more: Any) -> Any:

@@ -60,7 +60,7 @@ class RunState:
         return 0 if place.ended else place.read
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; all ranks call this."""
+        """The entries of a checkpoint; all ranks call this."""
         record = record_of(lambda: self._begun or self._now(), self._run.mesh)
         return {**record, "buckets": orders_of(self._models)}
 
@@ -80,7 +80,7 @@ class RunState:
     # -- for the strategy ------------------------------------------------------------------------
 
     def fitting(self, state_dict: dict[str, Any]) -> Point:
-        """What this rank would go on from; nothing is changed yet.
+        """The state that this rank would resume from; nothing is changed yet.
 
         Raises:
             CheckpointError: written by a later version, or with another number of loaders than there are.

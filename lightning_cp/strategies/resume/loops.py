@@ -59,7 +59,7 @@ def _counted(progress: Any) -> Any:
 
 
 def validation_interrupted(trainer: Trainer) -> bool:
-    """Whether the run is in the middle of a validation, which will be repeated from its beginning."""
+    """True if the run is in the middle of a validation, which will be repeated from its beginning."""
     return trainer.validating and _hook(trainer) != "on_validation_end"
 
 
@@ -69,7 +69,7 @@ def _hook(trainer: Trainer) -> str | None:
 
 
 def counts(trainer: Trainer) -> dict[str, Any]:
-    """What changes from one batch of an accumulation window to the next, before a batch begins."""
+    """State that changes from one batch of an accumulation window to the next, before a batch begins."""
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
     return {
@@ -159,11 +159,11 @@ def training_loaders(trainer: Trainer) -> list[Any]:
 
 
 def accumulates(trainer: Trainer) -> bool:
-    """Whether the last batch has left gradients for the next one."""
+    """True if the last batch has left gradients for the next one."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
 def begins_window(trainer: Trainer) -> bool:
-    """Whether the next batch is the first one of an accumulation window."""
+    """True if the next batch is the first one of an accumulation window."""
     current = trainer.fit_loop.epoch_loop.batch_progress.current
     return current.ready % trainer.accumulate_grad_batches == 0

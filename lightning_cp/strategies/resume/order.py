@@ -1,4 +1,4 @@
-"""Which samples come in which order, where data ranks or batches are others than before.
+"""The order of samples, where data ranks or batches are others than before.
 
 The place of a loader is a number of steps, so a step has to use as many samples as before: then what was
 used, over all ranks, is the beginning of an order that all meshes share: nothing is repeated or left out.

@@ -147,7 +147,7 @@ def packed(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def unpacked(saved: dict[str, Any]) -> dict[str, Any]:
-    """What ``packed`` was made of."""
+    """The values that ``packed`` was made of."""
     names = [name for name in ("begin", "first", "now") if saved.get(name) is not None]
     moments = {name: Moment.unpacked(saved[name]) for name in names}
     return {**saved, **moments, "pending": [Moment.unpacked(each) for each in saved["pending"]]}
@@ -207,7 +207,7 @@ def _owner_of_state(loader: Any) -> Any:
 
 
 def _has_state(owner: Any) -> bool:
-    """Whether it has ``state_dict()`` and ``load_state_dict(state)``, called with nothing else."""
+    """True if it has ``state_dict()`` and ``load_state_dict(state)``, called with nothing else."""
     methods = [getattr(type(owner), name, None) for name in ("state_dict", "load_state_dict")]
     return all(callable(method) for method in methods) and _needed(methods[0]) == 1
 

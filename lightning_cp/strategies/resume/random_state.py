@@ -58,7 +58,7 @@ class Moment:
 
     @classmethod
     def unpacked(cls, packed: dict[str, Any]) -> Moment:
-        """What ``packed`` was made of."""
+        """The values that ``packed`` was made of."""
         return cls(
             packed["torch"],
             _unpack_python(packed["python"]),

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of every rank, the same on all of them; which part of it a rank goes on from."""
+"""A checkpoint's record of every rank, the same on all; and the part that a rank resumes from."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _part_of(point: Point) -> dict[str, Any]:
 
 
 def point_of(record: Mapping[str, Any], mesh: ContextParallelMesh, rank: int) -> Point:
-    """What this rank goes on from.
+    """The state that this rank resumes from.
 
     On the mesh that saved it, its own part. On another one: the random numbers of the rank that had its place
     in the mesh, and the loaders of the first rank that read its samples. Where more ranks read different
@@ -108,7 +108,7 @@ def point_of(record: Mapping[str, Any], mesh: ContextParallelMesh, rank: int) ->
 
 
 def _without_repetitions(make: Callable[[], bytes]) -> tuple[list[bytes], list[int]]:
-    """What different things ranks have, and for each rank which of them; as a rule all have the same."""
+    """The different values of ranks, and for each rank which it has; as a rule all have the same."""
     world, made = World(), list[bytes]()
 
     def digest() -> bytes:

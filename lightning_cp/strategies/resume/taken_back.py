@@ -1,4 +1,4 @@
-"""What a micro-batch changes besides gradients, for a replay: buffers, and callbacks that count."""
+"""State besides gradients that a micro-batch changes, for a replay: buffers, and callbacks that count."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Buffers:
 
 
 def _holds(copy: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Whether a buffer's value can be copied into that."""
+    """True if a buffer's value can be copied into that."""
     return (
         copy.shape == buffer.shape
         and copy.dtype == buffer.dtype
@@ -112,7 +112,7 @@ _OTHER = object()
 
 
 class CallbackStates:
-    """What callbacks that have a state had as attributes: numbers and strings, in containers and dataclasses.
+    """Attributes of callbacks with a state: numbers and strings, in containers and dataclasses.
 
     ``state_dict`` itself is called when something is saved, as Lightning calls it, on a copy of the callback
     that has these attributes: it may be slow, or be counted. Callbacks that keep files are left alone.

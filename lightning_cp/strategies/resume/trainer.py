@@ -27,7 +27,7 @@ KEY = "lightning_cp_resume"
 
 @dataclass
 class _Window:
-    """How it was when an accumulation window began."""
+    """The state at the beginning of an accumulation window."""
 
     point: Point
     counts: dict[str, Any]

@@ -1,1 +1,1 @@
-"""What the two strategies do to save and load: their hooks over ``lightning_cp.checkpoint``."""
+"""Saves and loads of the two strategies: their hooks over ``lightning_cp.checkpoint``."""

@@ -1,4 +1,4 @@
-"""What Lightning does by a value, and what callbacks save, where several ranks do it together.
+"""Decisions of Lightning by a value, and saves of callbacks, where several ranks do them together.
 
 A value that is logged without ``sync_dist`` is another one on each data rank. What it decides (which
 checkpoint is the best, its name, a learning rate) has to be the same on all of them: ranks that name other
@@ -64,7 +64,7 @@ def _value_of_first(own: Callable[[str], Any], saver: Any) -> Callable[[str], An
 
 
 def _of_first(values: dict[str, Any], decides: str | None, saver: Any) -> dict[str, Any]:
-    """What the first rank has logged, on this rank's devices. Collective.
+    """The first rank's logged values, on this rank's devices. Collective.
 
     Args:
         values: this rank's.

@@ -26,7 +26,7 @@ Write = Callable[[dict[str, Any], About], None]
 
 
 class PlainCheckpointIO(TorchCheckpointIO):
-    """What plugins wrap: whole files with a manifest, verified before they are read; also in a store.
+    """Whole files with a manifest, verified before they are read, also in a store: plugins wrap this.
 
     Lightning moves weights between its own processes with it, too: never by further copies in memory.
     """
@@ -70,12 +70,12 @@ def adopted(io: Any) -> Any:
 
 
 def is_plugin(io: object) -> bool:
-    """Whether it is a user's, which is asked instead of the strategy's own way to save."""
+    """True if it is a user's, which is asked instead of the strategy's own way to save."""
     return io is not None and type(io) not in (PlainCheckpointIO, TorchCheckpointIO)
 
 
 def writer(io: Any, path: Any, storage_options: Any) -> Write | None:
-    """What writes a checkpoint to a path; ``None``: the strategy itself does, as a file of this machine.
+    """The writer of checkpoints to a path; ``None``: the strategy itself, as a file of this machine.
 
     Raises:
         CheckpointError: options of a store, and the path is none.

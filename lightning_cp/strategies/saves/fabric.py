@@ -1,4 +1,4 @@
-"""How Fabric's strategy saves and loads."""
+"""Saves and loads of Fabric's strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both strategies have of saving: their settings, one saver, and no other plugin."""
+"""The part of saving that both strategies have: their settings, one saver, and no other plugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kind of optimizer a state is of: another one would fail at its next step, or train in another way."""
+"""The kind of optimizer that a state is of: another would fail at its next step, or train otherwise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NO_OPTIONS = frozenset(("params", "param_names")) | _OF_SCHEDULERS
 
 
 def kinds_of(optimizer: Optimizer) -> list[str]:
-    """Which of PyTorch's own it is or is made from, whatever it is called: ``AdamW`` is an ``Adam`` as well.
+    """PyTorch's own class that it is or is made from, by any name: ``AdamW`` is an ``Adam`` as well.
 
     None for others: two of those may do the same under two names.
     """

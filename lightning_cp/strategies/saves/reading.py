@@ -20,7 +20,7 @@ from lightning_cp.strategies.saves.optimizers import names_as_saved, parameters_
 def spread_of(
     modules: Mapping[str, nn.Module], optimizers: Mapping[Place, tuple[Optimizer, Sequence[str]]]
 ) -> Template:
-    """What a checkpoint's tensors are to be spread like.
+    """Templates for the spreading of a checkpoint's tensors.
 
     Args:
         modules: the key of each one's state -> module.

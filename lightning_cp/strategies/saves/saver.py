@@ -188,7 +188,7 @@ class Saver:
             return True
 
     def _removed(self, target: Path) -> bool:
-        """Whether it is done with; a checkpoint that a link still names has to wait, a link has not."""
+        """True if it is done with; a checkpoint that a link still names has to wait, a link has not."""
         if target.is_symlink():
             remove(target)
             return True

@@ -1,4 +1,4 @@
-"""How the Trainer's strategy saves and loads."""
+"""Saves and loads of the Trainer's strategy."""
 
 from __future__ import annotations
 

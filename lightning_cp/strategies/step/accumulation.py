@@ -125,14 +125,14 @@ def _refuse_shared(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _has_gradient(optimizer: Optimizer, kept: set[int]) -> bool:
-    """Whether any gradient on this rank is neither None nor zero; of ``kept`` ids it is elsewhere."""
+    """True if any gradient on this rank is neither None nor zero; of ``kept`` ids it is elsewhere."""
     return any(
         id(p) in kept or (p.grad is not None and _any(p.grad)) for p in _parameters(optimizer)
     )
 
 
 def _any(gradient: torch.Tensor) -> bool:
-    """Whether anything is in this rank's part of it; no message, for ranks ask this of different tensors."""
+    """True if anything is in this rank's part of it; no message, for ranks ask this of different tensors."""
     return bool(local_part(gradient).any())
 
 

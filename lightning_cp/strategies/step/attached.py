@@ -45,7 +45,7 @@ _COMPILES = "torch.compile begins: the first steps take longer, often by minutes
 
 
 class AttachedModel(StepLosses):
-    """What is known of a run before its first batch, and who follows it."""
+    """Facts of a run before its first batch, and its listeners."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -160,7 +160,7 @@ class AttachedModel(StepLosses):
         handle.collect(modules, extra_pass=any(clip.extra_pass for clip in self._clips))
 
     def _when_not_aside(self) -> Callable[[], bool]:
-        """Whether a step is one of the run's; it does not keep the core, which refers to its handle."""
+        """True if a step is one of the run's; it does not keep the core, which refers to its handle."""
         core = weakref.ref(self)
 
         def is_run() -> bool:
@@ -192,7 +192,7 @@ class AttachedModel(StepLosses):
             )
 
     def _cost_for(self, model: nn.Module) -> CostModel:
-        """How dear communication is for the heads that a ring rank has."""
+        """The cost of communication for the heads of a ring rank."""
         heads, size = expected_heads(model), self.mesh.ulysses_size
         sharing = self.mesh.tp_size
         if heads is not None and not heads.query % sharing and not heads.kv % sharing:
@@ -202,7 +202,7 @@ class AttachedModel(StepLosses):
         return self.cost.with_heads(heads.of_ulysses_rank(size))
 
     def explain(self) -> str:
-        """Which kernel each kind of attention call got so far, and why each other one did not."""
+        """The kernel of each kind of attention call so far, and why each other one was not taken."""
         kernel = self.settings.kernel
         if self.settings.exchange == "ring_flash_attn":
             return THEIR_KERNELS
@@ -228,12 +228,12 @@ class AttachedModel(StepLosses):
             label_kind(self._model, self.settings.labels, required=True)
 
     def read(self, batch: Any) -> WholeBatch:
-        """What a whole batch is; see ``read_batch``."""
+        """A whole batch, read; see ``read_batch``."""
         return read_batch(batch, self.rules, needs_labels=False)
 
     @property
     def model(self) -> nn.Module | None:
-        """Whose attention is swapped."""
+        """The model with the swapped attention."""
         return self._model
 
     def detach(self) -> None:
@@ -251,5 +251,5 @@ class AttachedModel(StepLosses):
 
 
 def _declared(options: Mapping[str, Any], settings: Settings) -> str:
-    """How labels are read: what the module says goes first."""
+    """The way labels are read: the module's own setting comes first."""
     return options.get("labels") or settings.labels

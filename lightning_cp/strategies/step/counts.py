@@ -1,4 +1,4 @@
-"""What the losses of a step counted, beside what they were weighted by: compared before the optimizer's step.
+"""Counts of a step's losses beside the weights of their ranks, compared before the optimizer's step.
 
 Numbers stay on the device. Whether they differ is one flag, which the vote on a step reads together with
 whether gradients are finite.
@@ -40,7 +40,7 @@ class TargetCounts:
 
     @property
     def differ(self) -> torch.Tensor | None:
-        """Whether some mean counted something else, on the device; ``None`` without any means."""
+        """True if some mean counted something else, on the device; ``None`` without any means."""
         if not self._pairs:
             return None
         return torch.stack([_differ(*pair) for pair in self._pairs]).any()

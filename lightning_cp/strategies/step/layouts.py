@@ -1,4 +1,4 @@
-"""Which layout a batch gets."""
+"""The layout of a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_cp.mesh import ContextParallelMesh
 
 @dataclass(frozen=True)
 class LayoutRule:
-    """How batches get their layout: by what is known before the run, and the batch itself.
+    """The choice of a layout for batches: by what is known before the run, and the batch itself.
 
     Nothing that earlier steps have shown goes in, so that a run that resumes repeats what it did.
     """

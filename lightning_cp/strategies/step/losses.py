@@ -101,7 +101,7 @@ class StepLosses(StepValues):
             self._accumulated.end(optimizer, batches)
 
     def shown_loss(self, loss: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """What a step returns, for callbacks to read: one process's ``value``, with this rank's gradient."""
+        """The loss that a step returns for callbacks: one process's ``value``, with this rank's gradient."""
         return loss if self._loss is None else self._loss.shown(loss, value)
 
     def require_loss(self, loss: torch.Tensor | None) -> None:

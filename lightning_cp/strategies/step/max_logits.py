@@ -1,4 +1,4 @@
-"""Which attention modules tell the optimizers of a run of their largest scores (QK-clip)."""
+"""Attention modules that tell the optimizers of a run of their largest scores (QK-clip)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_cp.optim.qk_layers import refuse_norms
 
 
 def clips_of(optimizers: Iterable[Any]) -> list[QKClip]:
-    """What optimizers have of it, Lightning's wrappers taken off."""
+    """The QK-clips of optimizers, Lightning's wrappers taken off."""
     found = (getattr(_unwrapped(optimizer), "qk_clip", None) for optimizer in optimizers)
     return [clip for clip in found if isinstance(clip, QKClip)]
 

@@ -1,4 +1,4 @@
-"""What the settings replace in a model while a step is active, besides attention."""
+"""Replacements in a model while a step is active, besides attention."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class RunMesh:
         return {str(axis): size for axis, size in sizes.items()}
 
     def data_rank(self, global_rank: int, world_size: int) -> int:
-        """Which sample this rank works on; known before the mesh, as those that share it are the inner."""
+        """The sample that this rank works on; known before the mesh, as those that share it are the inner."""
         if self._mesh is not None:
             return self._mesh.data_rank
         sharing = context_size(self.settings, world_size) * self.settings.tensor_parallel_size

@@ -1,4 +1,4 @@
-"""What a step's values are worth over the ranks that share a sample: averages, positions, whole tensors."""
+"""Values of a step over the ranks that share a sample: averages, positions, whole tensors."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class StepValues(RunMesh):
 
     @property
     def enabled(self) -> bool:
-        """Whether there is anything to do: ranks that share a sample, or targets to be counted, or scores."""
+        """True if there is anything to do: ranks that share a sample, or targets to be counted, or scores."""
         if self._is_alone:
             return False
         return self.mesh.sample_size > 1 or self._accumulated is not None or bool(self._clips)
 
     @property
     def in_step(self) -> bool:
-        """Whether a context-parallel step is under way."""
+        """True if a context-parallel step is under way."""
         return self._handle is not None and self._handle.active
 
     @property
@@ -93,7 +93,7 @@ class StepValues(RunMesh):
         return nullcontext() if self._handle is None else self._handle.checks.gathering()
 
     def take_found(self) -> Found:
-        """What ranks were not told yet."""
+        """The findings that ranks were not told yet."""
         state = self._handle.state if self._handle is not None else None
         if self._handle is None or state is None:
             return Found()
@@ -105,7 +105,7 @@ class StepValues(RunMesh):
         return Found(waiting.names, waiting.error, needs, compared, refuse_gradients)
 
     def take_refused(self) -> Exception | None:
-        """What this rank raised when all ranks that share a sample knew that the step had failed."""
+        """The error of this rank when all ranks that share a sample knew that the step had failed."""
         return None if self._handle is None else self._handle.checks.take_refused()
 
     def before_data(self) -> None:

@@ -63,7 +63,7 @@ class StepLoss:
 
     @property
     def depends_on_counts(self) -> bool:
-        """Whether other counts would give other gradients."""
+        """True if other counts would give other gradients."""
         return self._mesh.cp_size > 1 or self._accumulated is not None
 
     @property
@@ -71,7 +71,7 @@ class StepLoss:
         return self._accumulated is not None and self._trains
 
     def checked_count(self, counted: torch.Tensor | float) -> torch.Tensor:
-        """What may be declared of this rank.
+        """The count that this rank declares, checked.
 
         Raises:
             ConfigError: no count, or a second one before the loss of the first went backward; or in one
@@ -215,7 +215,7 @@ class _Shown(torch.autograd.Function):
 
 
 def _first_gradients(state: StepState, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What this rank's loss alone sent into the model: the gradient that reached its last attention.
+    """The gradients of this rank's loss alone: the one that reached the model's last attention.
 
     Those of parameters are averaged over ranks by now, and dK and dV of other ranks pass through
     earlier layers, so that what another rank's overflow did would be found there as well. A model

@@ -1,1 +1,1 @@
-"""What is watched while a run goes on: values that are not finite, signals, other ranks."""
+"""Watches of a run: values that are not finite, signals, other ranks."""

@@ -73,7 +73,7 @@ def require_same_optimizers(
 
 
 def model_facts(module: nn.Module) -> dict[str, str]:
-    """What each parameter and buffer is, in the order in which ranks exchange them."""
+    """Facts of each parameter and buffer, in the order in which ranks exchange them."""
     first: dict[int, str] = {}
     parameters = module.named_parameters(remove_duplicate=False)
     facts = {name: _tensor(x, first.setdefault(id(x), name), name) for name, x in parameters}
@@ -142,7 +142,7 @@ def _group(
 
 
 def _plain(value: Any) -> object:
-    """What can be compared of a setting: values, and of anything else the class."""
+    """The part of a setting that can be compared: values, and of anything else the class."""
     if isinstance(value, torch.Tensor):
         few = not isinstance(value, DTensor) and not value.is_meta and value.numel() <= FEW
         return value.tolist() if few else f"{list(value.shape)} {value.dtype}"

@@ -38,7 +38,7 @@ WHAT = "end of a step"
 
 @dataclass(frozen=True)
 class Step:
-    """What is about to be stepped along."""
+    """A step that is about to be taken."""
 
     number: int
     """Of the optimizer step; the first one is 1."""
@@ -141,7 +141,7 @@ class FiniteGuard:
 def _look(
     optimizer: Optimizer | None, bad_loss: torch.Tensor | None, differ: torch.Tensor | None
 ) -> tuple[bool, bool]:
-    """Whether losses and gradients are finite, and counts the same; waits for the device once if all is well.
+    """Two flags: losses and gradients are finite, counts are the same. Waits for the device once if so.
 
     Args:
         optimizer: whose gradients are looked at; ``None``: nothing has to be finite.
@@ -169,13 +169,13 @@ def _local_gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it."""
+    """This rank's part of a gradient."""
     local = local_part(gradient)
     return local.coalesce().values() if local.is_sparse else local
 
 
 def _findings(step: Step, bad_loss: torch.Tensor | None) -> list[tuple[str, str]]:
-    """What is not finite on this rank, as (kind, name)."""
+    """The values of this rank that are not finite, as (kind, name)."""
     found: list[tuple[str, str]] = []
     if bad_loss is not None and bad_loss:
         found.append(("loss", ""))

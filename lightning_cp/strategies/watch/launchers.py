@@ -74,7 +74,7 @@ class _Reporting:
                 os.environ.pop(FOLDER, None)
 
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
-        """What a worker runs; PyTorch would take one that was interrupted for done."""
+        """Run a worker; PyTorch would take one that was interrupted for done."""
         parent: Any = super()
         try:
             parent._wrapping_function(*args, **kwargs)
@@ -179,7 +179,7 @@ def reporting(launcher: Any) -> Any:
 
 
 class _Noting:
-    """What a worker runs, from the program's random state; its errors are noted before anybody sees them.
+    """The function that a worker runs, from the program's random state; its errors are noted first of all.
 
     Python seeds ``random`` again in every process that is forked, and orders of samples would differ.
     """
@@ -224,7 +224,7 @@ def _raise_own(folder: Path) -> None:
 
 
 def _was_stopped(error: ProcessException, passed: list[int]) -> bool:
-    """Whether the workers ended because of SIGTERM, to this process or to one of them."""
+    """True if the workers ended because of SIGTERM, to this process or to one of them."""
     ended = isinstance(error, ProcessExitedException)
     return ended and (bool(passed) or error.exit_code == STATUS)
 
@@ -234,12 +234,12 @@ def _ended_with(error: ProcessException, status: int) -> bool:
 
 
 def _said(folder: Path) -> str | None:
-    """What the first of those wrote that ended because of another one."""
+    """The text of the first worker that ended because of another one."""
     found = [path for path in folder.iterdir() if not path.suffix]
     first = min(found, key=lambda path: path.stat().st_mtime_ns, default=None)
     return None if first is None else first.read_text(encoding="utf-8", errors="replace").rstrip()
 
 
 def _same_end(verdict: str, text: str) -> bool:
-    """Whether the error that the parent has is the one that the others speak of."""
+    """True if the error that the parent has is the one that the others speak of."""
     return "\n" in verdict and verdict.splitlines()[-1] == text.rstrip().splitlines()[-1]

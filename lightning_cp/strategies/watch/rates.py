@@ -1,4 +1,4 @@
-"""What an optimizer is about to step by, which has to be the same on all ranks that train one model.
+"""Settings of an optimizer's next step, which have to be the same on all ranks that train one model.
 
 Ranks with other learning rates train parts of what is no model, or copies that drift apart: a scheduler that
 follows a value of its own rank does that, without an error anywhere.

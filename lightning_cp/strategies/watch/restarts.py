@@ -69,7 +69,7 @@ def connect(strategy: Any) -> None:
 
 
 def name_of_attempt(store: dist.Store, rank: int, world_size: int, patience: timedelta) -> str:
-    """What all ranks that live now call this attempt, and no earlier one was called.
+    """A name for this attempt, the same on all ranks that live now, and of no earlier one.
 
     Raises:
         DistStoreError: the others have not come within ``patience``, which is the store's own too.

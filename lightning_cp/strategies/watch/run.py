@@ -87,6 +87,6 @@ def name_of(rank: int, world_size: int, settings: Settings) -> str:
 
 
 def _processes(launcher: Any) -> list[Any]:
-    """What it has started by running the program again; the list itself."""
+    """The processes that it has started by running the program again; the list itself."""
     procs = getattr(launcher, "procs", [])
     return procs if all(isinstance(process, subprocess.Popen) for process in procs) else []

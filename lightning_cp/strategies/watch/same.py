@@ -57,7 +57,7 @@ def require_same_start(
 
 
 def differences(every: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """What ranks do not have the same value of, as ``layout (rank 0: 'auto'; rank 1: 'zigzag')``."""
+    """The values that differ between ranks, as ``layout (rank 0: 'auto'; rank 1: 'zigzag')``."""
     for name in dict.fromkeys(name for found in every for name in found):
         values = [found.get(name, "missing") for found in every]
         if len(set(values)) > 1:
@@ -79,7 +79,7 @@ def told_by_ranks(values: Sequence[str]) -> str:
 def facts(
     settings: Settings, trainer: Any = None, more: Mapping[str, object] = MappingProxyType({})
 ) -> dict[str, str]:
-    """What has to be equal, the most telling things first."""
+    """The values that have to be equal, the most telling first."""
     versions = {
         "lightning_cp version": lightning_cp.__version__,
         "torch version": torch.__version__,

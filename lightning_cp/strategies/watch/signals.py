@@ -59,7 +59,7 @@ class Sent:
         self._wish |= REQUEUE
 
     def wish(self) -> int:
-        """What to tell the others."""
+        """The number to tell the others."""
         return self._wish
 
 
@@ -120,7 +120,7 @@ class StepSignals(_SignalConnector):
 
     @property
     def received_sigterm(self) -> bool:  # type: ignore[override]
-        """Whether this rank was sent SIGTERM, for everybody but Lightning's loops."""
+        """True if this rank was sent SIGTERM, for everybody but Lightning's loops."""
         reader = sys._getframe(2).f_globals.get("__name__", "")  # past Trainer.received_sigterm
         return self._received and not reader.startswith(_LOOPS)
 

@@ -19,7 +19,7 @@ _log = logging.getLogger("lightning_cp")
 
 
 class WatchedSteps:
-    """What the Trainer's strategy and Fabric's have in common."""
+    """The part that the Trainer's strategy and Fabric's have in common."""
 
     _core: Any  # a ContextParallelCore
 
@@ -145,7 +145,7 @@ class WatchedFabricSteps(WatchedSteps):
 
     @property
     def should_stop(self) -> bool:
-        """Whether some rank was sent SIGTERM: the same on all ranks, as they tell each other at every step.
+        """True if some rank was sent SIGTERM: the same on all ranks, as they tell each other at every step.
 
         To be looked at by every rank, after each step. From the first look on SIGTERM ends no process any
         more, as long as this strategy is there; before it, as ever. Once true, it remains so.

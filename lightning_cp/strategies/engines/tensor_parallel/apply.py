@@ -75,7 +75,7 @@ def share_layers(
 
 
 def is_shared(module: nn.Module) -> bool:
-    """Whether layers were shared already: at an earlier stage of the run, or by the user."""
+    """True if layers were shared already: at an earlier stage of the run, or by the user."""
     return any(
         isinstance(p.data, DTensor) and Axis.TP in (p.data.device_mesh.mesh_dim_names or ())
         for p in module.parameters()

@@ -34,7 +34,7 @@ from lightning_cp.strategies.engines.tensor_parallel.styles import (
 
 @dataclass
 class Plan:
-    """Which style each module gets."""
+    """The style of each module."""
 
     styles: dict[str, ParallelStyle] = field(default_factory=dict)
     attention: list[Attention] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Plan:
 
 
 def automatic_plan(model: nn.Module, size: int) -> Plan:
-    """What ``size`` ranks can share of a llama-like model.
+    """The layers of a llama-like model that ``size`` ranks can share.
 
     Raises:
         ConfigError: heads that do not divide, a Hugging Face family that was never compared with one
@@ -100,7 +100,7 @@ def require_heads(attention: Attention, size: int) -> None:
 
 
 def _refuse_unknown_families(model: nn.Module) -> bool:
-    """Whether fused layers are in a known order: in the families of Hugging Face that were tried."""
+    """True if fused layers are in a known order: in the families of Hugging Face that were tried."""
     types = {str(getattr(root.config, "model_type", "")) for root in hf_models(model)}
     strange = sorted(types - set(known.KNOWN_TYPES))
     if strange:

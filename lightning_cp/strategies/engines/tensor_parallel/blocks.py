@@ -41,7 +41,7 @@ class MLP:
 
 @dataclass(frozen=True)
 class Whole:
-    """What looks like attention or an MLP, and stays whole on every rank."""
+    """Modules that look like attention or an MLP, and stay whole on every rank."""
 
     name: str
     why: str

@@ -1,4 +1,4 @@
-"""What can be seen to be wrong with a user's plan, before PyTorch fails on shapes that do not say why."""
+"""Checks of a user's plan, before PyTorch fails on shapes that do not say why."""
 
 from __future__ import annotations
 

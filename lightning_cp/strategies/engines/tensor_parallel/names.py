@@ -1,4 +1,4 @@
-"""What the layers of llama-like models are called, and which Hugging Face families are known to be exact."""
+"""Names of the layers of llama-like models, and Hugging Face families that are known to be exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one module is shared by tensor-parallel ranks: styles for ``parallelize_module``.
+"""Ways in which tensor-parallel ranks share a module: styles for ``parallelize_module``.
 
 Parameters become DTensors over the ``tp`` axis; what is computed runs on plain local tensors, so that any
 module between the sharded ones sees plain tensors too. PyTorch's own styles may be mixed with these.
