@@ -1,4 +1,4 @@
-"""What a checkpoint has and what a run wants: names, shapes and dtypes, before anything is loaded."""
+"""A comparison of a checkpoint and a run: names, shapes and dtypes, before anything is loaded."""
 
 from __future__ import annotations
 

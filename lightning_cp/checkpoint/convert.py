@@ -37,7 +37,7 @@ def convert(source: Path, target: Path, *, form: str = "full") -> None:
 
 
 def describe(source: Path) -> str:
-    """What a checkpoint is, after verifying it.
+    """The description of a checkpoint, after verifying it.
 
     Raises:
         CheckpointError: it is refused.

@@ -175,7 +175,7 @@ def found(target: Path) -> Path:
 
 
 def leftovers(folder: Path) -> list[tuple[Path, tuple[str, str]]]:
-    """What saves have left in a folder: the path, the checkpoint's name, and why it is there."""
+    """Leftovers of saves in a folder: the path, the checkpoint's name, and why it is there."""
     if not folder.is_dir():
         return []
     matches = ((path, _LEFT.match(path.name)) for path in folder.iterdir())
@@ -206,7 +206,7 @@ def _set_aside(target: Path, why: str) -> Path | None:
 
 
 def _is_alive(path: Path) -> bool:
-    """Whether the process that has left this may still be writing.
+    """True if the process that has left this may still be writing.
 
     Of another machine nobody knows, and another process may have its number: then the last change tells.
     """
@@ -232,5 +232,5 @@ def _changes(folder: Path) -> Iterator[float]:
 
 
 def this_machine() -> str:
-    """Which machine this is, without its name."""
+    """A number for this machine, without its name."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]

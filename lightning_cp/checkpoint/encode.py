@@ -15,7 +15,7 @@ from lightning_cp.errors import CheckpointError
 
 
 def encode(tree: Any, name: Callable[[Place, Any], str], at: Place = ()) -> Any:
-    """What ``json`` can write of a plain tree.
+    """The form of a plain tree that ``json`` can write.
 
     Args:
         tree: as ``plain`` makes it.

@@ -1,4 +1,4 @@
-"""What is said when a checkpoint cannot be written."""
+"""Messages about a checkpoint that cannot be written."""
 
 from __future__ import annotations
 

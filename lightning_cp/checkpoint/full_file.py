@@ -137,7 +137,7 @@ def verify_file(path: Path, manifest: Manifest) -> None:
 
 
 def load_file(path: Path, *, weights_only: bool = True) -> Any:
-    """What is in a file: tensors mapped from it, on the CPU, nothing but plain containers around them.
+    """The content of a file: tensors mapped from it, on the CPU, nothing but plain containers around them.
 
     Args:
         path: the file.
@@ -162,7 +162,7 @@ def load_file(path: Path, *, weights_only: bool = True) -> Any:
 
 
 def _why(error: Exception, weights_only: bool) -> str:
-    """What a file is, of which PyTorch has raised an error, and what to do."""
+    """The kind of file of which PyTorch has raised an error, and what to do."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     if not weights_only and isinstance(error, (ImportError, AttributeError)):
         return (

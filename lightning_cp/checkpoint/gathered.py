@@ -27,7 +27,7 @@ def gather(tree: Any, *, keeps: bool) -> Gathered:
 
 
 class Gathered:
-    """What a rank keeps of tensors that all ranks assemble.
+    """A rank's share of tensors that all ranks assemble.
 
     All of them go on to the last one, also where one does not fit into the memory of its machine: the
     error is kept until then.

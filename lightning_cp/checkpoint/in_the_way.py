@@ -1,4 +1,4 @@
-"""What has a checkpoint's name already: a folder is replaced or removed only if it is one of ours."""
+"""Files and folders in the way of a checkpoint: a folder is replaced or removed only if it is one of ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_cp.errors import CheckpointError
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether it is a folder, and no link to one, that was not written by a save: what is in it is needed."""
+    """True if it is a folder, and no link to one, that was not written by a save: what is in it is needed."""
     if path.is_symlink() or not path.is_dir():
         return False
     try:

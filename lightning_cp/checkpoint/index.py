@@ -27,7 +27,7 @@ _Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def index_of(blocks: Sequence[Written]) -> dict[str, Any]:
-    """What is written of the blocks of all ranks."""
+    """The index of the blocks of all ranks."""
     found: dict[str, list[Written]] = {}
     for block in blocks:
         found.setdefault(block.key, []).append(block)
@@ -68,7 +68,7 @@ def _chunk(folder: Path, x: dict[str, Any], dtype: torch.dtype) -> Chunk:
 
 
 def _fills(shape: tuple[int, ...], blocks: Sequence[_Box]) -> bool:
-    """Whether blocks lie in a tensor, and each of its elements is in one of them and in no other."""
+    """True if blocks lie in a tensor, and each of its elements is in one of them and in no other."""
     for offsets, sizes in blocks:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             return False
@@ -84,7 +84,7 @@ def _fills(shape: tuple[int, ...], blocks: Sequence[_Box]) -> bool:
 
 
 def _corners(boxes: Iterable[_Box], dims: Sequence[int]) -> dict[tuple[int, ...], int]:
-    """How often each corner comes, with its sign: at the end of one dimension ``-``, of two ``+``.
+    """The number of times each corner comes, with its sign: at the end of one dimension ``-``, of two ``+``.
 
     Sums from the beginning over these are how often each element comes, so two sets of boxes with the same
     corners have each element equally often; and thousands of boxes need not be compared with each other.

@@ -57,7 +57,7 @@ def set_saved_at(path: Path, time: int) -> None:
 
 
 def _checkpoints(folder: Path) -> Iterator[Path]:
-    """What saves have completed there, also what a save that was killed has set aside."""
+    """Checkpoints that saves have completed there, also one that a killed save has set aside."""
     for path in folder.iterdir():
         if not path.name.startswith(".") and not path.is_symlink() and _is_ours(path):
             yield path
@@ -67,7 +67,7 @@ def _checkpoints(folder: Path) -> Iterator[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a save has written it; it may be damaged all the same."""
+    """True if a save has written it; it may be damaged all the same."""
     if path.is_dir():
         return not is_foreign(path)
     try:
@@ -77,7 +77,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _named(place: Path) -> Path | None:
-    """What a ``latest`` file names, if that is there."""
+    """The checkpoint that a ``latest`` file names, if that is there."""
     try:
         with place.open("rb") as file:
             name = file.read(_LONGEST).decode().strip()

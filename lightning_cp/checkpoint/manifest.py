@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: sizes and hashes of its files, and of itself; any changed byte shows."""
+"""The parts of a checkpoint: sizes and hashes of its files, and of itself; any changed byte shows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHUNK = 2**22
 
 @dataclass(frozen=True)
 class About:
-    """What was saved, for people and for whoever loads it.
+    """Facts of what was saved, for people and for whoever loads it.
 
     Args:
         step: optimizer steps until then, if the saver knows.
@@ -113,7 +113,7 @@ def parse(text: str, where: str) -> Manifest:
 
 
 def is_ours(text: str) -> bool:
-    """Whether a manifest was written by a save, of any version; it may be damaged all the same."""
+    """True if a manifest was written by a save, of any version; it may be damaged all the same."""
     try:
         body = json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a rank that saves in the background leaves for the first one, which waits for it."""
+"""The note that a rank which saves in the background leaves for the first one, which waits for it."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def leave_failure(note: Path, why: str, part: Path) -> bool:
 
 
 def read_note(note: Path) -> dict[str, Any]:
-    """What it says; ``failed`` if there was no room to say why."""
+    """Its text; ``failed`` if there was no room to say why."""
     return json.loads(note.read_text() or '{"failed": "its part could not be written"}')

@@ -23,7 +23,7 @@ def whole(plain: Any, pickled: bytes) -> Any:
 
 
 def plain_only(plain: Any, pickled: bytes) -> Any:
-    """What is known without running code; called in place of ``whole`` everywhere else."""
+    """The object as far as it is known without running code; called in place of ``whole`` everywhere else."""
     return plain
 
 

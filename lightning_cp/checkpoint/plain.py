@@ -56,7 +56,7 @@ def plain(tree: Any, may_lack: Sequence[str] = ()) -> Plain:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is written as it is, and would be read as the same kinds."""
+    """True if a value is written as it is, and would be read as the same kinds."""
     kind = type(value)
     if kind in (dict, OrderedDict):
         return all(map(is_plain, value)) and all(map(is_plain, value.values()))

@@ -134,7 +134,7 @@ def _machines(path: Path, world: World) -> list[str]:
 
 
 def _together(path: Path, world: World, action: Callable[[], T]) -> T:
-    """What this rank's ``action`` gives, once that of every rank went well."""
+    """The result of this rank's ``action``, once that of every rank went well."""
     mine: list[T] = []
     try:
         world.together(
@@ -219,7 +219,7 @@ def _say_which_save(
 
 
 def checkpoint_of(path: Path, tree: Any, *, weights_only: bool = True) -> Checkpoint:
-    """What a plugin has read already, so that nothing is known of a file's bytes."""
+    """A checkpoint that a plugin has read already, so that nothing is known of a file's bytes."""
     return Checkpoint(path, None, *_apart(tree, weights_only), alone())
 
 
@@ -228,7 +228,7 @@ def _in_file(path: Path, weights_only: bool) -> tuple[Any, dict[str, Any]]:
 
 
 def _apart(tree: Any, weights_only: bool) -> tuple[Any, dict[str, Any]]:
-    """What was saved, and what the saver noted beside it."""
+    """A saved tree, and the saver's notes beside it."""
     ours = tree.pop(OURS, {}) if isinstance(tree, dict) else {}
     ours = ours if isinstance(ours, dict) else {}
     if not weights_only:  # objects are what the notes would make of their plain form

@@ -1,4 +1,4 @@
-"""What a load leaves of a checkpoint: it is there, and is read when somebody looks at it."""
+"""The rest that a load leaves of a checkpoint: it is there, and is read when somebody looks at it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Remainder(dict[Any, Any]):
 
     @classmethod
     def of(cls, opened: Checkpoint, keys: Iterable[Any]) -> Self:
-        """What is in a checkpoint.
+        """The content of a checkpoint.
 
         Args:
             opened: the checkpoint.

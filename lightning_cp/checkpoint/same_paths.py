@@ -1,4 +1,4 @@
-"""Whether all ranks name the same checkpoint."""
+"""True if all ranks name the same checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def odd_path(world: World, path: Path) -> tuple[int, list[Path]] | None:
 
 
 def both(rank: int, every: list[Path]) -> str:
-    """What the first rank says, and the odd one, so that they can be told apart."""
+    """The texts of the first rank and the odd one, so that they can be told apart."""
     first, other = every[0], every[rank]
     if first.parent == other.parent:
         first, other = Path(first.name), Path(other.name)

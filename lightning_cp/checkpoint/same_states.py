@@ -1,4 +1,4 @@
-"""Whether all ranks are about to save the same state, under the same name: what differs would be lost."""
+"""True if all ranks are about to save the same state, under the same name: what differs would be lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_cp.comm.objects import World
 
 @dataclass
 class Kept:
-    """What is compared of a value; nothing of a plain one, which may differ.
+    """The part of a value that is compared; nothing of a plain one, which may differ.
 
     Args:
         what: of a tensor that is spread, its dtype and shape.
@@ -102,7 +102,7 @@ def _require_same(every: list[Kept], target: Path) -> None:
 
 
 def _difference(first: Kept, other: Kept, place: Place) -> tuple[str, Place] | None:
-    """How another rank's state differs from the first one's, and where."""
+    """The difference of another rank's state from the first one's, and its place."""
     if first.what != other.what:
         return "has another", place
     if place and not (first.parts and other.parts):

@@ -40,7 +40,7 @@ _NOTE, _PAUSE = "done-", 0.02
 
 @dataclass
 class Part:
-    """What one rank has written: its file, and where its blocks are in it."""
+    """The part that one rank has written: its file, and where its blocks are in it."""
 
     file: str = ""
     sha256: str = ""

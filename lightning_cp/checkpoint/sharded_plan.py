@@ -1,4 +1,4 @@
-"""Who writes what of a sharded checkpoint, and the folder in which all do."""
+"""The ranks' parts of a sharded checkpoint, and the folder in which all write."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def plan_sharded(
 
 
 def _require_seen(folder: Path) -> None:
-    """What the first rank has made is there for this one: it may take a moment over a network."""
+    """Wait until this rank sees what the first one has made: it may take a moment over a network."""
     until = time.monotonic() + _SEEN
     while not folder.is_dir():
         if time.monotonic() > until:

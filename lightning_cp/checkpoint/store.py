@@ -26,7 +26,7 @@ _LOCAL = ("file", "local")
 
 
 def is_store(path: str | PathLike[str]) -> bool:
-    """Whether a path is a URL of another place than this machine's file systems."""
+    """True if a path is a URL of another place than this machine's file systems."""
     protocol, url, _ = str(path).partition("://")
     return bool(url) and protocol not in _LOCAL
 

@@ -111,7 +111,7 @@ def like(template: torch.Tensor, stored: Stored) -> torch.Tensor:
 
 
 class StoredTensors(StorageReader):
-    """What ``torch.distributed.checkpoint`` reads through: blocks of tensors, no pickles."""
+    """A reader for ``torch.distributed.checkpoint``: blocks of tensors, no pickles."""
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         self._stored = stored

@@ -1,4 +1,4 @@
-"""How a program ends in which a save in the background has failed and nobody has asked: with status 120.
+"""The end of a program whose save in the background has failed unasked: with status 120.
 
 Python has the status by the time that it calls anything at the end. What still changes it is an output
 that cannot be flushed, as the documentation of ``sys.exit`` has it; all else of the end is done before.

@@ -47,7 +47,7 @@ def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype | Non
 
 
 def dtypes(model: nn.Module, dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.dtype]:
-    """Which dtype a tensor of a model gets: ``dtype``, if it is a parameter or a buffer that is saved."""
+    """The dtype that a tensor of a model gets: ``dtype``, if it is a parameter or a buffer that is saved."""
     saved = _saved(model)
 
     def of(x: torch.Tensor) -> torch.dtype:

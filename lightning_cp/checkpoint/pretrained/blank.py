@@ -86,7 +86,7 @@ def _any_like(x: torch.Tensor) -> torch.Tensor:
 
 
 def _is_new(func: Any) -> bool:
-    """Whether it makes another tensor, of other values: ``zeros_like``, ``new_empty``."""
+    """True if it makes another tensor, of other values: ``zeros_like``, ``new_empty``."""
     name: str = func._schema.name.removeprefix("aten::")
     return name.endswith("_like") or name.startswith("new_")
 

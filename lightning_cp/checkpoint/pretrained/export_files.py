@@ -166,7 +166,7 @@ def _require_room(key: str, x: DTensor) -> None:
 
 
 def _follow_each_other(x: DTensor) -> bool:
-    """Whether shards are the whole as they come, so that nothing else has to be made of them."""
+    """True if shards are the whole as they come, so that nothing else has to be made of them."""
     sharded = [(p, at) for at, p in enumerate(x.placements) if not p.is_replicate()]
     by_rows = all(type(p) is Shard and p.dim == 0 for p, _ in sharded)
     return by_rows and x.shape[:1].numel() % prod(x.device_mesh.size(at) for _, at in sharded) == 0

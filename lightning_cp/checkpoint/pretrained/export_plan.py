@@ -1,4 +1,4 @@
-"""What an export writes: which parameters under which keys, in which files; nothing is written yet."""
+"""The plan of an export: which parameters under which keys, in which files; nothing is written yet."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Export:
-    """What is written where."""
+    """The files of an export, and their tensors."""
 
     network: nn.Module
     parts: dict[str, Joined]
@@ -133,7 +133,7 @@ def _parts(held: Tensors, rules: Sequence[Rule]) -> dict[str, Joined]:
 
 
 def _rules(held: Tensors, rules: Sequence[Rule]) -> Iterator[tuple[str, Rule]]:
-    """How each is written: tied ones under the first of their names that has a line in ``keys``."""
+    """The rule for each: tied ones under the first of their names that has a line in ``keys``."""
     for names in held.aliases.values():
         found = ((name, made) for name in names for rule in rules if (made := rule.of(name)))
         yield next(found, (names[0], rule_for(names[0], ())))

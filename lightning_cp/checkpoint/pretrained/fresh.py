@@ -31,7 +31,7 @@ _METHODS = ("reset_parameters", "_reset_parameters")
 
 
 def own_on_meta(model: nn.Module) -> Names:
-    """What has no values, by the modules whose own it is; tied ones at each of their places."""
+    """Tensors without values, by the modules whose own they are; tied ones at each of their places."""
     found: Names = {}
     for module in model.modules():
         states = (*module._parameters.items(), *module._buffers.items())
@@ -41,7 +41,7 @@ def own_on_meta(model: nn.Module) -> Names:
 
 
 def ways_to_set(model: nn.Module, owners: Iterable[nn.Module]) -> dict[nn.Module, list[Initialize]]:
-    """What may set each owner's values, in the order in which it is tried; none if nothing does.
+    """Ways to set each owner's values, in the order in which they are tried; none if nothing does.
 
     Its ``reset_buffers()``, then ``_init_weights(owner)`` of the innermost model around it that has one (as
     transformers' do), then its ``reset_parameters()``.
@@ -120,7 +120,7 @@ def _own_part(module: nn.Module, name: str) -> torch.Tensor:
 
 
 def has_nan(x: torch.Tensor) -> bool:
-    """Whether its dtype has a NaN, by which can be seen what was not written."""
+    """True if its dtype has a NaN, by which can be seen what was not written."""
     return x.is_floating_point() or x.is_complex()
 
 

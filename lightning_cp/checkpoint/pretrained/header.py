@@ -1,4 +1,4 @@
-"""What a safetensors file says that it holds, checked before anything is allocated for it.
+"""The header of a safetensors file, checked before anything is allocated for it.
 
 The format: 8 bytes with the length of a header, the header as JSON (``name -> dtype, shape, data_offsets``),
 then the tensors' bytes, little-endian and in C order, without a gap.
@@ -94,7 +94,7 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 
 def state_of(fd: int) -> tuple[int, ...]:
-    """What is another once a file is replaced or written to: where it is, how long, and since when."""
+    """Marks of a file that change once it is replaced or written to: its place, length and time."""
     found = os.fstat(fd)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 

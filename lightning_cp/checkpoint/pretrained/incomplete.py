@@ -34,7 +34,7 @@ def incomplete_until_done(model: nn.Module) -> Iterator[None]:
 
 
 def without_values(model: nn.Module) -> Names:
-    """What is on the meta device, by modules, or got memory in a load that failed."""
+    """Tensors on the meta device, by modules, or with memory of a load that failed."""
     on_meta, found = own_on_meta(model), Names()
     for module in model.modules():
         own = {**module._parameters, **module._buffers}

@@ -34,7 +34,7 @@ _OF_A_RUN = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a directory holds, by the names in it."""
+    """The content of a directory, by the names in it."""
 
     path: Path
     entries: dict[str, Entry]
@@ -55,7 +55,7 @@ class Checkpoint:
 
     @property
     def advice(self) -> str:
-        """What to do if it is not of the model."""
+        """Advice if it is not of the model."""
         if not self.alone:
             return ""
         return f" Its folder has {INDEX}: give the folder, to load all of its files."

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint a parameter is made of: prefixes, other names, fused projections.
+"""The tensors of a checkpoint that a parameter is made of: prefixes, other names, fused projections.
 
 A user's ``keys`` maps parameter names to checkpoint keys. ``*`` stands for anything without a dot, and
 ``+`` joins what lies side by side along one dimension::
@@ -123,7 +123,7 @@ def rule_for(name: str, rules: Iterable[Rule]) -> Rule:
 def sources_of(
     name: str, shapes: Mapping[str, Shape], entries: Mapping[str, Entry], rules: Sequence[Rule]
 ) -> tuple[Source, ...]:
-    """What fills a parameter; all keys are there already.
+    """The tensors that fill a parameter; all keys are there already.
 
     Args:
         name: of the parameter.

@@ -47,7 +47,7 @@ _Asked = tuple[Options, nn.Module, torch.device, torch.device]
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded on this rank."""
+    """The result of a load on this rank."""
 
     nbytes: int
     """Read from the files, what was only compared included."""
@@ -183,7 +183,7 @@ def _read(model: nn.Module, plan: LoadPlan, options: Options, progress: Progress
 
 
 class _NotFinite:
-    """How many values are NaN or infinite, if that is asked for."""
+    """The number of values that are NaN or infinite, if that is asked for."""
 
     def __init__(self, wanted: bool) -> None:
         self._wanted, self._count = wanted, 0
@@ -214,7 +214,7 @@ def _device(
 
 
 def _reach(model: nn.Module, device: torch.device) -> torch.device:
-    """Whose tensors ranks exchange; of an offloaded model not where its shards are."""
+    """The device whose tensors ranks exchange; of an offloaded model not where its shards are."""
     kind = _mesh_kind(model)
     if kind is None and device.type == "cpu":  # which a group need not know
         kind = _held_on(model)

@@ -1,4 +1,4 @@
-"""Which part of a parameter this rank holds, for any placements.
+"""The part of a parameter that this rank holds, for any placements.
 
 A DTensor's placements compose from left to right, and what they leave of a dimension need not be one piece
 (``_StridedShard``: FSDP over tensor parallelism on one dimension). So we have PyTorch shard the numbers of

@@ -1,4 +1,4 @@
-"""Which tensor of the files each tensor of a part of the model is, and what is left on either side."""
+"""A match of the tensors of a part of the model with those of the files, and what is left on either side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Known = tuple[str, Keys]
 
 
 def keys_of(name: str, rules: Sequence[Rule], put: str) -> Keys:
-    """What a parameter is called in the files; ``put`` stands in front where no rule says another name."""
+    """A parameter's name in the files; ``put`` stands in front where no rule says another name."""
     keys = rule_for(name, rules).sources
     return (put + name,) if keys == (name,) else keys
 
@@ -74,7 +74,7 @@ class Match:
         return [name for name, x in names if not name.startswith(self.taken) and id(x) not in known]
 
     def twins(self, allowed: Allowed) -> list[tuple[str, Known]]:
-        """What is to be compared: tied tensors under their other names, unless they may be left unread."""
+        """The tensors to compare: tied ones under their other names, unless they may be left unread."""
         return [
             (name, known)
             for name, known in self._twins
@@ -110,7 +110,7 @@ class Match:
         return name
 
     def refused(self, allowed: Allowed) -> tuple[list[str], list[str]]:
-        """What is missing and what is unexpected, where no pattern allows it."""
+        """Missing and unexpected names that no pattern allows."""
         return (
             allowed.refused_missing([*self.missing, *self.beside]),
             allowed.refused_unexpected(self.unexpected(allowed)),

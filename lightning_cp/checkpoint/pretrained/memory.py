@@ -16,7 +16,7 @@ from lightning_cp.errors import CheckpointError
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What can still be allocated on a device; ``None`` where nothing tells."""
+    """The bytes that can still be allocated on a device; ``None`` where nothing tells."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept  # PyTorch has it, and uses it again
@@ -26,7 +26,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _shared() -> int | None:
-    """What processes of this machine can still take together."""
+    """The bytes that processes of this machine can still take together."""
     return _least(_available(), _below_cgroup_limit())
 
 
@@ -44,7 +44,7 @@ def peak_bytes() -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """What a tensor takes on this rank."""
+    """The bytes that a tensor takes on this rank."""
 
     name: str
     shape: torch.Size

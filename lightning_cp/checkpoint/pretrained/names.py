@@ -27,7 +27,7 @@ class Tensors:
 
 
 def tensors_of(model: nn.Module, prefix: str = "") -> Tensors:
-    """What a state dict would hold, by plain names without ``prefix``; nothing is gathered."""
+    """The tensors that a state dict would hold, by plain names without ``prefix``; nothing is gathered."""
     names: dict[int, list[str]] = defaultdict(list)
     seen: dict[int, torch.Tensor] = {}
     for name, x in _named(model):

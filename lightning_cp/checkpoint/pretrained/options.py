@@ -1,4 +1,4 @@
-"""How a checkpoint is loaded: what may be said, checked before there are processes."""
+"""Options of loading a checkpoint, checked before there are processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_cp.mesh import ContextParallelMesh
 
 @dataclass(frozen=True)
 class Options:
-    """How a checkpoint is loaded; see ``load_pretrained``."""
+    """Options of loading a checkpoint; see ``load_pretrained``."""
 
     dtype: torch.dtype | str | None = None
     strict: bool = True

@@ -1,4 +1,4 @@
-"""What has to be read for one rank's part of a model, decided before anything is allocated or read."""
+"""The plan of reads for one rank's part of a model, made before anything is allocated or read."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class LoadPlan:
 
     @property
     def nbytes(self) -> int:
-        """What this rank reads."""
+        """The bytes that this rank reads."""
         return sum(one.nbytes for one in self.slices)
 
 

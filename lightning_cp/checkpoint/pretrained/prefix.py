@@ -1,4 +1,4 @@
-"""Which part of a model a checkpoint is of, and what its names begin with in the files.
+"""The part of a model that a checkpoint is of, and the beginning of its names in the files.
 
 A LightningModule calls its network ``self.model``, say; and a checkpoint of a bare encoder lacks the name
 that the encoder has in a larger model, or has one more. The names tell; where they do not, it is not
@@ -71,7 +71,7 @@ def find_match(
 
 @dataclass
 class _Pair:
-    """What to take away from a parameter's name, and put in front instead, to get a key of the files."""
+    """The text to take away from a parameter's name, and to put in front, to get a key of the files."""
 
     taken: str
     put: str
@@ -89,11 +89,11 @@ class _Pair:
     """All of the model, or all of the files."""
 
     def is_literal(self, *, told: bool) -> bool:
-        """Whether names are taken as they are; ``told``: ``taken`` is the user's word."""
+        """True if names are taken as they are; ``told``: ``taken`` is the user's word."""
         return not self.put and (told or not self.taken)
 
     def is_evident(self, *, told: bool) -> bool:
-        """Whether the names say that the two belong together."""
+        """True if the names say that the two belong together."""
         if self.is_literal(told=told) or (self.by_rule and not self.put):
             return True
         named = any(_has_module(name) for name in self.names)
@@ -104,7 +104,7 @@ class _Pair:
 
 
 def _has_module(name: str) -> bool:
-    """Whether there is more in a name than numbers and its last part, which are the same anywhere."""
+    """True if there is more in a name than numbers and its last part, which are the same anywhere."""
     return any(not part.isdigit() for part in name.split(".")[:-1])
 
 
@@ -148,7 +148,7 @@ def _pairs(
 
 
 class _Starts:
-    """What keys of files begin with: nothing, or their first part."""
+    """Beginnings of the files' keys: nothing, or their first part."""
 
     def __init__(self, files: Collection[str]) -> None:
         self.below = Counter({"": len(files)})

@@ -68,7 +68,7 @@ class Progress:
         self._stream.flush()
 
     def now(self, name: str) -> None:
-        """What is done: the parameter that is being read, or in words what else takes time."""
+        """The work under way: the parameter that is being read, or in words what else takes time."""
         self._name = name
 
     def begin(self) -> None:
@@ -101,7 +101,7 @@ class Progress:
             self.show()
 
     def line(self, share: float) -> str:
-        """What is shown: of the whole model, by the ``share`` of all ranks' bytes that were read."""
+        """The progress shown: of the whole model, by the ``share`` of all ranks' bytes that were read."""
         share = min(1.0, share)
         seconds = max(1e-9, time.monotonic() - self._started)
         rate = share * self._model / seconds

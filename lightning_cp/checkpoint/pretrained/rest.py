@@ -1,4 +1,4 @@
-"""What a model needs that no file holds: who sets it, and the same values on every rank."""
+"""Tensors that a model needs and no file holds: who sets them, and the same values on every rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TOGETHER = 2**20
 
 
 class Rest:
-    """What is on the meta device and in no file.
+    """Tensors on the meta device and in no file.
 
     Args:
         model: sharded already, if it is to be.
@@ -87,7 +87,7 @@ class Rest:
                 )
 
     def _groups(self) -> Iterator[list[Whole]]:
-        """What is whole at the same time: a module, or several small ones, as ranks wait for each group."""
+        """Modules that are whole at a time: one, or several small ones, as ranks wait for each group."""
         group: list[Whole] = []
         held = 0
         for path, module in self._owners:
@@ -101,7 +101,7 @@ class Rest:
             yield group
 
     def parts(self, apart: bool, dtype_of: Callable[[torch.Tensor], torch.dtype]) -> list[Part]:
-        """What setting it takes beside the model: of the modules that take most together.
+        """The bytes that setting it takes beside the model: of the modules that take most together.
 
         Args:
             apart: values are set on another device than the model's.
@@ -155,7 +155,7 @@ class Rest:
 
 @contextmanager
 def together(device: torch.device) -> Iterator[None]:
-    """What raises on one rank in the block raises on all of them after it.
+    """Raise on all ranks after the block what one of them has raised in it.
 
     Args:
         device: whose tensors ranks exchange.
@@ -169,7 +169,7 @@ def together(device: torch.device) -> Iterator[None]:
 
 
 def _difference(first: dict[str, str], other: dict[str, str], rank: int) -> str:
-    """What a rank lacks otherwise than the first one does."""
+    """A line about what a rank lacks otherwise than the first one does."""
     names = (name for name in {**first, **other} if first.get(name) != other.get(name))
     name = next(names, None)
     if name is None:
@@ -180,7 +180,7 @@ def _difference(first: dict[str, str], other: dict[str, str], rank: int) -> str:
 
 
 def _not_in_files(model: nn.Module, in_files: Collection[int]) -> Names:
-    """What has none now and, by its id, in no file; tied ones once."""
+    """Tensors with none now and, by their ids, in no file; tied ones once."""
     seen = set(in_files)
     found: Names = {}
     for module, names in without_values(model).items():

@@ -12,7 +12,7 @@ from lightning_cp.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Allowed:
-    """What one side may lack."""
+    """Names that one side may lack."""
 
     missing: Sequence[str] = ()
     """Patterns (``*`` is anything) of parameters that need not be in the files."""
@@ -22,11 +22,11 @@ class Allowed:
     """Nothing else may be."""
 
     def by_lists(self) -> Allowed:
-        """What the lists say, as they do not where everything is allowed."""
+        """The same with its lists in force, where everything is allowed as well."""
         return replace(self, strict=True)
 
     def unread(self, key: str) -> bool:
-        """Whether a key of the files need not be read, nor compared."""
+        """True if a key of the files need not be read, nor compared."""
         return not self.strict or _matches(key, self.unexpected)
 
     def refused_missing(self, names: Iterable[str]) -> list[str]:
@@ -63,7 +63,7 @@ def require_names(
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether one of the patterns is of this name."""
+    """True if one of the patterns is of this name."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 

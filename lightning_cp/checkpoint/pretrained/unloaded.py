@@ -1,4 +1,4 @@
-"""What a load has left out unasked: ``strict=False`` takes any checkpoint, of another model, too."""
+"""Tensors that a load has left out unasked: ``strict=False`` takes any checkpoint, of another model, too."""
 
 from __future__ import annotations
 

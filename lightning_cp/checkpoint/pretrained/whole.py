@@ -78,7 +78,7 @@ class Whole:
         return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
 
     def _has_memory(self, name: str, x: torch.Tensor) -> bool:
-        """Whether it has some of its own in the block, of what is not whole where it is."""
+        """True if it has some of its own in the block, of what is not whole where it is."""
         if name in self.names or name in self.again:
             return True
         return not isinstance(x, nn.Parameter | DTensor) and name not in self.unread
@@ -87,7 +87,7 @@ class Whole:
         return f"{self.path}.{name}" if self.path else name
 
     def values(self) -> dict[str, torch.Tensor]:
-        """What is set; to be called in the block."""
+        """The tensors that are set; to be called in the block."""
         return {name: getattr(self.module, name) for name in self.names}
 
     def keep(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -99,7 +99,7 @@ class Whole:
                     _keep_part(part, whole)
 
     def parts(self, apart: bool, dtype_of: Callable[[torch.Tensor], torch.dtype]) -> list[Part]:
-        """What the block takes beside the model, before it has memory itself.
+        """The bytes that the block takes beside the model, before it has memory itself.
 
         Args:
             apart: the block is on another device than the model.
@@ -120,7 +120,7 @@ class Whole:
         return list(found.values())
 
     def numel(self) -> int:
-        """How many values have memory in the block."""
+        """The number of values with memory in the block."""
         own = {**self.module._parameters, **self.module._buffers}
         having = {id(x): x for k, x in own.items() if x is not None and self._has_memory(k, x)}
         return sum(x.numel() for x in having.values())

@@ -22,7 +22,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Shape:
-    """What a file says of a tensor."""
+    """A file's entry for a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ def in_files(tensors: Mapping[str, Shape], limit: int) -> dict[str, list[str]]:
 
 
 def index_text(tensors: Mapping[str, Shape], files: Mapping[str, Sequence[str]]) -> str:
-    """Which key is in which file, as transformers writes it."""
+    """The file of each key, as transformers writes it."""
     where = {key: name for name, keys in files.items() for key in keys}
     total = sum(tensor.nbytes for tensor in tensors.values())
     return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n"
