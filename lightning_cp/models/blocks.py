@@ -44,7 +44,7 @@ def _members(container: nn.Module) -> Iterator[nn.Module]:
 
 
 def _attends(block: nn.Module) -> bool:
-    """Whether a module looks like one with attention: by the classes and names of what it holds."""
+    """True if a module looks like one with attention: by the classes and names of what it holds."""
     return any(
         _ATTENTION_CLASS.search(type(m).__name__)
         or any(_ATTENTION_CHILD.search(name) for name, _ in m.named_children())
@@ -53,7 +53,7 @@ def _attends(block: nn.Module) -> bool:
 
 
 def matches(wanted: str, name: str, module: nn.Module) -> bool:
-    """Whether a module is of the class ``wanted``, also once FSDP2 has made its own class of it, or its
+    """True if a module is of the class ``wanted``, also once FSDP2 has made its own class of it, or its
     dotted name fits that pattern."""
     kind = type(module).__name__
     return wanted in (kind, kind.removeprefix("FSDP")) or fnmatchcase(name, wanted)

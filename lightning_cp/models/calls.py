@@ -16,7 +16,7 @@ from lightning_cp.models.swap import hf_models, told
 
 
 class AttentionCall(NamedTuple):
-    """What the FLOPs of one call depend on, beside the documents of the batch."""
+    """Facts that the FLOPs of one call depend on, beside the documents of the batch."""
 
     rows: int
     length: int
@@ -96,7 +96,7 @@ def observe_calls(model: nn.Module, tell: Tell) -> Callable[[], None]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether any part of a model is compiled, or all of it by the Trainer."""
+    """True if any part of a model is compiled, or all of it by the Trainer."""
     return any(
         type(part).__name__ == "OptimizedModule"
         or part._compiled_call_impl is not None
@@ -106,7 +106,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def in_backward() -> bool:
-    """Whether this thread runs autograd's backward: what is called there is computed once more."""
+    """True if this thread runs autograd's backward: what is called there is computed once more."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -108,12 +108,12 @@ class Checks:
             raise
 
     def take(self) -> Waiting:
-        """What the caller has to tell now."""
+        """Findings that the caller has to tell now."""
         taken, self._waiting = self._waiting, Waiting()
         return taken
 
     def take_refused(self) -> Exception | None:
-        """What this rank raised when all ranks of the cp group knew that the step had failed."""
+        """The error of this rank when all ranks of the cp group knew that the step had failed."""
         refused, self._refused = self._refused, None
         return refused
 

@@ -1,4 +1,4 @@
-"""Which mask and heads a model's attention will have, as far as its modules tell before they are called.
+"""The mask and heads of a model's attention, as far as its modules tell before they are called.
 
 Layouts are chosen by them, and exact for any, so that a wrong guess costs time only. They are read from the
 model and not from calls that were seen: a run that resumes must shard its first batch as the run before
@@ -62,7 +62,7 @@ def head_dims(config: Any, default: int) -> tuple[int, int]:
 
 
 def _window(part: Any) -> int:
-    """How far back a module sees; a config without kinds of layers speaks for all of them."""
+    """The distance that a module sees back; a config without kinds of layers speaks for all of them."""
     size = getattr(part, "sliding_window", None)
     config = getattr(part, "config", None)
     alike = not hasattr(part, "sliding_window") and told(config, "layer_types") is None

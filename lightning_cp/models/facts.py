@@ -1,4 +1,4 @@
-"""What is known of a batch's positions before it is sharded: the same on every rank.
+"""Facts of a batch's positions before it is sharded: the same on every rank.
 
 A rank sees its own tokens only. What it found out from these alone another rank might not find, and would
 wait in a collective for one that has raised.
@@ -16,7 +16,7 @@ from lightning_cp.layout.documents import text_positions
 
 @dataclass(frozen=True)
 class PositionFacts:
-    """How the positions of the whole batch run."""
+    """Facts of the positions of the whole batch."""
 
     from_zero: bool = True
     """They are 0, 1, 2, ... in every row, as where the batch brings none."""

@@ -16,7 +16,7 @@ LINK = "_lightning_cp_link"
 
 @dataclass
 class Link:
-    """What a replacement hands over to: the function that it replaced."""
+    """The function that a replacement replaced, and hands over to."""
 
     original: Function
 

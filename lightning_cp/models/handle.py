@@ -72,21 +72,21 @@ class SwapHandle:
 
     @property
     def active(self) -> bool:
-        """Whether a context-parallel step is under way."""
+        """True if a context-parallel step is under way."""
         return self.state is not None
 
     @property
     def intercepts(self) -> bool:
-        """Whether an attention call that is made now is the sequence's."""
+        """True if an attention call that is made now is the sequence's."""
         return self.active and not self.in_local
 
     @property
     def in_local(self) -> bool:
-        """Whether what is being called is left alone."""
+        """True if what is being called is left alone."""
         return not (self.scopes[-1][1] if self.scopes else self.intercepts_outside)
 
     def in_local_module(self) -> bool:
-        """Whether a module is being called that is left alone."""
+        """True if a module is being called that is left alone."""
         return bool(self.scopes) and not self.scopes[-1][1]
 
     def activate(self, state: StepState) -> None:
@@ -149,7 +149,7 @@ class SwapHandle:
         *,
         max_logits: bool = False,
     ) -> AttentionPlan:
-        """How a call is executed; ranks agree on each kind of it once, that all of them can.
+        """The plan of a call; ranks agree on each kind of call once, that all of them can.
 
         What is missing may differ between nodes: packages, the compute capability of a GPU.
         """
@@ -175,7 +175,7 @@ class SwapHandle:
         return made
 
     def _plan_of_pass(self, inputs: Inputs, state: StepState) -> AttentionPlan:
-        """How the largest scores of a call are computed that did not give them."""
+        """The plan of a pass for the largest scores of a call that did not give them."""
         q, k, v, spec = inputs
         call = ("of a pass", *_call(spec, q, k, v))
         if call not in state.plans:
@@ -263,7 +263,7 @@ def refuse_gradients(every: Mapping[int, Sequence[bool]]) -> NoReturn:
 
 
 def _call(spec: AttentionSpec, *inputs: torch.Tensor) -> tuple[object, ...]:
-    """What a plan depends on within one batch; slopes and sinks are told apart as objects."""
+    """A key for plans within one batch; slopes and sinks are told apart as objects."""
     values = (getattr(spec, item.name) for item in fields(spec))
     return (
         *(id(value) if isinstance(value, torch.Tensor) else value for value in values),
@@ -272,7 +272,7 @@ def _call(spec: AttentionSpec, *inputs: torch.Tensor) -> tuple[object, ...]:
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What autocast would have done to the inputs of PyTorch's own attention."""
+    """Cast as autocast would have cast the inputs of PyTorch's own attention."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors

@@ -42,7 +42,7 @@ HARMLESS = {
 
 
 def attention_function(handle: SwapHandle, before: str) -> Any:
-    """What is registered as transformers' attention function.
+    """The function that is registered as transformers' attention.
 
     Args:
         handle: where calls go.

@@ -106,7 +106,7 @@ class CallCheck:
         return own(*args, **kwargs)
 
     def _forget(self) -> None:
-        """What an error left there."""
+        """Remove what an error left there."""
         self._announced.clear()
         self._depth = 0
 

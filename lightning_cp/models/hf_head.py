@@ -144,7 +144,7 @@ _WHOLE: list[Head] = []
 
 
 def _require_plain(head: nn.Module) -> None:
-    """What an engine has made of the head since it was looked at.
+    """Refuse a head that an engine has changed since it was looked at.
 
     Raises:
         ConfigError: it was wrapped by itself, or another layer was put over it.

@@ -1,4 +1,4 @@
-"""What a Hugging Face model's loss is told: shifted targets, and how many there are."""
+"""Arguments of a Hugging Face model's loss: shifted targets, and how many there are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_cp.models.step_state import StepState
 
 
 def label_alignment(model: Any) -> str | None:
-    """How the model's own loss reads ``labels``: "shift" (next token), "aligned", or ``None``: unknown.
+    """The way the model's own loss reads ``labels``: "shift" (next token), "aligned", or ``None``: unknown.
 
     A model without a head takes no labels: the loss is the user's own. "shift" is also what transformers
     says of classes that it does not know; whether it is so is seen when they are called (``LossWatch``).

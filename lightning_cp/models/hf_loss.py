@@ -1,4 +1,4 @@
-"""Whether a model's loss is what its loss function made of our targets.
+"""True if a model's loss is what its loss function made of our targets.
 
 transformers names a loss function for every class, also for those that never call it: what a name says
 of a model (see ``label_alignment``) is believed only once the function was seen to be called with the

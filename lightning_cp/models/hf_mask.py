@@ -1,4 +1,4 @@
-"""What a Hugging Face model asks its mask to be, carried to its attention calls.
+"""The mask that a Hugging Face model asks for, carried to its attention calls.
 
 transformers composes every mask from small functions (causal, sliding, packed, ...) and hands the
 composition to the registered mask function, once for each kind of layer. Ours reads it, refuses what
@@ -28,7 +28,7 @@ EXPRESSIBLE = (
 
 @dataclass(frozen=True)
 class Visible:
-    """Who sees whom within a document; ``window`` as in ``AttentionSpec``."""
+    """Visibility within a document; ``window`` as in ``AttentionSpec``."""
 
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
@@ -43,7 +43,7 @@ class Visible:
 
 
 def read_mask(function: Callable[..., Any], seq_len: int) -> Visible:
-    """What a mask function of transformers allows.
+    """The visibility that a mask function of transformers allows.
 
     Args:
         function: composed by ``transformers.masking_utils``.
@@ -101,7 +101,7 @@ _TRUE: Callable[..., Any] = lambda *args: torch.tensor(True, dtype=torch.bool)  
 
 
 def _is_true(function: Callable[..., Any]) -> bool:
-    """Whether it is what files of transformers 5.2 to 5.14 add to a mask, to have one made (Falcon)."""
+    """True if it is what files of transformers 5.2 to 5.14 add to a mask, to have one made (Falcon)."""
     code, true = getattr(function, "__code__", None), _TRUE.__code__
     parts = ("co_code", "co_consts", "co_names")
     return all(getattr(code, part, None) == getattr(true, part) for part in parts)
@@ -119,7 +119,7 @@ def _maker(function: Callable[..., Any]) -> str:
 
 
 def _inside(function: Callable[..., Any]) -> dict[str, Any]:
-    """What a mask function was made with."""
+    """The arguments that a mask function was made with."""
     names = function.__code__.co_freevars if hasattr(function, "__code__") else ()
     cells = getattr(function, "__closure__", None) or ()
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
@@ -140,7 +140,7 @@ def _named(made: str, function: Callable[..., Any]) -> str:
 
 
 def mask_function(handle: SwapHandle, before: str, *, dims: int = 4) -> Any:
-    """What is registered as transformers' mask function.
+    """The function that is registered as transformers' mask function.
 
     Args:
         handle: holds the active step.

@@ -1,4 +1,4 @@
-"""What a Hugging Face model makes of a whole sequence: each rank would make it of its own tokens.
+"""Outputs that a Hugging Face model makes of a whole sequence: a rank would make them of its own tokens.
 
 Heads of one value per sequence are refused by name, and so is what a model without a head has pooled. What
 else has no dimension along the sequence (a second head's values, the logits of the last tokens) may be left

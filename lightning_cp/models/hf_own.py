@@ -28,12 +28,12 @@ EXACT_UNTIL = 256
 
 
 def has_own(model: Any) -> bool:
-    """Whether the model has attention that is patched here."""
+    """True if the model has attention that is patched here."""
     return any(True for _ in _modules(model))
 
 
 def is_relative(model: Any) -> bool:
-    """Whether that attention sees distances only, so that the model takes no positions."""
+    """True if that attention sees distances only, so that the model takes no positions."""
     return any(type(part).__name__ == "BloomAttention" for part in _modules(model))
 
 

@@ -117,7 +117,7 @@ def _jumps(position_ids: torch.Tensor) -> bool:
 
 
 def _caches(model: Any, given: dict[str, Any]) -> bool:
-    """Whether one process would make a cache, which hides packing from transformers' masks."""
+    """True if one process would make a cache, which hides packing from transformers' masks."""
     asked = given.get("use_cache")
     if asked is None:
         asked = getattr(model.config.get_text_config(), "use_cache", False)

@@ -1,4 +1,4 @@
-"""Whether the padding that a model is told of is the padding of the batch, which the layout knows."""
+"""True if the padding that a model is told of is the padding of the batch, which the layout knows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_padding(
 
 
 def _matters(layout: SequenceLayout, causal: bool) -> bool:
-    """Whether a token would see padding if nobody said that it is padding."""
+    """True if a token would see padding if nobody said that it is padding."""
     if layout.documents is None:
         return False
     for row in layout.documents.rows:

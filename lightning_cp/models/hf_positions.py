@@ -58,7 +58,7 @@ def check_positions(state: StepState, name: str) -> None:
 
 
 def counts_alone(models: list[Any]) -> bool:
-    """Whether no model of these, one inside the other, can be told positions, and none is relative.
+    """True if no model of these, one inside the other, can be told positions, and none is relative.
 
     A bias by distance (T5, BLOOM) needs no positions; whether it can be sharded is seen at its attention.
     """
@@ -70,7 +70,7 @@ def counts_alone(models: list[Any]) -> bool:
 
 
 def take_positions(roots: list[Any]) -> bool:
-    """Whether all of these Hugging Face models can be told positions 0, 1, 2, ..., and would count these."""
+    """True if all of these Hugging Face models can be told positions 0, 1, 2, ..., and would count these."""
     for root in roots:
         inside = [part for part in root.modules() if hasattr(part, "_can_set_attn_implementation")]
         if own_positions(root) or counts_alone(inside):
@@ -140,6 +140,6 @@ def _fit(given: torch.Tensor, ours: torch.Tensor) -> bool:
 
 
 def rows_of(given: dict[str, Any]) -> int:
-    """How many rows a call has; 1 if that is not seen."""
+    """The number of rows of a call; 1 if that is not seen."""
     found = [given.get("input_ids"), given.get("inputs_embeds")]
     return next((x.shape[0] for x in found if x is not None), 1)

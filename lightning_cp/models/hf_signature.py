@@ -1,4 +1,4 @@
-"""What the forward of a Hugging Face model can be called with."""
+"""Arguments of the forward of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def _of_class(kind: type[Any]) -> Parameters:
 
 
 def takes_extra(model: Any) -> bool:
-    """Whether arguments that are not named are passed on."""
+    """True if arguments that are not named are passed on."""
     return any(p.kind is p.VAR_KEYWORD for p in parameters_of(model).values())

@@ -43,7 +43,7 @@ def litgpt_models(model: nn.Module) -> list[Any]:
 
 
 def litgpt_windows(model: nn.Module) -> list[int]:
-    """How far back each attention module of the LitGPT models inside sees; -1: unbounded."""
+    """The distance that each attention module of the LitGPT models inside sees back; -1: unbounded."""
     parts = (part for root in litgpt_models(model) for _, part in _attention_of(root))
     return [_window(part) for part in parts]
 
@@ -174,7 +174,7 @@ def _attend(
 
 
 def _spec(part: Any) -> AttentionSpec:
-    """What the module's own method computes."""
+    """The spec of what the module's own method computes."""
     config = part.config
     scale = 1.0 / math.sqrt(config.attention_scores_scalar or _head_dim(part))
     return AttentionSpec(
@@ -191,7 +191,7 @@ def _head_dim(part: Any) -> int:
 
 
 def _window(part: Any) -> int:
-    """How many tokens before its own a query sees: theirs counts the query itself; -1: all.
+    """The number of tokens before its own that a query sees: theirs counts the query itself; -1: all.
 
     Raises:
         ConfigError: a window in which a query would not see itself.

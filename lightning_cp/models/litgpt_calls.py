@@ -1,4 +1,4 @@
-"""What a call of a LitGPT model cannot be while a step is active; litgpt is not imported here."""
+"""Calls of a LitGPT model that are refused while a step is active; litgpt is not imported here."""
 
 from __future__ import annotations
 

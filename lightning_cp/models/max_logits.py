@@ -52,7 +52,7 @@ class Inputs(NamedTuple):
 
 
 class Collector:
-    """Who is told of which module's attention.
+    """Listeners to the attention of modules.
 
     Args:
         modules: the modules, and who is told.
@@ -67,11 +67,11 @@ class Collector:
 
     @property
     def wants(self) -> bool:
-        """Whether a call that is made now is collected: not where no gradients are wanted."""
+        """True if a call that is made now is collected: not where no gradients are wanted."""
         return bool(self._modules) and torch.is_grad_enabled()
 
     def by_kernel(self, kernel: str, exchange: Exchange) -> bool:
-        """Whether calls have to give their largest scores themselves; the same on every rank."""
+        """True if calls have to give their largest scores themselves; the same on every rank."""
         if not self.wants:
             return False
         gives = exchange.name != "ring_flash_attn" and declares(kernel, "max_logits")
@@ -151,7 +151,7 @@ def plan_by_kernel(make: Callable[[bool], AttentionPlan]) -> AttentionPlan:
 def plan_of_pass(
     inputs: Inputs, mesh: ContextParallelMesh, layout: SequenceLayout, exchange: Exchange
 ) -> AttentionPlan:
-    """How a pass for the largest scores alone is executed.
+    """The plan of a pass for the largest scores alone.
 
     Raises:
         ConfigError: no kernel gives them.

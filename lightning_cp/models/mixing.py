@@ -60,7 +60,7 @@ def _mixers(model: nn.Module, skip: set[nn.Module]) -> Iterator[str]:
 
 
 def _why(module: nn.Module) -> str | None:
-    """What makes a module a mixer, to be shown behind its class; ``None`` if nothing does."""
+    """The reason that makes a module a mixer, to be shown behind its class; ``None`` if there is none."""
     if isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)):
         return f", kernel {module.kernel_size[0]}" if module.kernel_size[0] > 1 else None
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):

@@ -20,7 +20,7 @@ from lightning_cp.models.swap import hf_models, told
 
 @dataclass(frozen=True)
 class Multiplied:
-    """What one token is multiplied by."""
+    """Counts of parameters' numbers that one token is multiplied by."""
 
     trained: int = 0
     frozen: int = 0
@@ -65,7 +65,7 @@ def multiplied_by(model: nn.Module) -> Multiplied:
 
 
 def _active(module: nn.Module, name: str, parameter: Any, routed: _Routed) -> int | None:
-    """How many numbers of a parameter multiply one token; ``None`` if nobody knows."""
+    """The number of a parameter's values that multiply one token; ``None`` if it is not known."""
     size, last = parameter.numel(), name.rpartition(".")[2]
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or parameter.dim() < 2:
         return 0
@@ -92,7 +92,7 @@ class _Routed:
         self._known = set(_numbers(model))
 
     def is_expert(self, name: str) -> bool:
-        """Whether a parameter is one expert's, of a list of them."""
+        """True if a parameter is one expert's, of a list of them."""
         return any(name.startswith(prefix) for prefix in self._lists)
 
     def share(self, name: str, parameter: Any) -> tuple[int, int] | None:

@@ -72,7 +72,7 @@ def _loaded() -> Iterator[tuple[Function, Place]]:
 
 
 def _compiled(own: Mapping[Function, Place]) -> dict[Function, Place]:
-    """What ``torch.compile`` made of them, where a module's globals hold that."""
+    """The compiled forms of them, where a module's globals hold any."""
     return {
         value: own[vars(value)[_ORIGINAL]]
         for module, names in globals_of_all()

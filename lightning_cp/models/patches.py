@@ -1,4 +1,4 @@
-"""What is replaced in a model from the beginning of a step to its end, attention aside."""
+"""Replacements in a model from the beginning of a step to its end, attention aside."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StepPatches:
             self._leave.pop()()
 
     def told(self) -> list[str]:
-        """What there is to say of the step that ends now, each kind once."""
+        """Lines about the step that ends now, each kind once."""
         said = [(report, line) for report in self._reports if (line := report()) is not None]
         for report, _ in said:
             self._reports.remove(report)

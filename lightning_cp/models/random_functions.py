@@ -106,7 +106,7 @@ def _fill(name: str, original: Any) -> Callable[..., torch.Tensor]:
 
 
 def _is_along(shape: Any, kwargs: dict[str, Any]) -> bool:
-    """What is asked for runs along the step's tokens; compiled code finds out when it runs."""
+    """True if what is asked for runs along the step's tokens; compiled code finds out when it runs."""
     if kwargs.get("out") is not None or kwargs.get("names") is not None:
         return False
     if torch.compiler.is_compiling():

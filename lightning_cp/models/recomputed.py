@@ -72,7 +72,7 @@ class KeptBytes(InPlace):
         return self.place.put(x)
 
     def put_input(self, x: torch.Tensor) -> Any:
-        """What a block was given; hidden states are its own, and all else (masks) blocks share.
+        """The inputs of a block; hidden states are its own, and all else (masks) blocks share.
 
         torch 2.10 puts an empty one beside them.
         """
@@ -123,7 +123,7 @@ class Recomputed:
             return checkpoint(own, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def report(self) -> str | None:
-        """What the step's forwards have kept so far; ``None`` before any."""
+        """A line about what the step's forwards have kept so far; ``None`` before any."""
         if not self._forwards:
             return None
         attention = f", {_mebibytes(self._kept.attention)} of attention" * self._keeps_attention

@@ -1,4 +1,4 @@
-"""What was swapped in a model, as a table."""
+"""A table of what was swapped in a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = ("modules", "count", "class", "attention", "was")
 
 
 class Swap(NamedTuple):
-    """How the attention of a model was swapped, and the implementation that it has outside of a step."""
+    """The way the attention of a model was swapped, and its implementation outside of a step."""
 
     how: str
     before: str

@@ -1,4 +1,4 @@
-"""Which calls of attention are the sequence's: not those of modules that are left alone.
+"""The calls of attention that are the sequence's: not those of modules that are left alone.
 
 A call does not say where it comes from, so modules tell when they are entered and left. All that are inside
 tell, not the outermost alone: a checkpoint calls again what it holds, and not what is around it.

@@ -131,7 +131,7 @@ def _in_memory_as_theirs(out_BLHD: torch.Tensor, query: torch.Tensor) -> torch.T
 
 
 def is_sdpa(value: object) -> bool:
-    """Whether it is PyTorch's function, or what has taken its place."""
+    """True if it is PyTorch's function, or what has taken its place."""
     if isinstance(value, FunctionType):
         return LINK in vars(value) and value.__name__ == SDPA
     return isinstance(value, BuiltinFunctionType) and value is _builtin()

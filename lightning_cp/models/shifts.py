@@ -60,13 +60,13 @@ class Cut(NamedTuple):
     integers: bool
 
     def is_of(self, other: Cut) -> bool:
-        """Whether both are of one tensor, which is still there."""
+        """True if both are of one tensor, which is still there."""
         x = self.tensor()
         return x is not None and x is other.tensor()
 
 
 class Cuts:
-    """What one step cuts off along the sequence: the last token of some tensors, the first of others."""
+    """Cuts of one step along the sequence: the last token of some tensors, the first of others."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -88,7 +88,7 @@ class Cuts:
 
     @property
     def shift(self) -> bool:
-        """Whether integers without the first stand against something else without the last.
+        """True if integers without the first stand against something else without the last.
 
         A tensor that lost both is compared with itself: the steps between positions, say.
         """
@@ -102,7 +102,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 def _along_the_sequence(index: Any, dims: int) -> slice | None:
-    """What an index made of slices takes of dimension 1."""
+    """The part of dimension 1 that an index made of slices takes."""
     parts = index if isinstance(index, tuple) else (index,)
     at = [place for place, part in enumerate(parts) if part is ...]
     if at:

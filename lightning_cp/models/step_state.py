@@ -1,4 +1,4 @@
-"""What attention calls and a model's forward need to know of the current batch."""
+"""Facts of the current batch for attention calls and a model's forward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_cp.models.facts import PositionFacts
 
 @dataclass
 class StepState:
-    """What the attention calls and the model's forward need to know of the current batch."""
+    """Facts of the current batch for the attention calls and the model's forward."""
 
     layout: SequenceLayout
     position_ids: torch.Tensor
@@ -60,7 +60,7 @@ class StepState:
 
     @property
     def targets(self) -> torch.Tensor | int:
-        """What this rank's loss is a mean over."""
+        """The number of targets that this rank's loss is a mean over."""
         return self.valid_local if self.counted is None else self.counted
 
     def note_gradient(self, gradient: torch.Tensor) -> None:

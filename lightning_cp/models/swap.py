@@ -122,7 +122,7 @@ def _apart(found: list[Any], chosen: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def told(config: Any, name: str) -> Any:
-    """What a config says of ``name``; ``None`` if nothing, or if it is another thing in each layer.
+    """A config's value of ``name``; ``None`` if it has none, or another one in each layer.
 
     Some of transformers raise errors of other kinds than AttributeError where layers differ.
     """
