@@ -1,1 +1,1 @@
-"""What is logged: the values that ranks have become the one that one process would show."""
+"""Logging: the values of ranks become the one that one process would show."""

@@ -1,4 +1,4 @@
-"""What ranks tell each other at the end of a step: what was logged, and what was found on the way."""
+"""Messages of ranks at the end of a step: logged values, and findings on the way."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Found:
-    """What was found in a step so far, that ranks have to be told."""
+    """Findings in a step so far, of which ranks have to be told."""
 
     checks: Sequence[str] = ()
     """Their names."""
@@ -34,7 +34,7 @@ class Found:
 
 
 class Ranks(Protocol):
-    """What is needed of the strategy's core."""
+    """The part of the strategy's core that is needed."""
 
     @property
     def mesh(self) -> ContextParallelMesh: ...
@@ -102,7 +102,7 @@ def _require_same_checks(
 
 
 def tell_refused(error: Exception, ranks: Ranks) -> None:
-    """What ended the step on all ranks that share a sample; the others wait for their vote on the step.
+    """Tell what ended the step on all ranks that share a sample; the others wait for their vote on the step.
 
     Raises:
         Exception: the error, once all ranks know of it.

@@ -67,7 +67,7 @@ def _own_method(owner: object, name: str) -> MethodType | None:
 
 
 def hooks_may_log(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether somebody has hooks after the step of a batch; Lightning's own callbacks do not log there."""
+    """True if somebody has hooks after the step of a batch; Lightning's own callbacks do not log there."""
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     own = ("lightning.", "lightning_cp.callback", "lightning_cp.strategies.")
     theirs = [x for x in callbacks if not type(x).__module__.startswith(own)]

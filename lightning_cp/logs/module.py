@@ -71,7 +71,7 @@ class ModuleLog:
             self._show_ratio(name, total, count, (total, count), options)
 
     def note_loss(self, loss: torch.Tensor, show: Callable[[torch.Tensor], None]) -> None:
-        """What a step returned, to be made one value along with what it logged.
+        """Note a step's loss, to be made one value along with what it logged.
 
         Args:
             loss: this rank's.
@@ -237,7 +237,7 @@ class ModuleLog:
         return self._ratio(where, name, nothing, nothing, options)
 
     def _step_value(self, metric: Metric, options: dict[str, Any]) -> torch.Tensor | None:
-        """What a metric shows at this step, if it does."""
+        """The value that a metric shows at this step, if it does."""
         cache, on_step = metric._forward_cache, options.get("on_step")
         if on_step is None:
             on_step = self._trainer.training and self._where not in EPOCH_ENDS
@@ -245,7 +245,7 @@ class ModuleLog:
         return cache if shown and self._calls.is_open else None
 
     def _grouped(self, options: dict[str, Any]) -> dict[str, Any]:
-        """What is left to synchronise once the cp group agrees: ranks with other samples."""
+        """The rest to synchronise once the cp group agrees: ranks with other samples."""
         if options.get("sync_dist_group") is not None:
             return options
         mesh = self._core.mesh

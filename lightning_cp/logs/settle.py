@@ -1,4 +1,4 @@
-"""What is logged, kept until the ranks that share a sample come together, and settled in one exchange.
+"""Logged values, kept until the ranks that share a sample come together, and settled in one exchange.
 
 One collective per call would wait for ever where only one rank logs something, which Lightning allows. So
 calls are collected, and at the end of the step, of the batch or of the epoch the ranks compare what each
@@ -24,7 +24,7 @@ from lightning_cp.mesh import ContextParallelMesh, Flat
 
 
 class Kind(Enum):
-    """What one process would have, if ranks that share its sample have different values."""
+    """One process's value, where ranks that share its sample have different ones."""
 
     MEAN = "mean"
     """The mean over targets."""
@@ -223,7 +223,7 @@ def _is_ratio(call: Call) -> bool:
 
 
 def _losses_fit(lists: list[list[Any]], size: int) -> bool:
-    """Whether all have a loss that is shown, and all or none a graph; the shape is each data rank's own."""
+    """True if all have a loss that is shown, and all or none a graph; the shape is each data rank's own."""
     losses = [
         {key: where for key, _, where, *_ in one if where.startswith(STEP_LOSS)} for one in lists
     ]

@@ -1,4 +1,4 @@
-"""What a value given to ``self.log`` is, and how it is shown once the ranks have agreed on it."""
+"""Kinds of values given to ``self.log``, and their form once the ranks have agreed on them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def show_metric(
 
 
 def as_given(shown: torch.Tensor, value: Any) -> torch.Tensor:
-    """What ranks agreed on, in the type of what was given."""
+    """The value that ranks agreed on, in the type of the given one."""
     if not isinstance(value, torch.Tensor):
         return as_logged(shown)
     shown = shown.to(value)
@@ -58,12 +58,12 @@ def as_given(shown: torch.Tensor, value: Any) -> torch.Tensor:
 
 
 def whole(value: Any) -> Any:
-    """What is spread over ranks as one number, which every rank is given: the norm of sharded gradients."""
+    """A value that is spread over ranks, as one number on every rank: the norm of sharded gradients."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def kind_of(value: Any, options: dict[str, Any]) -> Kind | None:
-    """How ranks' values become one; ``None``: Lightning says what is wrong with it."""
+    """The way ranks' values become one; ``None``: Lightning says what is wrong with it."""
     if isinstance(value, Metric):
         return Kind.METRIC
     if isinstance(value, torch.Tensor):
