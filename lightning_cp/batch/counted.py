@@ -1,4 +1,4 @@
-"""What is counted of a batch: its rows, its documents, and the tokens that are not padding."""
+"""Counts of a batch: its rows, its documents, and the tokens that are not padding."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class CountedBatch:
 
     @property
     def arrived(self) -> bool:
-        """Whether reading waits for nothing."""
+        """True if reading waits for nothing."""
         return self.event is None or self.event.query()
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a batch says of its sequence, under which names and in which forms: understood, or refused by name.
+"""Declarations of a batch's sequence, their names and forms: understood, or refused by name.
 
 Documents: ``cu_seqlens`` (and flash-attention's names of it) and ``segment_ids`` (or ``seq_idx``). Padding:
 ``attention_mask``. Positions: ``position_ids``. A name counts wherever it stands in a batch; a nested tensor
@@ -33,7 +33,7 @@ def last_part(name: str) -> str:
 
 
 def has_boundaries(name: str) -> bool:
-    """Whether a tensor of this dotted name holds the boundaries of documents."""
+    """True if a tensor of this dotted name holds the boundaries of documents."""
     return last_part(name).startswith(_BOUNDARIES)
 
 

@@ -27,7 +27,7 @@ from lightning_cp.layout.documents import text_positions
 
 @dataclass(frozen=True)
 class Declared:
-    """What tells documents in a batch, by dotted name; of tensors the last dimension is the sequence."""
+    """Tensors that tell documents in a batch, by dotted name; their last dimension is the sequence."""
 
     found: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -48,7 +48,7 @@ class Declared:
         return {name: x for name, x in self.found.items() if last_part(name) in names}
 
     def documents(self, seq_len: int, rows: int | None) -> Documents | None:
-        """What they say, or ``None``: one document.
+        """The documents that they tell, or ``None``: one document.
 
         Args:
             seq_len: of the whole sequence.
@@ -196,13 +196,13 @@ def _text_of(name: str, positions: torch.Tensor, rows: int | None) -> torch.Tens
 
 
 def _restart_together(positions: torch.Tensor) -> bool:
-    """Whether all positions of some token [..., rows, S] are 0 again, and count on from there."""
+    """True if all positions of some token [..., rows, S] are 0 again, and count on from there."""
     zero = (positions == 0).flatten(0, -3).all(0)
     return bool((~zero[:, :-2] & zero[:, 1:-1] & ~zero[:, 2:]).any())
 
 
 def _restart_elsewhere(positions: torch.Tensor, packed: Documents) -> bool:
-    """Whether positions [rows, S] restart, and not just where documents begin.
+    """True if positions [rows, S] restart, and not just where documents begin.
 
     Where they run on through all rows they tell nothing. What does not count on from a restart is padding.
     """

@@ -1,4 +1,4 @@
-"""What a step returned, in original order and length."""
+"""Outputs of a step in original order and length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_cp.mesh import ContextParallelMesh, Flat
 def unshard_output(
     output: Any, mesh: ContextParallelMesh, layout: SequenceLayout, dims: Mapping[str, int | None]
 ) -> Any:
-    """What a predict step returned, in original order and length, on every rank.
+    """Outputs of a predict step in original order and length, on every rank.
 
     A tensor is unsharded along its declared dimension, along a known one, or along dimension 1 if that
     is as long as the local sequence. What has no such dimension, or was not declared and is the same on

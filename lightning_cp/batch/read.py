@@ -30,7 +30,7 @@ from lightning_cp.labels import shift
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """What was found in a batch before it is sharded."""
+    """The content of a batch before it is sharded."""
 
     batch: Any
     dims: dict[str, int]

@@ -1,4 +1,4 @@
-"""How batches are read: which names run along the sequence, and how they are padded."""
+"""Rules for reading batches: names that run along the sequence, and their padding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PAD_VALUES = {
 
 @dataclass(frozen=True)
 class BatchRules:
-    """How the batches of one run are read.
+    """Rules for reading the batches of one run.
 
     Args:
         sequence_dims: dotted name of a tensor -> its sequence dimension, ``None`` to replicate it.

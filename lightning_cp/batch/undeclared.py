@@ -1,4 +1,4 @@
-"""What a batch has that nothing says how to read: all of it is asked at once, with what would answer it."""
+"""Tensors of a batch that no rule reads: all are asked for at once, with what would answer it."""
 
 from __future__ import annotations
 
