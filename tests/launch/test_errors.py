@@ -107,6 +107,12 @@ def test_all_is_shown_on_request(tmp_path: Path) -> None:
     output = printed(tmp_path, *command, LIGHTNING_CP_FULL_ERROR="1")
     assert output.count(OF_ALL) == output.count("Traceback (most recent call last)") == 2
     assert "/lightning_cp/models/" in output
+
+
+@pytest.mark.slow
+def test_all_that_libraries_say_is_shown_on_request(tmp_path: Path) -> None:
+    command = (SCRIPTS / "refused.py", "trainer", "ulysses_ring", 2, "1")
+    output = printed(tmp_path, *command, LIGHTNING_CP_FULL_ERROR="1")
     assert output.count("LeafSpec") >= 2  # a line and the code beside it, of each rank
 
 
