@@ -96,7 +96,7 @@ def is_full() -> bool:
 
 
 def is_ours(error: object) -> bool:
-    """Whether it is an error of this package."""
+    """True if it is an error of this package."""
     return _ours is not None and isinstance(error, _ours)
 
 
@@ -223,12 +223,12 @@ def _is_user_s(frame: FrameType) -> bool:
 
 
 def is_library(module: str) -> bool:
-    """Whether a module, or the logger of its name, is of a library that programs of Lightning are made of."""
+    """True if a module, or the logger of its name, is of a library that programs of Lightning are made of."""
     return module.partition(".")[0] in _LIBRARIES
 
 
 def is_library_s(frame: FrameType) -> bool:
-    """Whether code is of such a library, or of Python's own."""
+    """True if code is of such a library, or of Python's own."""
     path = frame.f_code.co_filename
     if is_library(str(frame.f_globals.get("__name__", ""))) or path.startswith("<frozen"):
         return True

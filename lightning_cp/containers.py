@@ -18,7 +18,7 @@ ROOT = "batch"
 
 
 def is_container(value: object) -> bool:
-    """Whether ``value`` is something that tensors can be found in."""
+    """True if ``value`` is something that tensors can be found in."""
     return isinstance(value, (Mapping, list, tuple)) or _is_dataclass(value)
 
 

@@ -9,7 +9,7 @@ IGNORED_LABEL = -100
 
 
 def are_shifted(labels: torch.Tensor, input_ids: torch.Tensor) -> bool | None:
-    """Whether a dataset has shifted its labels ``[B, S]`` already; ``None``: these do not tell.
+    """True if a dataset has shifted its labels ``[B, S]`` already; ``None``: these do not tell.
 
     Shifted, nearly all are the next token's id; unshifted, their own token's. Waits for a GPU.
     """

@@ -263,7 +263,7 @@ def _joins_another(node: Any) -> bool:
 
 
 def _is_of_sequence(nodes: Iterable[Any]) -> bool:
-    """Whether something comes from ``unshard``, and nothing from a rank's own tokens past it."""
+    """True if something comes from ``unshard``, and nothing from a rank's own tokens past it."""
     ahead, seen, found = list(nodes), set(), False
     while ahead:
         node = ahead.pop()

@@ -56,7 +56,7 @@ class LinkRow:
 
     @property
     def latency(self) -> bool:
-        """Whether the message is so small that ``seconds`` is the latency."""
+        """True if the message is so small that ``seconds`` is the latency."""
         return self.asked == 0
 
 

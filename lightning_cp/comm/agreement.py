@@ -175,7 +175,7 @@ def gathered_lists(items: Sequence[T], group: dist.ProcessGroup) -> list[list[T]
 
 
 def same_in_the_world(value: int) -> bool:
-    """Whether every rank has this number; before there is a mesh, over the default group."""
+    """True if every rank has this number; before there is a mesh, over the default group."""
     every: list[int | None] = [None] * dist.get_world_size()
     dist.all_gather_object(every, value)
     return len(set(every)) == 1

@@ -52,7 +52,7 @@ class _Section(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Whether the ranks' heads are equally many, and no two ranks share one."""
+        """True if the ranks' heads are equally many, and no two ranks share one."""
         each = self.ranges[0][1]
         return all(heads == (at * each, (at + 1) * each) for at, heads in enumerate(self.ranges))
 

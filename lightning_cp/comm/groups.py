@@ -47,7 +47,7 @@ def gloo_group(partition: torch.Tensor) -> dist.ProcessGroup:
 
 
 def is_fake() -> bool:
-    """Whether one process plays a rank of the world: nothing is sent, and there is nobody to connect to."""
+    """True if one process plays a rank of the world: nothing is sent, and there is nobody to connect to."""
     return dist.get_backend() == FAKE
 
 

@@ -1,4 +1,4 @@
-"""Whether something that every rank did alone went well on all of them."""
+"""The outcome of work that every rank did alone: it went well on all, or failed on some."""
 
 from __future__ import annotations
 

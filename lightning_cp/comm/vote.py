@@ -1,4 +1,4 @@
-"""Whether all ranks have the same to say: 16 bytes, whatever it is.
+"""A vote: all ranks have the same to say, or not; 16 bytes, whatever it is.
 
 A rank's vote is a hash of what it has to say, times a factor; the factors of all ranks add up to 0, so that
 equal votes do (modulo 2**64), and different ones hardly ever. A sum of two numbers is the cheapest message
@@ -24,7 +24,7 @@ def vote(
     dissents: bool = False,
     limit: timedelta | None = None,
 ) -> bool:
-    """Whether all ranks have the same ``fact`` (as ``repr`` shows it), and none dissents.
+    """True if all ranks have the same ``fact`` (as ``repr`` shows it), and none dissents.
 
     Where it is false, it is so on every rank, and all go on with ``agreement.tell``.
 

@@ -27,7 +27,7 @@ COLUMNS: tuple[str, ...] = (
 def agreement(
     runs: Sequence[Run], baselines: Sequence[str] = (), tolerance: float | str = "auto"
 ) -> Answer:
-    """Whether every run is within the tolerance of its baseline.
+    """True if every run is within the tolerance of its baseline.
 
     Args:
         runs: all of them.

@@ -48,7 +48,7 @@ def differences(run: Run, other: Run) -> dict[str, tuple[Any, Any]]:
 
 
 def is_free(name: str) -> bool:
-    """Whether it only says how the work is shared or watched."""
+    """True if it only says how the work is shared or watched."""
     return any(name == free or name.startswith(f"{free}.") for free in FREE)
 
 

@@ -54,7 +54,7 @@ class Group:
 
     @property
     def is_at_edge(self) -> bool:
-        """Whether the best has the least or the largest number: what lies beyond may be better."""
+        """True if the best has the least or the largest number: what lies beyond may be better."""
         name = self.number
         if name is None:
             return False
@@ -105,7 +105,7 @@ def described(group: Group, one: Trial | Run) -> str:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether it can be set out along an axis."""
+    """True if it can be set out along an axis."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

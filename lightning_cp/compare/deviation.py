@@ -47,7 +47,7 @@ class Deviation:
 
     @property
     def passed(self) -> bool:
-        """Whether it is within the tolerance."""
+        """True if it is within the tolerance."""
         return self.worst <= self.tolerance
 
 

@@ -195,7 +195,7 @@ class Slot:
 
     @property
     def is_first(self) -> bool:
-        """Whether no step had ended then."""
+        """True if no step had ended then."""
         return bool(_SLOT.unpack_from(self._map, _TOKEN)[3])
 
     def unlink(self) -> None:

@@ -73,7 +73,7 @@ def select_kernel(name: str, request: Request) -> Kernel:
 
 @lru_cache(maxsize=64)
 def declares(name: str, feature: str) -> bool:
-    """Whether some kernel that ``name`` stands for has a feature, whatever else it can do and where.
+    """True if some kernel that ``name`` stands for has a feature, whatever else it can do and where.
 
     Raises:
         ConfigError: an unknown name.

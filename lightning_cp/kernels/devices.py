@@ -31,7 +31,7 @@ def before_ampere(name: str) -> str | None:
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether there is one that PyTorch can use."""
+    """True if there is one that PyTorch can use."""
     return torch.cuda.is_available() and torch.version.hip is None
 
 

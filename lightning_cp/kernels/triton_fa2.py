@@ -55,12 +55,12 @@ class TritonCapabilities(Capabilities):
 
 
 def is_installed() -> bool:
-    """Whether there is a Triton to import."""
+    """True if there is a Triton to import."""
     return find_spec("triton") is not None
 
 
 def is_interpreted() -> bool:
-    """Whether Triton, when it is imported, runs kernels in Python on CPU: slowly, for tests."""
+    """True if Triton, when it is imported, runs kernels in Python on CPU: slowly, for tests."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 

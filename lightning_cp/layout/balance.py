@@ -216,7 +216,7 @@ def _is_even(loads: tuple[int, ...]) -> bool:
 
 
 def _may_be_even(areas: Ints, ring_size: int) -> bool:
-    """Whether the rank with the heaviest chunk could keep to the bound, with the lightest beside it."""
+    """True if the rank with the heaviest chunk could keep to the bound, with the lightest beside it."""
     lightest = np.sort(areas)[: areas.size // ring_size - 1]
     most, whole = BOUND
     least = int(areas.max()) + int(lightest.sum())

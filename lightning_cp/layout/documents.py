@@ -158,12 +158,12 @@ class Documents:
 
     @property
     def shared(self) -> bool:
-        """Whether all rows have the same documents, so that one tile list serves the batch."""
+        """True if all rows have the same documents, so that one tile list serves the batch."""
         return self._distinct == 1
 
     @property
     def is_dense(self) -> bool:
-        """Whether every row is one document that fills the sequence."""
+        """True if every row is one document that fills the sequence."""
         return all(row.shape[0] == 1 and row[0, 1] - row[0, 0] == self.seq_len for row in self.rows)
 
     @property

@@ -86,7 +86,7 @@ class HeadSplit:
 
     @property
     def shares_kv(self) -> bool:
-        """Whether some K/V head is sent to more than one rank, so that its gradients are summed."""
+        """True if some K/V head is sent to more than one rank, so that its gradients are summed."""
         return sum(self.num_local_kv(rank) for rank in range(self.ulysses_size)) > self.num_kv_heads
 
 

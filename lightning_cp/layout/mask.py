@@ -62,5 +62,5 @@ class Mask:
 
     @property
     def joins_segments(self) -> bool:
-        """Whether tiles from different global places may be joined into one."""
+        """True if tiles from different global places may be joined into one."""
         return not self.uses_distance and self.window == (-1, -1)

@@ -89,7 +89,7 @@ class Hop:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is computed and nothing is sent."""
+        """True if nothing is computed and nothing is sent."""
         return not self.tiles and not self.send
 
 

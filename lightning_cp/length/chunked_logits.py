@@ -81,7 +81,7 @@ class ChunkedLogits:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether backward will come through the head."""
+        """True if backward will come through the head."""
         return self._head.needs_gradient
 
     def __getattr__(self, name: str) -> Any:

@@ -128,7 +128,7 @@ class TokenDraws:
         _active.append(weakref.ref(self))
 
     def take_asked(self) -> list[str]:
-        """What was drawn since this was asked last, call by call: the shape, or whose numbers they are."""
+        """The draws since this was asked last, call by call: the shape, or whose numbers they are."""
         asked = self._asked or []
         self._asked = None if self._asked is None else []
         return asked
@@ -177,7 +177,7 @@ class TokenDraws:
         self._shared = widths | self._shared[0] if widths else widths, rank
 
     def first_feature(self, count: int) -> int:
-        """Which of all features is the first of those that are drawn for."""
+        """The first of all features that are drawn for."""
         widths, rank = self._shared
         return rank * count if count in widths else 0
 
@@ -368,7 +368,7 @@ def _draw(
     *,
     activation: bool,
 ) -> torch.Tensor:
-    """What ``make`` makes of keys [R, L], a number of features and the first of them, in a shape."""
+    """The result of ``make`` for keys [R, L], a number of features and the first of them, in a shape."""
     draws, count = current(), math.prod(shape)
     place = None if draws is None else draws.place(shape, activation=activation)
     if draws is not None and place is not None:

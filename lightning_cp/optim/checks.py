@@ -1,4 +1,4 @@
-"""Whether a setting is what it has to be."""
+"""Checks of settings: each is what it has to be."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def require_known(name: str, value: object, known: tuple[str, ...]) -> None:
 
 
 def is_number(x: object) -> bool:
-    """Whether it is one, finite, and no bool."""
+    """True if it is one, finite, and no bool."""
     return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)

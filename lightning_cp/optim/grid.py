@@ -87,7 +87,7 @@ class Grids:
 
 
 def is_shared(x: torch.Tensor) -> bool:
-    """Whether other ranks hold a copy or a part of a parameter."""
+    """True if other ranks hold a copy or a part of a parameter."""
     return (x.device_mesh.size() if isinstance(x, DTensor) else World().size) > 1
 
 

@@ -99,7 +99,7 @@ class Evidence:
     """``None``: not known."""
 
     def cures(self, name: str) -> bool:
-        """Whether the difference is gone in that experiment."""
+        """True if the difference is gone in that experiment."""
         found = self.experiments.get(name)
         return isinstance(found, Comparison) and not found.is_fault
 

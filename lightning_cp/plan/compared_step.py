@@ -57,7 +57,7 @@ class Compared:
 
     @property
     def holds(self) -> bool:
-        """Whether the prediction is within its bounds."""
+        """True if the prediction is within its bounds."""
         near = abs(self.ratio - 1) <= PEAK_BOUND
         return near and abs(self.slope_ratio - 1) <= SLOPE_BOUND
 

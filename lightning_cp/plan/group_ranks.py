@@ -28,7 +28,7 @@ class GroupRanks:
 
     @property
     def agrees(self) -> bool:
-        """Whether it holds the ranks that it should, in that order."""
+        """True if it holds the ranks that it should, in that order."""
         return self.expected == self.found
 
 

@@ -151,7 +151,7 @@ def summary_of(cells: Sequence[Cell]) -> str:
 
 
 def as_asked(cells: Sequence[Cell]) -> bool:
-    """Whether all cells, and their median, are within bounds."""
+    """True if all cells, and their median, are within bounds."""
     within = all(LEAST <= cell.ratio <= MOST for cell in cells)
     return within and statistics.median(abs(cell.ratio - 1) for cell in cells) <= MEDIAN
 

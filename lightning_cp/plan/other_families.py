@@ -94,5 +94,5 @@ def _layer(block: nn.Module) -> Layer:
 
 
 def _is_embedding(key: str) -> bool:
-    """Whether it is used before the layers."""
+    """True if it is used before the layers."""
     return "emb" in key or "wte" in key or "wpe" in key

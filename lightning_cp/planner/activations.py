@@ -68,7 +68,7 @@ class RankStep:
 
     @property
     def recomputes(self) -> bool:
-        """Whether blocks are computed again."""
+        """True if blocks are computed again."""
         return self.recompute != "none"
 
     @property
@@ -78,12 +78,12 @@ class RankStep:
 
     @property
     def tiles(self) -> bool:
-        """Whether the MLP is run on some tokens at a time: short sequences are left alone."""
+        """True if the MLP is run on some tokens at a time: short sequences are left alone."""
         return 0 < self.tiled_mlp < self.tokens and not self.model.experts
 
     @property
     def capped(self) -> bool:
-        """Whether logits are."""
+        """True if logits are capped."""
         return self.model.family == "gemma2"
 
     @property

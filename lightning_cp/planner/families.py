@@ -53,7 +53,7 @@ def read_config(file: Path | str) -> dict[str, Any]:
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Whether its parameters are known in closed form."""
+    """True if its parameters are known in closed form."""
     return config.get("model_type") in FAMILIES
 
 

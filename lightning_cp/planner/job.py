@@ -77,7 +77,7 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        """Whether there are steps; else the model is loaded only."""
+        """True if there are steps; else the model is loaded only."""
         return self.optimizer != "none"
 
     @property
@@ -127,7 +127,7 @@ class MeshSizes:
         return math.prod(getattr(self, one.value) for one in axes)
 
     def crosses_nodes(self, axis: Axis | Flat, devices_per_node: int) -> bool:
-        """Whether some group of an axis has ranks of several nodes; ranks fill one node after the other."""
+        """True if some group of an axis has ranks of several nodes; ranks fill one node after the other."""
         axes = list(FLATTENED[axis] if isinstance(axis, Flat) else (axis,))
         order = list(Axis)
         inner = math.prod(self.by_axis[one] for one in order[order.index(axes[-1]) + 1 :])
@@ -196,7 +196,7 @@ class Case:
         return devices_per_node(self.choice.mesh.devices, self.job.machine.devices_per_node)
 
     def crosses_nodes(self, axis: Axis | Flat) -> bool:
-        """Whether some group of an axis has ranks of several nodes."""
+        """True if some group of an axis has ranks of several nodes."""
         return self.choice.mesh.crosses_nodes(axis, self.devices_per_node)
 
     @property

@@ -27,7 +27,7 @@ class Parameter:
         return math.prod(self.shape)
 
     def is_shared(self, tp_size: int) -> bool:
-        """Whether so many tensor-parallel ranks share it: parts are equal, or there are none."""
+        """True if so many tensor-parallel ranks share it: parts are equal, or there are none."""
         return tp_size > 1 and self.tp_dim is not None and self.shape[self.tp_dim] % tp_size == 0
 
     def local_shape(self, tp_size: int) -> Shape:

@@ -70,7 +70,7 @@ class Kernel:
 
     @property
     def communicates(self) -> bool:
-        """Whether it moves data between ranks."""
+        """True if it moves data between ranks."""
         return self.name.lower().startswith("nccl")
 
 

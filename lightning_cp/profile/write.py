@@ -51,7 +51,7 @@ def write_summary(reports: Sequence[Report], step: int, folder: Path) -> None:
 
 
 def _wrote(write: Callable[[Path], object], path: Path, step: int) -> bool:
-    """Whether a file could be written; a profile is not worth a training run."""
+    """True if a file could be written; a profile is not worth a training run."""
     try:
         write(path)
     except Exception as error:

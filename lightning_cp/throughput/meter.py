@@ -83,12 +83,12 @@ class Meter:
 
     @property
     def is_due(self) -> bool:
-        """Whether a window has all its steps; the same on all ranks."""
+        """True if a window has all its steps; the same on all ranks."""
         return self._measures and self._steps - self._begun_at >= self._options.every_n_steps
 
     @property
     def has_steps(self) -> bool:
-        """Whether there is anything in the window."""
+        """True if there is anything in the window."""
         return self._measures and self._steps > self._begun_at
 
     def end_window(self) -> Metrics:

@@ -48,7 +48,7 @@ class Stopwatch:
 
     @property
     def runs(self) -> bool:
-        """Whether it is not paused."""
+        """True if it is not paused."""
         return self._since is not None
 
     def read(self) -> float:

@@ -62,7 +62,7 @@ class StepWork:
 
     @property
     def counts(self) -> bool:
-        """Whether attention calls belong to a training batch."""
+        """True if attention calls belong to a training batch."""
         return self._current is not None
 
     def begin(self, batch: CountedBatch, flops_per_token: int | None) -> None:

@@ -23,7 +23,7 @@ from lightning_cp.strategies.step.one_rank import whole_on, with_unknown_documen
 
 
 class StepsAside(AttachedModel):
-    """What a step leaves behind, and blocks within which it does not."""
+    """The traces of a step, and blocks within which it leaves none."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -33,7 +33,7 @@ class StepsAside(AttachedModel):
         """Why the current batch has its layout, with ``layout="auto"``."""
 
     def _state_of(self, part: ShardedBatch, positions: PositionFacts, cp_rank: int) -> StepState:
-        """What a step on a part of a batch is to know."""
+        """The state of a step on a part of a batch."""
         return StepState(
             layout=part.layout,
             position_ids=part.position_ids,

@@ -1,4 +1,4 @@
-"""What the Trainer's strategy and Fabric's share: mesh, sharding, loss scale, averages.
+"""Common parts of the Trainer's strategy and Fabric's: mesh, sharding, loss scale, averages.
 
 Nothing here knows of a Trainer. A strategy calls, in this order: ``build_mesh`` once processes exist,
 ``attach`` once the model does, then for every batch ``shard``, ``begin_step``, in training ``require_loss``,
@@ -86,7 +86,7 @@ class ContextParallelCore(StepsAside):
             warnings.warn(_SHIFTED_TWICE, stacklevel=2)
 
     def was_sharded(self, batch: Any) -> bool:
-        """Whether ``batch`` is a shard that this core made last; to shard it again will be refused."""
+        """True if ``batch`` is a shard that this core made last; to shard it again will be refused."""
         return bool(shared_with(batch, self._part))
 
     def begin_step(self) -> None:

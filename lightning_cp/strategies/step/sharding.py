@@ -134,12 +134,12 @@ def _refuse_sharded(whole: WholeBatch, before: ShardedBatch | None) -> None:
 
 
 def position_facts_of(whole: WholeBatch, layout: SequenceLayout) -> PositionFacts:
-    """How the positions of a whole batch run, if it brings any."""
+    """Facts of the positions of a whole batch, if it brings any."""
     return position_facts(whole.positions_in(dict(tensors_of(whole.batch))), layout)
 
 
 def label_kind(model: nn.Module, declared: str, *, required: bool) -> str:
-    """How labels are read: ``shift``, ``aligned`` or ``ignore``.
+    """The way labels are read: ``shift``, ``aligned`` or ``ignore``.
 
     Raises:
         UndeclaredError: labels matter, and nothing says whether they are shifted.
@@ -224,7 +224,7 @@ _EMPTY = 2**24
 
 
 def _facts(whole: WholeBatch, layout: SequenceLayout, valid: tuple[int, ...]) -> dict[str, int]:
-    """What ranks that share a sample must agree on."""
+    """The facts that ranks which share a sample must agree on."""
     facts = {
         "sequence length": whole.seq_len,
         "ranks without targets": sum(1 for count in valid if not count),
@@ -242,6 +242,6 @@ def _facts(whole: WholeBatch, layout: SequenceLayout, valid: tuple[int, ...]) ->
 
 
 def _texts(whole: WholeBatch) -> dict[str, str]:
-    """What is shown of facts that are checksums of a text."""
+    """The texts shown in place of checksums."""
     tensors = list(tensors_of(whole.batch))[:15]
     return {f"{name} (shape and dtype)": f"{tuple(x.shape)} {x.dtype}" for name, x in tensors}
