@@ -23,7 +23,7 @@ from lightning_cp.mixin import options_of, refuse_deepspeed
 
 
 class Core(Ranks, Protocol):
-    """What the callback needs of the strategy's core."""
+    """The part of the strategy's core that the callback needs."""
 
     @property
     def in_step(self) -> bool: ...
@@ -71,7 +71,7 @@ class ContextParallelCallback(Callback):
         return self.core.shard(batch, needs_labels=needs_labels)
 
     def unshard_output(self, output: Any, dims: Mapping[str, int | None]) -> Any:
-        """What ``predict_step`` returned, in original order and length."""
+        """The outputs of ``predict_step`` in original order and length."""
         return self.core.unshard(output, dims)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -146,7 +146,7 @@ class _Hook:
         self.before(kind, error, trace)
 
     def _program_s_own(self, *error: Any) -> Callable[[], None] | None:
-        """What shows an error, if the program has a hook: Python's and PyTorch's are left out."""
+        """The program's own hook, called with an error, if there is one besides Python's and PyTorch's."""
         hook = self.before
         # PyTorch's, one for each process group, mark lines with the rank.
         while inspect.isfunction(hook):
@@ -344,7 +344,7 @@ class Meeting:
 
 
 def _here() -> Seat:
-    """What was said of this process, or what its environment tells."""
+    """The seat that was given to this process, or that its environment tells."""
     if _seat is not None or (local := _number("LOCAL_RANK", "SLURM_LOCALID")) is None:
         return _seat or Seat()
     rank = _number("RANK", "SLURM_PROCID")

@@ -61,7 +61,7 @@ def map_tensors(value: Any, visit: Visit, name: str = "") -> Any:
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
-    """What a container holds, by key, field name or index; nothing for anything else."""
+    """The items of a container, by key, field name or index; none for anything else."""
     if isinstance(value, Mapping):
         return list(value.items())
     if _is_named_tuple(value):

@@ -26,7 +26,7 @@ class ConfigError(LightningCPError, ValueError):
 
 
 class UndeclaredError(ConfigError):
-    """What a run would have to guess: all questions at once, and the strategy's arguments that answer them.
+    """All questions about what a run would have to guess, and the strategy's arguments that answer them.
 
     Args:
         questions: one or more sentences each; what is wrong goes first.

@@ -156,7 +156,7 @@ class ContextParallelMesh:
 
     @property
     def data_rank(self) -> int:
-        """Which samples this rank works on."""
+        """This rank's number among data ranks, which tells its samples."""
         return self._ranks[Flat.DATA]
 
     def axis_mesh(self, axis: Axis | Flat | str) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""What the main job measures, in units that do not depend on how the batch was sharded.
+"""Metrics of the main job, in units that do not depend on how the batch was sharded.
 
 Shapes: ``logits_BLV`` float [batch, local length, vocabulary]; labels int64 ``[B, L]`` with -100
 where there is nothing to predict.

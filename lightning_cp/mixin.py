@@ -195,7 +195,7 @@ def _log_options(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def options_of(module: object) -> dict[str, Any]:
-    """What a module declares; empty without the mixin."""
+    """The options that a module declares; empty without the mixin."""
     if not isinstance(module, ContextParallelMixin):
         return {}
     return {

@@ -74,7 +74,7 @@ def check_folder(arguments: Sequence[str]) -> None:
 
 
 def rank_of_cluster(environment: Mapping[str, str]) -> int:
-    """Which rank torchrun or SLURM has started this process as; 0 if neither has."""
+    """The rank that torchrun or SLURM has started this process as; 0 if neither has."""
     names = {"TORCHELASTIC_RUN_ID": "RANK", "SLURM_NTASKS": "SLURM_PROCID"}
     for sign, name in names.items():
         if sign in environment:

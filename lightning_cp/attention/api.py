@@ -23,7 +23,7 @@ from lightning_cp.untraced import untraced
 
 
 class _Options(TypedDict, total=False):
-    """What every overload takes."""
+    """The arguments of every overload."""
 
     mesh: Required[ContextParallelMesh]
     layout: Required[SequenceLayout]
@@ -157,7 +157,7 @@ def explain(
     kernel: str = "auto",
     return_max_logits: bool = False,
 ) -> str:
-    """Which kernel a call with these arguments gets, and why each other one is passed over.
+    """The kernel of a call with these arguments, and why each other one is passed over.
 
     Computes and communicates nothing; any rank may ask alone.
 
@@ -208,7 +208,7 @@ def _facts(
     spec: AttentionSpec,
     plan: AttentionPlan,
 ) -> dict[str, object]:
-    """What has to be equal on all ranks, as it looks in a message."""
+    """The values that have to be equal on all ranks, as they look in a message."""
     q_BLHD, k_BLKD, v_BLKD = inputs
     documents = layout.documents
     names = ("batch", "local tokens", "heads", "head dim")

@@ -74,7 +74,7 @@ def _attended(
     plan: AttentionPlan,
     stash: Stash | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What the Function returns."""
+    """The outputs of the Function."""
     q_BLHD = -q_BLHD if plan.negative else q_BLHD
     with torch.autocast(q_BLHD.device.type, enabled=False):  # kernels choose their own precision
         return ContextParallelAttention.apply(  # type: ignore[return-value, misc]

@@ -1,4 +1,4 @@
-"""What may be delegated to the ring-flash-attn package: calls that it computes exactly.
+"""Calls that may be delegated to the ring-flash-attn package: those that it computes exactly.
 
 It accepts more than it is right for (version 0.1.8): a window applies to each hop by itself, so that
 outputs are wrong or NaN; in float32 its work buffer becomes the gradient of q; its plain ring rounds dq to

@@ -16,7 +16,7 @@ GATHER = (
 
 @dataclass(frozen=True)
 class Exchange:
-    """How keys reach the queries over the ring axis, and how gathered keys are attended to.
+    """The way of keys to the queries over the ring axis, and of attention to gathered keys.
 
     Args:
         name: ``ring`` sends the keys that somebody needs from rank to rank, hop by hop; ``all_gather``

@@ -28,7 +28,7 @@ class InPlace:
     """Behind what is said of how much is kept."""
 
     def put(self, x: torch.Tensor) -> Any:
-        """What stands for ``x`` until it is asked for."""
+        """A stand-in for ``x`` until it is asked for."""
         return x
 
     def get(self, kept: Any) -> torch.Tensor:
@@ -50,7 +50,7 @@ class Stash:
         self._results.append([self._place.put(x.detach()) for x in results])
 
     def replay(self) -> Kept:
-        """What was recorded at the same place."""
+        """The record of the same place."""
         results = self._results[self._next]
         self._next += 1
         # Other handles: autograd attaches the recomputed graph, and so its memory, to what it is given.

@@ -31,7 +31,7 @@ DEFAULT_EXCHANGE = Exchange()
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Who this rank is, which heads and tiles it computes, and with what."""
+    """This rank's place, heads and tiles, and the kernel that computes them."""
 
     mesh: ContextParallelMesh
     heads: HeadSplit
@@ -60,12 +60,12 @@ class AttentionPlan:
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """What this ring rank does with the keys of each ring rank, its own first."""
+        """The work of this ring rank on the keys of each ring rank, its own first."""
         return self.schedule.rank(self.mesh.ring_rank).hops
 
     @property
     def gathered(self) -> GatheredSchedule:
-        """What this ring rank computes once it has gathered all keys."""
+        """The work of this ring rank once it has gathered all keys."""
         return gathered_schedule(self.schedule, self.mesh.ring_rank)
 
     def blocks(self, kv_heads: int | None = None) -> tuple[HeadBlock, ...]:
@@ -74,7 +74,7 @@ class AttentionPlan:
 
     @cached_property
     def message(self) -> tuple[HeadRanges, HeadRanges]:
-        """What goes to each Ulysses rank: its query heads, then K and V of the heads that these use."""
+        """The sends to each Ulysses rank: its query heads, then K and V of the heads that these use."""
         ranks = range(self.heads.ulysses_size)
         return [self.heads.q_range(rank) for rank in ranks], [
             self.heads.kv_range(rank) for rank in ranks
@@ -119,7 +119,7 @@ def make_plan(
 def request_of(
     q_BLHD: torch.Tensor, v_BLKD: torch.Tensor, spec: AttentionSpec, *, max_logits: bool = False
 ) -> Request:
-    """What a call asks of a kernel."""
+    """The request of a call to a kernel."""
     needs = spec.needs | ({"max_logits"} if max_logits else set())
     return Request(
         device_type=q_BLHD.device.type,
@@ -208,7 +208,7 @@ def check_inputs(
 def _misfit(
     q_BLHD: torch.Tensor, k_BLKD: torch.Tensor, v_BLKD: torch.Tensor, layout: SequenceLayout
 ) -> str | None:
-    """What does not fit, or ``None``."""
+    """The misfit, or ``None``."""
     if any(x.dim() != 4 for x in (q_BLHD, k_BLKD, v_BLKD)):
         return "q, k and v must be [batch, local tokens, heads, head dim]"
     if not all(x.shape[3] for x in (q_BLHD, k_BLKD, v_BLKD)):

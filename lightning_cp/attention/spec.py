@@ -135,7 +135,7 @@ def _is_number(value: object) -> bool:
 
 
 def _detached(value: object) -> str:
-    """What to do about a tensor."""
+    """Advice about a tensor that needs a gradient."""
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return ""
     return ", to which no gradient would flow: pass float(...), or multiply q by it"

@@ -84,7 +84,7 @@ def find_difference(
     texts: Mapping[str, str] | None = None,
     remedy: str | None = None,
 ) -> list[dict[str, int]]:
-    """What ``agree`` does once a vote was not unanimous: the same arguments, result and errors."""
+    """Do what ``agree`` does once a vote was not unanimous: the same arguments, result and errors."""
     names = list(facts)
     rows = _rows(facts, group, error=error, what=what, within=within)
     for ranks in [range(len(rows))] if within is None else within:

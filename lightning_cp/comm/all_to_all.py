@@ -73,7 +73,7 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        """What was received, in order; once."""
+        """The received tensors, in order; once."""
         assert self._received is not None
         if self._work is not None:
             with named("all-to-all wait"):

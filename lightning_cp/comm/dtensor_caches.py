@@ -1,4 +1,4 @@
-"""What PyTorch remembers of DTensors' meshes, forgotten before a new mesh is made."""
+"""PyTorch's caches of DTensors' meshes, emptied before a new mesh is made."""
 
 from __future__ import annotations
 

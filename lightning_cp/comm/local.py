@@ -1,4 +1,4 @@
-"""What this rank holds of a tensor, without any communication."""
+"""This rank's part of a tensor, without any communication."""
 
 from __future__ import annotations
 

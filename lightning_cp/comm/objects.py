@@ -71,7 +71,7 @@ def told_by_name(error: BaseException) -> str:
 
 
 def _of_the_system(error: BaseException) -> str:
-    """What the system says of a file; empty for other errors."""
+    """The system's message about a file; empty for other errors."""
     if not isinstance(error, OSError) or error.errno is None:
         return ""
     name = Path(str(error.filename)).name if error.filename else ""

@@ -38,7 +38,7 @@ def pack(value: Any) -> Parcel:
 
 
 def broadcast_parcel(parcel: Parcel | None, group: dist.ProcessGroup) -> Any:
-    """What the first rank of the group packed, made anew on this rank, with tensors on the CPU.
+    """The objects that the first rank of the group packed, made again on this rank, with tensors on the CPU.
 
     Args:
         parcel: given on the first rank, ``None`` on the others.

@@ -1,4 +1,4 @@
-"""What can be made of logits where each rank has its own part of the vocabulary, by its part alone."""
+"""Functions of logits that need a rank's own part of the vocabulary alone."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _FLATTENS = {torch.Tensor.flatten, torch.flatten}
 
 
 def of_shape(func: Function, local: torch.Tensor, ranks: int, args: Any, kwargs: Any) -> Any:
-    """What is asked of the shape, of the whole tensor's."""
+    """Questions about the shape, answered for the whole tensor."""
     whole = torch.Size((*local.shape[:-1], local.shape[-1] * ranks))
     if func is torch.Tensor.numel:
         return whole.numel()

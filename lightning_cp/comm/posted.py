@@ -19,7 +19,7 @@ class Posted:
         self._received, self._sent, self._work = received, sent, work
 
     def wait(self) -> torch.Tensor:
-        """What was received."""
+        """The received tensor."""
         if self._work is not None:
             with named("message wait"):
                 self._work.wait()

@@ -25,7 +25,7 @@ def sharded_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """What ``torch.nn.functional.cross_entropy`` gives for the whole vocabulary; the same on every rank.
+    """The ``torch.nn.functional.cross_entropy`` of the whole vocabulary; the same on every rank.
 
     Args:
         logits_NV: this rank's ``[N, V / ranks]``; ranks hold the vocabulary in order, in equal parts.

@@ -99,7 +99,7 @@ def _plain(x: ShardedLogits) -> torch.Tensor:
 
 
 def _of_whole(func: Function, args: Any, kwargs: Any) -> Any:
-    """What comes of whole logits; where ``func`` changes them, it changes this rank's part, too."""
+    """The result for whole logits; where ``func`` changes them, it changes this rank's part, too."""
     given: dict[int, tuple[ShardedLogits, torch.Tensor]] = {}
     args, kwargs = _whole(args, given), _whole(kwargs, given)
     versions = [_version(whole) for _, whole in given.values()]
@@ -166,7 +166,7 @@ def _versioned(whole: torch.Tensor) -> torch.Tensor:
 
 
 def _version(x: torch.Tensor) -> int:
-    """How often it was changed in place."""
+    """The number of times it was changed in place."""
     with torch._C.DisableTorchFunctionSubclass():
         return 0 if x.is_inference() else x._version
 

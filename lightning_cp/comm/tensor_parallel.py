@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks exchange: each has a part of every layer, and all have what is between layers.
+"""Exchanges of tensor-parallel ranks: each has a part of every layer, and all have what is between layers.
 
 An activation that all ranks of a group hold whole is *replicated*: so are its gradient and every parameter
 that it alone flows through. One of which each has its own part of the last dimension is *sharded*.

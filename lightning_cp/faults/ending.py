@@ -1,4 +1,4 @@
-"""How a rank ends once another one has failed: it says so last, and is gone, wherever its main thread is."""
+"""The end of a rank once another has failed: it says so last, and is gone, wherever its main thread is."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Hub(Watcher):
             self._selector.register(link, selectors.EVENT_READ, self._hears_stranger)
 
     def _hears_stranger(self, link: Link) -> None:
-        """Who has not said yet which rank it is."""
+        """Hear from a connection that has not said yet which rank it is."""
         messages = link.receive()
         if not messages and not link.closed:
             return

@@ -1,4 +1,4 @@
-"""What ranks tell each other of themselves: signs of life, errors, and who failed."""
+"""Messages of ranks about themselves: signs of life, errors, and who failed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CLOSED = re.compile(
 
 @dataclass(frozen=True)
 class Card:
-    """What ranks know of each other."""
+    """The facts that ranks know of each other."""
 
     rank: int
     name: str
@@ -38,7 +38,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank says of an error that it has."""
+    """A rank's message about an error that it has."""
 
     error: str
     """``ValueError: no such file``."""
@@ -72,7 +72,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself all the time."""
+    """A rank's message about itself, sent all the time."""
 
     count: int = 0
     """Grows with every sign of progress."""
@@ -101,7 +101,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What everybody is told.
+    """The message to all ranks.
 
     Args:
         kind: ``lost`` (its process is gone), ``left`` (it has ended in good order, and others go on),

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 
 class Phase(IntEnum):
-    """What a rank is doing."""
+    """The work that a rank is doing."""
 
     SETUP = 0
     LOAD = 1

@@ -1,4 +1,4 @@
-"""Who failed, and what is said of it; plain bookkeeping, without sockets and threads."""
+"""Verdicts on who failed, and their texts; plain bookkeeping, without sockets and threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOWN = 8
 
 @dataclass
 class _Member:
-    """What is known of a rank."""
+    """The facts known of a rank."""
 
     name: str
     beat: Beat
@@ -71,7 +71,7 @@ class Judge:
         return all(member.knows for member in self._members)
 
     def raisers_are_gone(self, named: Sequence[int]) -> bool:
-        """Who has raised has shown a traceback and is gone, or waits for the others' end to show its error.
+        """True if who has raised is gone, after a traceback, or waits for the others' end to show its error.
 
         Args:
             named: who is said to have raised, though its error might be another one's consequence.
@@ -111,7 +111,7 @@ class Judge:
             self._lost.append(rank)
 
     def verdict(self, now: float) -> Verdict | None:
-        """Who failed, if somebody did and it is clear who."""
+        """The verdict on who failed, if somebody did and it is clear who."""
         for rank in self._noted:
             if self._note_of(rank).kind == OWN:
                 return self._raised(rank)
@@ -159,7 +159,7 @@ class Judge:
 
 
 def without_life(name: str, seconds: float, place: Place) -> str:
-    """What is said of a frozen rank."""
+    """The line about a frozen rank."""
     return f"{name} gave no sign of life for {seconds:.0f} s, {place}"
 
 

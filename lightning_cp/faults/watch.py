@@ -207,7 +207,7 @@ def _connected(cards: list[Card], address: str, world: dist.ProcessGroup) -> soc
 
 
 def _machine() -> str:
-    """What is equal for processes that can see each other's files and signal each other."""
+    """A text that is equal for processes that can see each other's files and signal each other."""
     found = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         with suppress(OSError):

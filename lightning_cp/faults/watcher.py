@@ -200,7 +200,7 @@ class Watcher(threading.Thread):
         return self.is_named or (own and self._verdict.kind == "raised")
 
     def _beat(self, now: float) -> Beat:
-        """How this rank goes."""
+        """The sign of life of this rank."""
         position, limit = self._position, self._own_limit()
         if position.count != self._counted:
             self._counted, self._progressed = position.count, now

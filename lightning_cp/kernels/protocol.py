@@ -45,7 +45,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Request:
-    """What a call asks of a kernel."""
+    """The request of a call to a kernel."""
 
     device_type: str
     dtype: torch.dtype

@@ -42,7 +42,7 @@ in large rings it spares some ranks keys at the cost of the busiest."""
 
 @dataclass(frozen=True)
 class Deal:
-    """Who gets which chunks."""
+    """The rank of each chunk."""
 
     chunks: tuple[tuple[int, ...], ...]
     """Of each ring rank, sorted; ranks are in order of their first chunk."""
@@ -62,7 +62,7 @@ class Deal:
 
 
 def grid(ring_size: int, ulysses_size: int, per_rank: int) -> int:
-    """What the padded length is a multiple of: chunks and Ulysses slices are whole."""
+    """The number that the padded length is a multiple of: chunks and Ulysses slices are whole."""
     return ring_size * math.lcm(per_rank, ulysses_size)
 
 

@@ -22,7 +22,7 @@ DEFAULT_COST = CostModel()
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is expected of one layout."""
+    """The cost that is expected of one layout."""
 
     layout: SequenceLayout
     ideal: int

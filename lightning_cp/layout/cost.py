@@ -1,4 +1,4 @@
-"""What one attention call of a layout costs, predicted from the schedule's integers.
+"""The cost of one attention call of a layout, predicted from the schedule's integers.
 
 The unit is the time in which a rank computes one attended (query, key) pair, all heads together. While
 hop h is computed the keys of hop h+1 travel (``attention/ring.py``), so a rank takes
@@ -44,7 +44,7 @@ DEFAULT_HEADS = Heads(32, 8, 128)
 
 @dataclass(frozen=True)
 class CostModel:
-    """How dear communication is. Integers, so that all ranks decide alike.
+    """The price of communication. Integers, so that all ranks decide alike.
 
     The defaults are for a model with 32 query and 8 key/value heads of 128 entries in two bytes, a kernel of
     600 TFLOP/s (FlashAttention-3 on an H100, MagiAttention's benchmark) and 50 GB/s between ranks (one

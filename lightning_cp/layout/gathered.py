@@ -38,7 +38,7 @@ class KeyCall(NamedTuple):
 
 @dataclass(frozen=True)
 class GatheredSchedule:
-    """What one ring rank computes once it holds every key.
+    """The work of one ring rank once it holds every key.
 
     Args:
         rank_order: ranges of the rank order that, laid end to end, are the sequence order.

@@ -1,4 +1,4 @@
-"""Which heads each Ulysses rank computes, and which K/V heads it must receive for them.
+"""The heads that each Ulysses rank computes, and the K/V heads that it must receive for them.
 
 Query heads split evenly. A rank receives exactly the K/V heads that its query heads use, so any
 number of K/V heads works: a K/V head used by several ranks is sent to each of them, and where the

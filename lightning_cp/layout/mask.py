@@ -1,4 +1,4 @@
-"""Who may see whom within a document."""
+"""The mask within a document: which keys a query may see."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Mask:
 
     @property
     def left(self) -> int:
-        """How far back a key may be; ``UNBOUNDED`` if any distance."""
+        """The distance that a key may be back; ``UNBOUNDED`` if any."""
         return UNBOUNDED if self.window[0] < 0 else self.window[0]
 
     @property
     def right(self) -> int:
-        """How far ahead a key may be: 0 when causal; ``UNBOUNDED`` if any distance."""
+        """The distance that a key may be ahead: 0 when causal; ``UNBOUNDED`` if any."""
         right = UNBOUNDED if self.window[1] < 0 else self.window[1]
         return min(right, 0) if self.causal else right
 

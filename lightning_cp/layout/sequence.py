@@ -1,4 +1,4 @@
-"""Which global tokens each context-parallel rank holds.
+"""The global tokens that each context-parallel rank holds.
 
 Each ring rank gets a *sorted* list of global segments; the Ulysses ranks of that ring rank take
 contiguous, equal slices of the list. Lengths that do not divide are padded at the end of the
@@ -107,7 +107,7 @@ class SequenceLayout:
 
     @property
     def divisor(self) -> int:
-        """What the padded length is a multiple of."""
+        """The number that the padded length is a multiple of."""
         return grid(self.ring_size, self.ulysses_size, self.chunks_per_rank)
 
     @property
@@ -215,7 +215,7 @@ class SequenceLayout:
 
     @cached_property
     def _deal(self) -> Deal:
-        """Who gets which chunks, if they are dealt."""
+        """The rank of each chunk, if they are dealt."""
         sizes = (self.seq_len, self.ring_size, self.ulysses_size)
         documents = self.documents or Documents.single(self.seq_len)
         if self.chunks is None:

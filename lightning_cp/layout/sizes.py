@@ -65,7 +65,7 @@ class Sizes:
         return self.out(tokens, wide=True) + self.lse(tokens)
 
     def for_kernel(self, queries: int, keys: int, *, backward: bool = False) -> int:
-        """What a call needs beside q, the pair and out: repeated heads, padding; in backward dk and dv."""
+        """The memory of a call beside q, the pair and out: repeated heads, padding; in backward dk and dv."""
         padded = self._padded(queries, keys, backward=backward)
         return padded + self._of_keys(keys, backward=backward)
 

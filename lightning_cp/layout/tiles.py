@@ -64,7 +64,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Hop:
-    """What one rank does with the keys of one other rank."""
+    """The work of one rank on the keys of one other rank."""
 
     index: int
     source: int

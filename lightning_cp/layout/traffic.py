@@ -73,7 +73,7 @@ def attention_traffic(
     kv_heads_per_gather: int | None = 1,
     value_dim: int | None = None,
 ) -> tuple[Traffic, Traffic]:
-    """What ``cp_rank`` sends in (forward, backward) of one attention call.
+    """The bytes that ``cp_rank`` sends in (forward, backward) of one attention call.
 
     Args:
         plan: the schedule of the call.

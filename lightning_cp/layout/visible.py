@@ -1,4 +1,4 @@
-"""How many (query, key) pairs attention has: a closed form, which no layout and no schedule goes into."""
+"""The number of (query, key) pairs of attention: a closed form, which no layout and no schedule goes into."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What surrounds attention and grows with the length: the loss behind the head, and MLPs, piece by piece."""
+"""Memory around attention that grows with the length: the loss behind the head, and MLPs, piece by piece."""

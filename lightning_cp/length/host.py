@@ -32,7 +32,7 @@ class HostMemory(InPlace):
         """One per device, for copies to the host, so that they wait for nothing but what they copy."""
 
     def put(self, x: torch.Tensor) -> Any:
-        """What stands for ``x`` until it is asked for."""
+        """A stand-in for ``x`` until it is asked for."""
         if x.device.type == "cpu":
             return x
         device = torch.get_device_module(x.device)

@@ -1,4 +1,4 @@
-"""What a recomputation in backward needs to be the same as the forward: random numbers, and autocast."""
+"""State that a recomputation in backward needs to equal the forward: random numbers, and autocast."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def run_in_tiles(
     tile_tokens: int,
     around: Around = lambda _: nullcontext,
 ) -> torch.Tensor:
-    """What ``forward(*inputs)`` is, with the memory of ``tile_tokens`` tokens.
+    """The result of ``forward(*inputs)``, with the memory of ``tile_tokens`` tokens.
 
     Args:
         module: whose parameters ``forward`` uses.

@@ -271,7 +271,7 @@ class TokenDraws:
 
 
 def difference(asked: Sequence[Sequence[str]]) -> str | None:
-    """What to say of ranks that share a sample and drew for other shapes; ``None`` if they did not.
+    """The warning about ranks that share a sample and drew for other shapes; ``None`` if they did not.
 
     Args:
         asked: what each of them took by ``TokenDraws.take_asked``.

@@ -11,7 +11,7 @@ from lightning_cp.parity.events import Event
 
 
 class Cause(Enum):
-    """What is known to make ranks compute something else than one process."""
+    """Known reasons for ranks to compute something else than one process."""
 
     DIFFERENT_DATA = "different data inside the cp group"
     UNSCALED_LOSS = "unscaled loss"
@@ -88,7 +88,7 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was found."""
+    """The findings of a check."""
 
     base: Comparison
     beginning: Beginning | None
@@ -118,7 +118,7 @@ ULYSSES, RING, CONTIGUOUS = "Ulysses only", "ring only", "contiguous layout, fir
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What it most likely is."""
+    """The most likely cause."""
 
     cause: Cause
     because: str

@@ -1,4 +1,4 @@
-"""What passes through a model, in order: inputs and outputs of its modules, and its calls of attention."""
+"""Events in a model, in order: inputs and outputs of its modules, and its calls of attention."""
 
 from __future__ import annotations
 

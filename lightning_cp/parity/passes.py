@@ -37,7 +37,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Part:
-    """Which of a row's tokens a rank has."""
+    """The tokens of a row that a rank has."""
 
     layout: SequenceLayout
     cp_rank: int

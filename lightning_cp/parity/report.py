@@ -1,4 +1,4 @@
-"""What the doctor says: of a model that is well in a line, of one that is not a table."""
+"""The doctor's report: a line of a model that is well, a table of one that is not."""
 
 from __future__ import annotations
 

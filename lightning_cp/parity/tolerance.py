@@ -1,4 +1,4 @@
-"""How far two ways of computing the same may be apart, by the dtype that they compute in.
+"""The distance that two ways of computing the same may have, by the dtype that they compute in.
 
 Errors are relative norms, ``|a - b| / |b|``, of the whole tensor. In exact arithmetic both ways are equal;
 what is allowed is rounding, which grows with depth: several times what healthy models show

@@ -1,4 +1,4 @@
-"""What a step of a model costs, and who watches it."""
+"""The cost of a model's step, and its watches."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from lightning_cp.throughput.ranks import core_of
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked for; see ``ThroughputCallback``."""
+    """Options of a user; see ``ThroughputCallback``."""
 
     every_n_steps: int = 50
     warmup_steps: int = 1
@@ -73,7 +73,7 @@ class Peak:
 def peak_of(
     options: Options, device: torch.device, precision: object, strategy: Any, model: nn.Module
 ) -> Peak:
-    """What MFU is a share of: as the user says, or Lightning's table of devices.
+    """The FLOP/s that MFU is a share of: as the user says, or Lightning's table of devices.
 
     Args:
         options: may say.
@@ -98,7 +98,7 @@ def peak_of(
 
 
 def dtype_of(precision: Any, strategy: Any, model: nn.Module) -> torch.dtype:
-    """What matrix products are computed in."""
+    """The dtype that matrix products are computed in."""
     core = core_of(strategy)
     cast = None if core is None else precision_of(core.settings.mixed_precision).param_dtype
     if cast is not None:

@@ -16,7 +16,7 @@ from lightning_cp.models.calls import AttentionCall, in_backward
 
 @dataclass(frozen=True)
 class Work:
-    """What was done: integers, so that sums over ranks and steps are exact."""
+    """Counts of the work done: integers, so that sums over ranks and steps are exact."""
 
     tokens: int = 0
     flops: int = 0
