@@ -106,8 +106,10 @@ class ContextParallelCallback(Callback):
             self._log.note_loss(loss, show)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave the module as it was."""
+        """Leave the module, and the Trainer's callbacks, as they were."""
         self._release()
+        strategy: Any = trainer.strategy
+        strategy.detach_callbacks(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

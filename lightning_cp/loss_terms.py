@@ -52,14 +52,16 @@ class Means(NamedTuple):
     counts: list[Count]
     own_factor: bool
     """A factor is a tensor, of which each rank may have another one: the number of its targets, say."""
-    other_terms: bool = False
-    """The loss has another term: a sum or a mean by hand, or a function of a mean."""
 
 
-def counted_means(loss: torch.Tensor) -> Means:
-    """The means that a loss is a linear combination of, besides terms of whole sequences."""
+def counted_means(loss: torch.Tensor) -> Means | None:
+    """The means that a loss is a linear combination of, besides terms of whole sequences.
+
+    Returns:
+        ``None`` if the loss has another term: a sum or a mean by hand, or a function of a mean.
+    """
     counts: list[Count] = []
-    own_factor = other_terms = False
+    own_factor = False
     ahead: list[Any] = [_producer(loss.grad_fn, loss.output_nr)]
     while ahead:
         node = ahead.pop()
@@ -74,22 +76,14 @@ def counted_means(loss: torch.Tensor) -> Means:
         elif _operator(node) in ("Mul", "Div"):
             factors = [x for x in _sources(node) if not _is_shared(x)]
             if len(factors) > 1 or (factors and _divides(node, factors[0])):
-                other_terms = True
-                continue
-            other_terms |= not factors and not _is_shared(node)
+                return None
+            if not factors and not _is_shared(node):
+                return None
             own_factor |= bool(factors) and not all(map(_is_number, _constants(node)))
             ahead.extend(factors)
         elif not _is_shared(node):
-            other_terms = True
-    return Means(counts, own_factor, other_terms)
-
-
-DECLARE = (
-    "For targets that the step draws or leaves out, and for weights of classes, call count_targets(mask or "
-    "number) in the step (of ContextParallelMixin, or of the strategy); compute a further loss of other "
-    "targets from unshard(...)."
-)
-"""The way out for a loss that counts other targets than the labels."""
+            return None
+    return Means(counts, own_factor)
 
 
 def targets_of(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_cp.loss_terms import DECLARE
 from lightning_cp.parity.compare import Comparison, Difference
 from lightning_cp.parity.diagnosis import CONTIGUOUS, REMEDY, Diagnosis
 
@@ -91,7 +90,6 @@ def ill(
         f"Likely cause: {diagnosis.cause.value}.",
         f"  {diagnosis.because[:1].upper()}{diagnosis.because[1:]}.",
         f"  {REMEDY[diagnosis.cause]}",
+        "To train all the same: parity_check='off'.",
     ]
-    if diagnosis.besides is not None:
-        lines.append(f"Besides, {diagnosis.besides}. {DECLARE}")
     return "\n".join(lines)

@@ -18,7 +18,7 @@ from lightning_cp.checkpoint.pretrained.export import refuse_save_pretrained
 from lightning_cp.mesh import Flat
 from lightning_cp.strategies.answers import Answers
 from lightning_cp.strategies.arguments.check import checked
-from lightning_cp.strategies.arguments.contradictions import check_group_options
+from lightning_cp.strategies.arguments.contradictions import check_group_timeout
 from lightning_cp.strategies.arguments.sizes import explicit_size
 from lightning_cp.strategies.engines import engine
 from lightning_cp.strategies.engines.comm_hooks import ARGUMENTS as HOOK
@@ -169,7 +169,7 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
         **kwargs: Any,
     ) -> None:
         settings = checked(locals())
-        check_group_options(kwargs)
+        check_group_timeout(kwargs.get("timeout"))
         super().__init__(**kwargs)  # written like this, LightningCLI finds DDPStrategy's arguments
         hook = {name: kwargs.get(name) for name in (*HOOK, "model_averaging_period")}
         self._ddp_kwargs = {  # Fabric's has no arguments for hooks

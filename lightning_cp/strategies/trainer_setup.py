@@ -41,7 +41,7 @@ from lightning_cp.strategies.trainer_hooks import (
 )
 from lightning_cp.strategies.undeclared import of_trainer
 from lightning_cp.strategies.watch.alike import require_same_model, require_same_optimizers
-from lightning_cp.strategies.watch.signals import listen
+from lightning_cp.strategies.watch.signals import listen, listen_no_more
 from lightning_cp.strategies.watch.steps import WatchedTrainerSteps
 
 
@@ -51,6 +51,8 @@ class TrainerSetup(
     """Methods that the Trainer calls before training and after it."""
 
     _callback: ContextParallelCallback | None = None
+    _callback_is_given = False
+    """The user's own, which stays with the Trainer."""
     _announced: weakref.ref[LightningModule] | None = None
     parity: TrainerParity
 
@@ -226,6 +228,9 @@ class TrainerSetup(
         self._core.recorder.say_what_is_missing()
         self._replaced.undo()
         module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        if trainer is not None and trainer.interrupted:  # or else their own teardown follows
+            self.detach_callbacks(trainer)
         if module is not None and is_on_meta(
             module
         ):  # refused: there is nothing to move to the CPU
@@ -255,5 +260,13 @@ class TrainerSetup(
         module = self.lightning_module
         assert module is not None
         callbacks: list[Any] = module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        given = list(callbacks)
         self._callback = callback_among(callbacks)
+        self._callback_is_given = self._callback in given
         self._callback.connect(self._core)
+
+    def detach_callbacks(self, trainer: Any) -> None:
+        """The run has ended: its callbacks are those of the user again, in a new list."""
+        listen_no_more(trainer)
+        if not self._callback_is_given:
+            trainer.callbacks = [each for each in trainer.callbacks if each is not self._callback]

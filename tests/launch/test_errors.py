@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import sys
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -151,12 +152,13 @@ def test_ranks_of_other_machines_are_not_waited_for(here: pytest.MonkeyPatch) ->
         num_processes = 2
 
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", console.RANKS_HERE):
-        here.setenv(name, "")
+        here.delenv(name, raising=False)
     here.setenv("LOCAL_RANK", "1")
     here.setenv("WORLD_SIZE", "4")
     assert console._here().count == 4
     Launcher()._call_children_scripts()
     assert counts == [2]
+    assert console.RANKS_HERE not in os.environ
 
 
 def test_of_the_error_itself_nothing_is_changed(

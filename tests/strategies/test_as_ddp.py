@@ -135,7 +135,7 @@ def one_step(rank: int, world_size: int, plain: bool) -> torch.Tensor:
     module = Unused()
     strategy = DDPStrategy() if plain else UlyssesRingStrategy()
     trainer = trainer_of(world_size, {}, strategy=strategy, limit_train_batches=1)
-    trainer.fit(module, DataLoader(torch.arange(8.0).double().view(2, 4)))
+    trainer.fit(module, Rows())
     return weights(module)
 
 
@@ -144,6 +144,75 @@ def test_a_parameter_that_the_only_step_does_not_use() -> None:
     (want,), (got,) = run_ranks(1, one_step, True), run_ranks(1, one_step, False)
     assert torch.equal(got, want)
     assert not torch.equal(got, weights(Unused()))
+
+
+class Looking(Boring):
+    """Tells of its callbacks and loaders, and may fail."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.fails, self.seen = fails, None
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [Lines()]
+
+    def on_train_batch_start(self, batch: torch.Tensor, batch_idx: int) -> None:
+        loader: Any = self.trainer.train_dataloader
+        self.seen = isinstance(loader, Rows), isinstance(loader, list)
+        if self.fails:
+            raise KeyError("of the user")
+
+
+class Lines(pl.Callback):
+    """A callback of the module."""
+
+
+class Rows:
+    """A loader that is no ``DataLoader``."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(8.0).double().view(2, 4))
+
+
+def look(rank: int, world_size: int, strategy: Any) -> list[Any]:
+    found: list[Any] = []
+    for fails in (False, True):
+        module = Looking(fails)
+        trainer = trainer_of(world_size, {}, strategy=copy.deepcopy(strategy), max_steps=1)
+        with pytest.raises(KeyError) if fails else nullcontext():
+            trainer.fit(module, Rows())
+        found += [module.seen, [type(each).__name__ for each in trainer.callbacks]]  # type: ignore[attr-defined]
+    return found
+
+
+def test_callbacks_are_the_users_and_loaders_are_of_their_kind() -> None:
+    """After a run, also one that failed, there is no callback that was not there before."""
+    (want,), (got,) = run_ranks(1, look, DDPStrategy()), run_ranks(1, look, UlyssesRingStrategy())
+    assert got == want
+    assert want[0] == (True, False)
+    assert want[1][-1] == "Lines"
+
+
+def load_unattached(rank: int, world_size: int, folder: Path, plain: bool) -> list[Any]:
+    path, keys = folder / f"{plain}.ckpt", []
+    kind = DDPStrategy if plain else UlyssesRingStrategy
+    trainer = trainer_of(world_size, {}, strategy=kind(), max_steps=1)
+    trainer.fit(Boring(), Rows())
+    trainer.save_checkpoint(path)
+    for module in (None, Boring()):
+        other = trainer_of(world_size, {}, strategy=kind())
+        if module is not None:
+            other.strategy.connect(module)
+        found = other.strategy.load_checkpoint(path, weights_only=False)
+        keys.append((sorted(found["state_dict"]), len(found["optimizer_states"])))
+    return keys
+
+
+def test_a_checkpoint_is_read_before_there_is_a_run(tmp_path: Path) -> None:
+    """As code that looks into it does: without a module, and with one that no Trainer has."""
+    (want,), (got,) = (run_ranks(1, load_unattached, tmp_path, plain) for plain in (True, False))
+    assert got == want
+    assert want[0][1] == 1
 
 
 def boring(rank: int, world_size: int, strategy: Any) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
@@ -22,6 +23,7 @@ from lightning_cp.errors import (
     ShapeError,
     UndeclaredError,
 )
+from lightning_cp.strategies.arguments.contradictions import check_backend
 from tests.pool import RankError, expect_on_every_rank, run_ranks
 from tests.pool.environment import PoolEnvironment
 from tests.strategies.plain_llama import PlainLlama
@@ -266,10 +268,6 @@ def fit(
         ({"sequence_dims": {"a": "1"}}, "sequence_dims must map .* got 'a': '1'"),
         ({"sequence_dims": {"a": 1.5}}, "sequence_dims must map .* got 'a': 1.5"),
         ({"timeout": 5}, "timeout must be a datetime.timedelta.*step_timeout is in seconds"),
-        (
-            {"process_group_backend": "glo"},
-            "process_group_backend must be one of .*gloo.* got 'glo'",
-        ),
         ({"tensor_parallel_plan": "colwise"}, "tensor_parallel_plan must be None .*got 'colwise'"),
         ({"data_parallel_replicate_size": 0}, "must be an integer of at least 1, got 0"),
     ],
@@ -279,6 +277,19 @@ def test_settings_are_refused_before_any_process_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=match):
         UlyssesRingStrategy(**settings)
+
+
+def test_a_backend_that_nobody_registered() -> None:
+    """Refused before processes connect, as a program may register its own after it made the strategy."""
+    strategy = UlyssesRingStrategy(process_group_backend="glo")
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, logger=False, max_epochs=1
+    )
+    with pytest.raises(ConfigError, match=r"process_group_backend must be .*gloo.* got .glo"):
+        trainer.fit(Module(), [sample()])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, "glo"])
+        check_backend("cpu:glo,cuda:nccl")
 
 
 def test_settings_of_later_features_are_taken_at_their_one_value() -> None:

@@ -173,25 +173,32 @@ def _check_styles(plan: Mapping[str, Any]) -> None:
         require_style(pattern, style)
 
 
-def check_group_options(given: Mapping[str, Any]) -> None:
-    """Refuse what no process group can be made with, of the options that are passed on to it.
+def check_group_timeout(limit: object) -> None:
+    """Refuse a limit of PyTorch's collectives that is no ``timedelta``.
 
     Raises:
         ConfigError: naming the option.
     """
-    limit, backend = given.get("timeout"), given.get("process_group_backend")
     if limit is not None and not isinstance(limit, timedelta):
         raise ConfigError(
             f"timeout must be a datetime.timedelta, such as timedelta(minutes=30), got {limit!r}. It is that "
             "of PyTorch's collectives; step_timeout is in seconds."
         )
+
+
+def check_backend(backend: str | None) -> None:
+    """Refuse a backend that PyTorch does not know when the processes connect: a program may register its own.
+
+    Raises:
+        ConfigError: naming the option.
+    """
     known = dist.Backend.backend_list
     parts = str(backend).split(",") if backend is not None else []
     if any(part.split(":")[-1].lower() not in known for part in parts):
         raise ConfigError(
             f"process_group_backend must be one of {', '.join(known)}, or one for each kind of device "
-            f"('cpu:gloo,cuda:nccl'), got {backend!r}. "
-            "Leave it out to have it chosen by the device."
+            f"('cpu:gloo,cuda:nccl'), got {backend!r}. Leave it out to have it chosen by the device, or "
+            "register it with torch.distributed.Backend.register_backend before the run."
         )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_cp import console
 from lightning_cp.errors import ConfigError
+from lightning_cp.strategies.arguments.contradictions import check_backend
 from lightning_cp.strategies.engines.tensor_parallel import is_shared
 from lightning_cp.strategies.launch.end import let_gloo_rest_at_exit
 from lightning_cp.strategies.launch.ranks import check_ranks
@@ -71,6 +72,7 @@ class Processes:
         return {**self._ddp_options, **vars(self._comm_hook), "precision": precision}
 
     def _check_launcher(self: Any) -> None:
+        check_backend(self._process_group_backend)
         processes = self.num_nodes * self.num_processes
         refuse_foreign_launcher(self.cluster_environment, self._start_method, processes)
 

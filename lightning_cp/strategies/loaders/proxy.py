@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from torch.utils.data import DataLoader
 
 
 class LoaderProxy:
@@ -37,9 +36,12 @@ class LoaderProxy:
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        """That of a ``DataLoader``: Lightning and callbacks look at those only, with ``isinstance``."""
+        """The loader's own, at which Lightning and callbacks look with ``isinstance``.
+
+        Lists and dicts are not taken for such: what goes through collections would go through the batches.
+        """
         loader = object.__getattribute__(self, "_loader")
-        return type(loader) if isinstance(loader, DataLoader) else type(self)
+        return type(self) if isinstance(loader, (Sequence, Mapping)) else type(loader)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, and what comes of a pickle, is the loader itself: ranks are those of one run."""

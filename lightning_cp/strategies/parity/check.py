@@ -13,6 +13,7 @@ from lightning_cp.batch.documents import padding_mask_of
 from lightning_cp.containers import tensors_of
 from lightning_cp.errors import ParityError
 from lightning_cp.layout import SequenceLayout
+from lightning_cp.mesh import Flat
 from lightning_cp.parity.compare import Comparison, allowing
 from lightning_cp.parity.passes import Part, Pass
 from lightning_cp.parity.prefix import prefix_of
@@ -33,8 +34,6 @@ class ParityCheck:
     runner: Runner
     tokens: int
     """Of a prefix, all rows together."""
-    way_on: str = ""
-    """How a user may train all the same: the last line of an error."""
 
     def run(self, batch: Any) -> str:
         """The line about a model that is well.
@@ -52,8 +51,10 @@ class ParityCheck:
         rank_zero_info(begins(tokens))
         base = self._compared(part)
         if base.is_fault:
-            shown = self._shortest(part, base)
-            raise ParityError(Explaining(self.runner).explain(*shown, self.way_on))
+            core = self.runner.core
+            counted = core.counts_aside.difference(core.mesh.control_group(Flat.LOSS))
+            told = Explaining(self.runner).explain(*self._shortest(part, base))
+            raise ParityError(told if counted is None else f"{told}\nBesides, {counted}")
         chunked = self.runner.core.settings.loss_chunk_tokens is not None
         seconds, evaluation = time.monotonic() - started, self.runner.evaluation
         return healthy(base, tokens, seconds, chunked=chunked, evaluation=evaluation)

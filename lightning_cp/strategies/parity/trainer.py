@@ -22,7 +22,6 @@ from lightning_cp.strategies.step.core import ContextParallelCore
 from lightning_cp.strategies.step.counts import ASK
 
 _log = logging.getLogger("lightning_cp")
-_WAY_ON = "To train all the same: parity_check='off'."
 
 
 class TrainerParity:
@@ -67,8 +66,7 @@ class TrainerParity:
         runner = Runner(self._core, self._engine, module, step, dtypes, wide)
         try:
             with _unwatched(module.trainer):
-                check = ParityCheck(runner, self._core.settings.parity_tokens, _WAY_ON)
-                self.healthy = check.run(batch)
+                self.healthy = ParityCheck(runner, self._core.settings.parity_tokens).run(batch)
         except CannotRun as why:
             self._say_left_out(str(why))
             return

@@ -27,7 +27,9 @@ class ResumesExactly:
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """A checkpoint's content; in ``fit`` the run goes on where it was saved."""
         checkpoint = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        self._resume.take_from(checkpoint, self._trainer)
+        module = self.lightning_module
+        if module is not None and module._trainer is not None:
+            self._resume.take_from(checkpoint, module._trainer)
         return checkpoint
 
     def on_train_start(self: Any) -> None:

@@ -109,7 +109,8 @@ class TrainerSaves(SavesOfBoth):
         self._saved_names = dict(opened.ours.get("parameters", {}))
         self._saved_kinds = dict(opened.ours.get("kinds", {}))
         module = self.lightning_module
-        fits = module is None or module.trainer.state.fn == TrainerFn.FITTING
+        trainer = None if module is None else module._trainer
+        fits = trainer is None or trainer.state.fn == TrainerFn.FITTING
         keys = [key for key in opened.tree if fits or key != "optimizer_states"]
         if module is None or not self._engine.shards:
             return opened.read(keys=keys)

@@ -53,12 +53,11 @@ class StepLosses(StepValues):
         means = counted_means(loss)
         if self._is_aside:
             self.counts_aside = TargetCounts()
-            self.counts_aside.note(means.counts, self._loss.targets)
-            self.counts_aside.beside_other_terms = bool(means.counts) and means.other_terms
+            self.counts_aside.note(means.counts if means else (), self._loss.targets)
             return
-        self.counts.note(() if means.other_terms else means.counts, self._loss.targets)
+        self.counts.note(means.counts if means else (), self._loss.targets)
         if self.ask_for_counts is not None and not self._counts_declared:
-            is_known = not (means.other_terms or means.own_factor)
+            is_known = means is not None and not means.own_factor
             self._loss.require_known(None if is_known else ConfigError(self.ask_for_counts))
 
     def follow_unreduced(self, unreduced: Callable[[], Unreduced]) -> None:

@@ -148,7 +148,10 @@ class _Announcing:
         parent: Any = super()
         _say_start(self.num_processes)
         os.environ[console.RANKS_HERE] = str(self.num_processes)
-        parent._call_children_scripts()
+        try:
+            parent._call_children_scripts()
+        finally:
+            del os.environ[console.RANKS_HERE]  # the program may start other ranks later
 
 
 class AnnouncingTrainerLauncher(_Announcing, TrainerSubprocesses):

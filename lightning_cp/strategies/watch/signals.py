@@ -93,14 +93,19 @@ def listen(trainer: Trainer, guard: FiniteGuard) -> None:
         trainer: its connector of signals is replaced.
         guard: asks every rank before each step.
     """
+    listen_no_more(trainer)
     sent = Sent() if trainer.state.fn == TrainerFn.FITTING else None
     trainer._signal_connector = StepSignals(trainer, sent)
     guard.wish = None if sent is None else sent.wish
     if sent is None:
         return
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    callbacks[:] = [each for each in callbacks if not isinstance(each, StopAtStep)]
     callbacks.append(StopAtStep(guard))  # the last one: the others have seen the step
+
+
+def listen_no_more(trainer: Any) -> None:
+    """Leave the end of steps alone again; the old list may be on its way through the callbacks' hooks."""
+    trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, StopAtStep)]
 
 
 class StepSignals(_SignalConnector):
