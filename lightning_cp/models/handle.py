@@ -184,12 +184,12 @@ class SwapHandle:
         return state.plans[call][1]
 
     def require_intercepted(self, model: nn.Module) -> None:
-        """Refuse a step in which no attention call came through here.
+        """Refuse a step that called the model, and in which no attention call came through here.
 
         Raises:
             ConfigError: naming the model's classes that look like attention.
         """
-        if self.state is None or self.state.calls:
+        if self.state is None or self.state.calls or not self.state.model_called:
             return
         seen = sorted(
             {type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()}

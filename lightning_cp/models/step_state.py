@@ -38,7 +38,10 @@ class StepState:
     """The step trains or evaluates: what it makes of labels counts. Not so when it predicts."""
     labels_taken: bool = False
     """A model was given them, and computes the loss."""
+    model_called: bool = False
+    """Something of the model was called that could attend."""
     calls: int = 0
+    """Attention calls that were intercepted."""
     need_gradients: list[bool] = field(default_factory=list)
     """Of each attention call: whether backward will come through it."""
     compared: int = -1

@@ -26,7 +26,7 @@ from lightning_cp.models.report import Swap, Swapped, SwapReport, attention_modu
 from lightning_cp.models.scope import follow_calls, left_alone, require_roots
 from lightning_cp.models.sdpa import SDPA, swap_sdpa
 from lightning_cp.models.step_state import StepState as StepState
-from lightning_cp.models.watch import watch_attention
+from lightning_cp.models.watch import watch_attention, watch_calls
 
 
 def swap_attention(
@@ -79,6 +79,7 @@ def swap_attention(
         refuse_others(handle)
         follow_calls(model, handle, listed, alone)
         watch_attention(model, handle, alone)
+        watch_calls(model, handle, alone | _follow_another(model, swaps))
         watch_pooling(model, handle, others)
     except BaseException:
         handle.undo()
@@ -87,6 +88,13 @@ def swap_attention(
     where = "every call" if listed is None else "calls in listed modules"
     handle.report.append(Swapped("torch.nn.functional", None, SDPA, where, "torch's"))
     return handle
+
+
+def _follow_another(model: nn.Module, roots: Iterable[nn.Module]) -> set[nn.Module]:
+    """Modules whose call says nothing: parts of what is swapped whole; and a LightningModule, whose call is
+    the Trainer's step."""
+    roots = set(roots)
+    return {model, *(part for root in roots for part in root.modules())} - roots
 
 
 def _fill(

@@ -1,11 +1,12 @@
-"""Attention that computes by itself while other attention is intercepted."""
+"""Calls in which attention may have computed by itself, and was not intercepted."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_cp.errors import ConfigError
@@ -31,6 +32,47 @@ def watch_attention(model: nn.Module, handle: SwapHandle, skip: Collection[nn.Mo
             handle.on_undo(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         if ATTENTION.search(type(module).__name__):
             _watch(module, name, handle)
+
+
+def watch_calls(model: nn.Module, handle: SwapHandle, skip: Collection[nn.Module] = ()) -> None:
+    """Have a step know whether anything of the model was called that could attend to a rank's own tokens.
+
+    Args:
+        model: everything that will be called in a step.
+        handle: of whose step it is noted.
+        skip: modules of which a call says nothing.
+    """
+
+    def note(module: nn.Module, args: Any) -> None:
+        if handle.state is not None:
+            handle.state.model_called = True
+
+    def note_uncompiled(module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            note(module, args)
+
+    outermost, at_once = {model, *_callable_children(model)}, untraced(note)
+    for module in model.modules():
+        if module not in skip and _may_attend(module):
+            hook = (
+                at_once if module in outermost else note_uncompiled
+            )  # compiled inside of one, mostly
+            handle.on_undo(module.register_forward_pre_hook(hook).remove)
+
+
+def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
+    """Those of a module and of its containers, which are no more than lists of them."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _callable_children(child)
+        else:
+            yield child
+
+
+def _may_attend(module: nn.Module) -> bool:
+    """False for losses, metrics, dropout and activations of torch and torchmetrics."""
+    known = type(module).__module__.startswith(("torch.", "torchmetrics."))
+    return not known or next(module.parameters(), None) is not None
 
 
 def _watch(module: nn.Module, name: str, handle: SwapHandle) -> None:

@@ -101,19 +101,20 @@ class UlyssesRingStrategy(FabricSetup):
         return line
 
     def _end_last_step(self) -> None:
-        try:
-            self.end_step()
-        except ConfigError as error:
+        unused = self._core.is_unused
+        self.end_step()
+        if unused:
             raise ConfigError(
-                f"{error} Or the batch before was sharded and not used: shard one at a time, each before its "
-                "forward."
-            ) from None
+                "the batch before was sharded, and no model was called with it. Shard one batch at a time, "
+                "each before its forward: a forward belongs to the batch that was sharded last. To leave a "
+                "batch out, call fabric.strategy.end_step() first."
+            )
 
     def end_step(self) -> None:
         """The models are plain models until the next batch, for what one rank does alone.
 
         Raises:
-            ConfigError: no attention call was intercepted in the step.
+            ConfigError: the models were called in the step, and no attention call was intercepted.
         """
         try:
             if self._core.in_step:

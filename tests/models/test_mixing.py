@@ -18,7 +18,7 @@ from lightning_cp.models.mixing import refuse_mixing
 from lightning_cp.models.pooling import watch_pooling
 from lightning_cp.models.scope import left_alone
 from lightning_cp.models.sdpa import swap_sdpa
-from lightning_cp.models.watch import watch_attention
+from lightning_cp.models.watch import watch_attention, watch_calls
 from tests.models.later import all_families
 from tests.models.steps import Case, make_model
 
@@ -218,6 +218,7 @@ def watched(model: nn.Module) -> SwapHandle:
     handle = Calls(MESH)
     swap_sdpa(handle)
     watch_attention(model, handle, left_alone(model, None))
+    watch_calls(model, handle, {model})
     return handle
 
 

@@ -110,8 +110,8 @@ class ContextParallelCore(StepsAside):
 
     def check_step(self) -> None:
         """Refuse a step in which attention stayed local, or labels were shifted by nobody knows whom; say
-        once if it did not ask for positions."""
-        if not self.enabled or self._handle is None or self._model is None:
+        once if it did not ask for positions. A step that did not call the model has nothing to check."""
+        if not self.enabled or self._handle is None or self._model is None or self.is_unused:
             return
         self.require_intercepted()
         if self._handle.state is not None:
@@ -125,6 +125,12 @@ class ContextParallelCore(StepsAside):
         """Refuse a step in which attention stayed local."""
         if self._handle is not None and self._model is not None:
             self._handle.require_intercepted(self._model)
+
+    @property
+    def is_unused(self) -> bool:
+        """True if a step is under way that has called nothing of the model, and intercepted nothing."""
+        state = self._handle.state if self._handle is not None else None
+        return state is not None and not state.calls and not state.model_called
 
     @property
     def positions_ignored(self) -> bool:
