@@ -52,6 +52,8 @@ class Means(NamedTuple):
     counts: list[Count]
     own_factor: bool
     """A factor is a tensor, of which each rank may have another one: the number of its targets, say."""
+    numbers: list[float]
+    """Factors and divisors that are numbers of Python, in the order of the graph."""
 
 
 def counted_means(loss: torch.Tensor) -> Means | None:
@@ -61,6 +63,7 @@ def counted_means(loss: torch.Tensor) -> Means | None:
         ``None`` if the loss has another term: a sum or a mean by hand, or a function of a mean.
     """
     counts: list[Count] = []
+    numbers: list[float] = []
     own_factor = False
     ahead: list[Any] = [_producer(loss.grad_fn, loss.output_nr)]
     while ahead:
@@ -72,6 +75,7 @@ def counted_means(loss: torch.Tensor) -> Means | None:
             if not _is_of_sequence(_sources(node)):
                 counts.append(count)
         elif _operator(node) in _LINEAR:
+            numbers += [node._saved_alpha] if getattr(node, "_saved_alpha", 1) != 1 else []
             ahead.extend(_sources(node))
         elif _operator(node) in ("Mul", "Div"):
             factors = [x for x in _sources(node) if not _is_shared(x)]
@@ -79,11 +83,27 @@ def counted_means(loss: torch.Tensor) -> Means | None:
                 return None
             if not factors and not _is_shared(node):
                 return None
-            own_factor |= bool(factors) and not all(map(_is_number, _constants(node)))
+            constants = _constants(node)
+            numbers += [x.item() for x in constants if _is_number(x)]
+            own_factor |= bool(factors) and not all(map(_is_number, constants))
             ahead.extend(factors)
         elif not _is_shared(node):
             return None
-    return Means(counts, own_factor)
+    return Means(counts, own_factor, numbers)
+
+
+def leaves_out(loss: torch.Tensor, label: int) -> bool:
+    """True if the graph has a loss function of PyTorch that counts nothing where it is given ``label``."""
+    ahead, seen = [loss.grad_fn], set()
+    while ahead:
+        node: Any = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if _operator(node) in _NLL and _ignored(node) == label:
+            return True
+        ahead.extend(_sources(node))
+    return False
 
 
 def targets_of(
@@ -122,6 +142,7 @@ _LINEAR = {
     *("_Shown", "_ToTorchTensor", "_FromTorchTensor", "Redistribute"),
 }
 """Operators, and functions of Python that hand on what they are given."""
+_NLL = ("NllLoss", "NllLoss2D")
 _IDENTITIES = {"_DDPSink", "BackwardHookFunction", "RegisterPostBackwardFunction"}
 """Functions of Python around several tensors, which return each of them; the others are no terms of it."""
 _OF_ONE = {
@@ -162,11 +183,14 @@ def _count_of(node: Any) -> Count | None:
     origin = _origin_of(node)
     if origin is not None and not isinstance(origin, Origin):
         return origin
-    if _operator(node) in ("NllLoss", "NllLoss2D") and node._saved_reduction == 1:
-        ignored = node._saved_ignore_index
-        ignored -= 2**64 * (ignored >= 2**63)  # shown without its sign
-        return targets_of(node._saved_target, node._saved_weight, ignored)
+    if _operator(node) in _NLL and node._saved_reduction == 1:
+        return targets_of(node._saved_target, node._saved_weight, _ignored(node))
     return None
+
+
+def _ignored(node: Any) -> int:
+    ignored = node._saved_ignore_index
+    return ignored - 2**64 * (ignored >= 2**63)  # shown without its sign
 
 
 def _operator(node: Any) -> str:
@@ -186,8 +210,10 @@ def _constants(node: Any) -> list[torch.Tensor]:
 
 def _is_number(x: torch.Tensor) -> bool:
     """Recognise a Python number that autograd has wrapped: beside it a tensor keeps its dtype."""
+    if x.dtype not in (torch.float64, torch.int64):
+        return False
     narrow = torch.tensor(1, dtype=torch.float16 if x.is_floating_point() else torch.int8)
-    return not x.dim() and x.dtype != torch.bool and torch.result_type(narrow, x) == narrow.dtype
+    return not x.dim() and torch.result_type(narrow, x) == narrow.dtype
 
 
 def _is_shared(node: Any) -> bool:

@@ -138,6 +138,7 @@ OWN_FACTORS: dict[str, Callable[[], torch.Tensor]] = {
     "of the loss's dtype": lambda: mean(tokens()).double() * HALF,
     "a weight of each head": lambda: (mean(tokens())[None] * torch.ones(2)).mean(),
     "in place": lambda: mean(tokens()).mul_(HALF),
+    "of half precision": lambda: mean(tokens()) * HALF.half(),
     "beside another term": lambda: 0.5 * mean(tokens()) + HALF * mean(tokens()),
 }
 
@@ -150,6 +151,14 @@ def test_a_tensor_as_a_factor_may_be_a_rank_s_own(name: str) -> None:
     assert means.own_factor
 
 
+def test_numbers_of_python_are_told() -> None:
+    one, other = mean(tokens()), mean(tokens())
+    loss = torch.stack([torch.sub(one * 3, other / 7.5, alpha=2), 0.5 * other]).sum() / True
+    means = counted_means(loss)
+    assert means is not None
+    assert sorted(means.numbers) == [0.5, 2, 3, 7.5]
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_no_counts(name: str) -> None:
     assert counted_means(UNKNOWN[name]()) is None
@@ -158,7 +167,7 @@ def test_no_counts(name: str) -> None:
 def test_what_is_noted_of_other_functions() -> None:
     loss = tokens().sum()
     note_mean(loss, 5)
-    assert counted_means(0.5 * loss) == ([5], False)
+    assert counted_means(0.5 * loss) == ([5], False, [0.5])
     soft = torch.full((6, 5), 0.2)
     assert targets_of(soft, None, -100, 5) == 6
 

@@ -7,6 +7,14 @@ from collections.abc import Mapping
 from lightning_cp.parity.compare import Comparison, Difference
 from lightning_cp.parity.diagnosis import CONTIGUOUS, REMEDY, Diagnosis
 
+UNEVEN = (
+    "With all of its labels the batch agrees; with some set to -100, so that ranks and rows have other "
+    "numbers of targets, it does not, and neither would another batch. Take every mean over the targets "
+    "that a rank has (labels != -100), not over its tokens or rows; or, if no label is ever -100, say what "
+    "a rank's loss counts: count_targets(labels.numel())."
+)
+"""Of a difference that the batch alone does not show."""
+
 SHOWN = 5
 """Gradients in a table."""
 
@@ -17,7 +25,13 @@ def begins(tokens: int) -> str:
 
 
 def healthy(
-    found: Comparison, tokens: int, seconds: float, *, chunked: bool, evaluation: bool
+    found: Comparison,
+    tokens: int,
+    seconds: float,
+    *,
+    chunked: bool,
+    evaluation: bool,
+    uneven: bool,
 ) -> str:
     """One line.
 
@@ -27,6 +41,7 @@ def healthy(
         seconds: that it took.
         chunked: the run makes no logits for its loss, unless the step asks for them.
         evaluation: training draws numbers that ranks have other ones of, so evaluation mode was looked at.
+        uneven: they were compared with some labels left out as well.
     """
     worst, size = found.worst, len(found.gradients)
     unseen = "never made (chunked_loss)" if chunked else "not seen"
@@ -34,8 +49,9 @@ def healthy(
     first = f"{found.gradients[0].error:.1e}" if size else "none"
     isolated = ", documents isolated as the batch declares them" * found.documents_isolated
     mode = ", in evaluation mode, as training draws numbers of its own for them" * evaluation
+    labels = ", and with some of their labels left out" * uneven
     return (
-        f"parity: one process and context parallel agree on {tokens:,} tokens{isolated}{mode} "
+        f"parity: one process and context parallel agree on {tokens:,} tokens{labels}{isolated}{mode} "
         f"({found.tolerance.dtype}; loss "
         f"{found.loss.error:.1e}, logits {logits}, worst of {size} gradients {first}; the nearest to its "
         f"tolerance, {worst.tolerance:.0e}, is {worst.name}; {seconds:.1f} s)"
@@ -74,13 +90,19 @@ def _told(name: str, result: Comparison | str) -> str:
 
 
 def ill(
-    found: Comparison, made: Mapping[str, Comparison | str], diagnosis: Diagnosis, tokens: int
+    found: Comparison,
+    made: Mapping[str, Comparison | str],
+    diagnosis: Diagnosis,
+    tokens: int,
+    *,
+    uneven: bool,
 ) -> str:
     """The whole of an error."""
+    labels = " with some labels left out" * uneven
     faults = sum(one.is_fault for one in found.gradients)
     lines = [
         f"context parallel, this model does not compute what it computes in one process (parity check on "
-        f"{tokens:,} tokens of the batch, {found.tolerance.dtype}).",
+        f"{tokens:,} tokens of the batch{labels}, {found.tolerance.dtype}).",
         *table_of(found),
         f"  {faults} of {len(found.gradients)} gradients are beyond their tolerance.",
     ]
@@ -90,6 +112,7 @@ def ill(
         f"Likely cause: {diagnosis.cause.value}.",
         f"  {diagnosis.because[:1].upper()}{diagnosis.because[1:]}.",
         f"  {REMEDY[diagnosis.cause]}",
+        *([UNEVEN] if uneven else []),
         "To train all the same: parity_check='off'.",
     ]
     return "\n".join(lines)

@@ -272,7 +272,8 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
         self: Any, number: int, optimizer: Optimizer, model: nn.Module, precision: object
     ) -> None:
         """Gradients have their final size: all ranks look at what they have, before anything is changed."""
-        step = Step(number, optimizer, model, self._core.batch)
+        sample = (self.mesh.data_rank, self.mesh.sample_size)
+        step = Step(number, optimizer, model, self._core.batch, sample)
         group = self.mesh.everyone if self.world_size > 1 else None
         self._guard.before_step(step, group, getattr(precision, "scaler", None))
 

@@ -182,6 +182,21 @@ def test_other_counts_are_refused_before_a_weight_changes(
     expect_on_every_rank(2, refused, {**RING, **more}, way, options, error=ConfigError, match=match)
 
 
+def by_its_number(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    labels = batch["labels"].flatten()
+    return F.cross_entropy(logits, labels) * ((labels != -100).sum().item() / labels.numel())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate_grad_batches": 2}], ids=["each step", "a window"]
+)
+def test_a_number_that_differs_between_ranks_is_refused(options: dict[str, Any]) -> None:
+    match = r"a loss is multiplied or divided by 0\.\d+ on rank 0 and by 0\.\d+ on rank 1.*No rank"
+    expect_on_every_rank(
+        2, refused, {**RING, **OFF}, by_its_number, options, error=ConfigError, match=match
+    )
+
+
 def test_the_parity_check_tells_both_numbers() -> None:
     match = r"(?s)parity check on 58 tokens.*Besides, a loss counted other targets than .* weighted by \d+"
     expect_on_every_rank(2, refused, RING, undeclared, {}, error=ParityError, match=match)

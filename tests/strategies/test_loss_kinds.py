@@ -146,6 +146,72 @@ def of_fewer_targets(loop: Loop, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(loop.logits(batch).flatten(0, 1), labels.flatten())
 
 
+def by_its_number(loop: Loop, batch: Batch) -> torch.Tensor:
+    """Times the targets of a batch, of those of a window."""
+    return loop.loss(batch) * (batch["labels"] != -100).sum().item() / 80
+
+
+def by_the_whole_number(loop: Loop, batch: Batch) -> torch.Tensor:
+    strategy: Any = loop.fabric.strategy
+    labels = strategy.unshard(batch["labels"]) if loop.parallel else batch["labels"]
+    return loop.loss(batch) * (labels != -100).sum().item() / 80
+
+
+def stepped(
+    rank: int, world_size: int, settings: Settings, way: Any, checked: bool = False
+) -> None:
+    """One step, which must not change a weight."""
+    loop = Loop(world_size, settings)
+    strategy: Any = loop.fabric.strategy
+    before = weights(loop.model)
+    try:
+        for whole in loop.batches(2, use_distributed_sampler=False):
+            if checked:
+                strategy.check_parity(whole, lambda batch: way(loop, batch))
+            loop.fabric.backward(way(loop, loop.shard(whole)))
+            loop.optimizer.step()
+    finally:
+        loop.end()
+        assert torch.equal(weights(loop.model), before)
+
+
+GRIDS = pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(2, RING), (3, RING3), (2, ULYSSES), (4, HYBRID)],
+    ids=["ring 2", "ring 3", "ulysses 2", "hybrid"],
+)
+
+
+@pytest.mark.quick("ring 3", "ulysses 2")
+@GRIDS
+def test_a_number_that_differs_between_ranks_is_refused(ranks: int, settings: Settings) -> None:
+    match = (
+        r"step 1: a loss is multiplied or divided by \d+ on rank \d and by \d+ on rank \d, which share a "
+        r"sample.*unshard\(labels\).*No rank has stepped"
+    )
+    expect_on_every_rank(ranks, stepped, settings, by_its_number, error=ConfigError, match=match)
+
+
+@pytest.mark.quick("ring 2")
+@GRIDS
+def test_a_number_of_the_whole_sample_is_exact(ranks: int, settings: Settings) -> None:
+    want = alone(by_the_whole_number)
+    for got in run_ranks(ranks, trained, settings, by_the_whole_number):
+        close(got, want)
+
+
+def by_its_sample(loop: Loop, batch: Batch) -> torch.Tensor:
+    """Times another number in each data rank."""
+    return loop.loss(batch) * (1 + torch.distributed.get_rank() // 2)
+
+
+@pytest.mark.slow
+def test_ranks_with_other_samples_may_have_other_numbers() -> None:
+    settings = {**RING, "data_parallel_size": 2}
+    every = run_ranks(4, trained, settings, by_its_sample)
+    assert all(torch.equal(got[1], every[0][1]) for got in every)
+
+
 def without_a_number(loop: Loop, batch: Batch) -> torch.Tensor:
     return loop.loss(batch) * float("nan")
 

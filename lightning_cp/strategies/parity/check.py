@@ -18,6 +18,7 @@ from lightning_cp.parity.compare import Comparison, allowing
 from lightning_cp.parity.passes import Part, Pass
 from lightning_cp.parity.prefix import prefix_of
 from lightning_cp.parity.report import begins, healthy
+from lightning_cp.parity.uneven import has_ignored, with_uneven_labels
 from lightning_cp.strategies.parity.comparing import Comparing
 from lightning_cp.strategies.parity.explain import Explaining
 from lightning_cp.strategies.parity.runner import CannotRun, Runner
@@ -50,14 +51,50 @@ class ParityCheck:
         tokens = self.runner.count(part)
         rank_zero_info(begins(tokens))
         base = self._compared(part)
-        if base.is_fault:
-            core = self.runner.core
-            counted = core.counts_aside.difference(core.mesh.control_group(Flat.LOSS))
-            told = Explaining(self.runner).explain(*self._shortest(part, base))
-            raise ParityError(told if counted is None else f"{told}\nBesides, {counted}")
+        self._require_healthy(part, base, uneven=False)
+        uneven = self._uneven(part)
+        if uneven is not None:
+            self._require_healthy(uneven, self._compared_unevenly(uneven), uneven=True)
         chunked = self.runner.core.settings.loss_chunk_tokens is not None
         seconds, evaluation = time.monotonic() - started, self.runner.evaluation
-        return healthy(base, tokens, seconds, chunked=chunked, evaluation=evaluation)
+        modes = {"chunked": chunked, "evaluation": evaluation, "uneven": uneven is not None}
+        return healthy(base, tokens, seconds, **modes)
+
+    def _require_healthy(self, batch: Any, base: Comparison, *, uneven: bool) -> None:
+        if base.is_fault:
+            core = self.runner.core
+            counted = core.loss_aside.counts.difference(core.mesh.control_group(Flat.LOSS))
+            told = Explaining(self.runner, uneven).explain(*self._shortest(batch, base))
+            raise ParityError(told if counted is None else f"{told}\nBesides, {counted}")
+
+    def _uneven(self, batch: Any) -> Any | None:
+        """The batch with fewer labels, where the last loss needs a look at it; ``None``: it needs none.
+
+        What is known of a loss is compared in every step.
+
+        Raises:
+            CannotRun: a step that may not know such labels must not fail on a GPU, which ends the process,
+                or between ranks that gather parameters.
+        """
+        core, aside = self.runner.core, self.runner.core.loss_aside
+        if not self.runner.anywhere(not aside.is_known):
+            return None
+        whole = core.read(batch)
+        layout = core.layout_for(whole)
+        uneven = with_uneven_labels(batch, whole, core.rules, layout)
+        if not self.runner.anywhere(uneven is not None):
+            return None
+        can_fail = core.mesh.device_type == "cpu" and not self.runner.engine.shards
+        knows = can_fail or aside.is_known or aside.leaves_out or has_ignored(whole, layout)
+        told = None if knows or uneven is None else "no label of the batch is -100"
+        self.runner.require(told, UNKNOWN)
+        return batch if uneven is None else uneven
+
+    def _compared_unevenly(self, batch: Any) -> Comparison:
+        try:
+            return self._compared(batch)
+        except CannotRun as why:
+            raise CannotRun(f"{UNKNOWN} ({why})") from None
 
     def _prefix(self, batch: Any, tokens: int) -> Any:
         """The window to be looked at; a batch that cannot be read is refused when it is sharded."""
@@ -131,6 +168,8 @@ class ParityCheck:
             return batch, base
         return (part, shorter) if shorter.is_fault else (batch, base)
 
+
+UNKNOWN = "its loss is of no known kind, and cannot be looked at with some labels left out, as -100"
 
 FEW = 512
 """Tokens, all rows together, that a difference is looked for in."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_cp.errors import ConfigError, ShapeError
@@ -27,8 +27,12 @@ from lightning_cp.strategies.parity.modes import other_modes
 from lightning_cp.strategies.parity.runner import CannotRun, Runner
 
 
+@dataclass
 class Explaining(Comparing):
     """Runs the step in other ways."""
+
+    uneven: bool = False
+    """The batch has fewer labels than the run's."""
 
     def explain(self, batch: Any, base: Comparison) -> str:
         """The whole of an error."""
@@ -40,7 +44,7 @@ class Explaining(Comparing):
         ignored = parallel.positions_ignored
         made = self._experiments(batch)
         diagnosis = diagnose(Evidence(base, beginning, made, ignored, tokens))
-        return ill(base, made, diagnosis, self.runner.count(batch))
+        return ill(base, made, diagnosis, self.runner.count(batch), uneven=self.uneven)
 
     def _beginning(
         self, batch: Any, runner: Runner, alone: Pass, parallel: Pass

@@ -18,7 +18,7 @@ from lightning_cp.attention.delegate import THEIR_KERNELS
 from lightning_cp.batch import BatchRules, WholeBatch, read_batch
 from lightning_cp.faults.position import Position
 from lightning_cp.kernels.api import Request, explain_kernels
-from lightning_cp.layout import CostModel
+from lightning_cp.layout import CostModel, SequenceLayout
 from lightning_cp.layout.cost import Heads
 from lightning_cp.models.expected import expected_heads, expected_mask
 from lightning_cp.models.hf_positions import take_positions
@@ -31,7 +31,7 @@ from lightning_cp.models.swap import Listener, SwapHandle, hf_models, swap_atten
 from lightning_cp.models.token_draws import TokenDraws
 from lightning_cp.profile.recorder import StepRecorder
 from lightning_cp.strategies.arguments.settings import Settings
-from lightning_cp.strategies.step.layouts import LayoutRule
+from lightning_cp.strategies.step.layouts import LayoutRule, layout_of
 from lightning_cp.strategies.step.losses import StepLosses
 from lightning_cp.strategies.step.max_logits import clips_of, collected_modules
 from lightning_cp.strategies.step.patches import patches_of
@@ -230,6 +230,10 @@ class AttachedModel(StepLosses):
     def read(self, batch: Any) -> WholeBatch:
         """A whole batch, read; see ``read_batch``."""
         return read_batch(batch, self.rules, needs_labels=False)
+
+    def layout_for(self, whole: WholeBatch) -> SequenceLayout:
+        """The layout that a whole batch will get."""
+        return layout_of(whole, self.rules, self._rule, self.mesh).layout
 
     @property
     def model(self) -> nn.Module | None:

@@ -6,14 +6,26 @@ whether gradients are finite.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 
 from lightning_cp.comm.agreement import gathered_lists
 from lightning_cp.errors import ConfigError
-from lightning_cp.loss_terms import Count
+from lightning_cp.loss_terms import Count, Means
+
+
+@dataclass
+class LossAside:
+    """Of the last step that was none of the run's: what is known of its loss."""
+
+    counts: TargetCounts
+    is_known: bool = True
+    """It needs no look: a mean over targets or of whole sequences, declared, or of a rank without targets."""
+    leaves_out: bool = False
+    """Its loss functions know labels that are no targets."""
 
 
 class TargetCounts:
@@ -21,13 +33,15 @@ class TargetCounts:
 
     def __init__(self) -> None:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._numbers: list[tuple[Count, list[float] | None]] = []
         self.are_asked = False
         """A loss went backward whose counts matter: known to all ranks, while a mean is known to its own."""
 
-    def note(self, means: Iterable[Count], weighted: Count) -> None:
+    def note(self, means: Means | None, weighted: Count) -> None:
         """A loss goes backward that is made of ``means``, and has the weight of ``weighted`` targets."""
         self.are_asked = True
-        for count in means:
+        self._numbers.append((weighted, means.numbers if means else None))
+        for count in means.counts if means else ():
             of_mean = torch.as_tensor(count)
             self._pairs.append((of_mean, torch.as_tensor(weighted).to(of_mean.device)))
 
@@ -35,8 +49,32 @@ class TargetCounts:
         """All of them, which are forgotten here."""
         taken = TargetCounts()
         taken._pairs, self._pairs = self._pairs, []
+        taken._numbers, self._numbers = self._numbers, []
         taken.are_asked, self.are_asked = self.are_asked, False
         return taken
+
+    @property
+    def numbers(self) -> list[list[float] | None]:
+        """What each loss is multiplied by: numbers that ranks which share a sample have to have alike."""
+        return [numbers for _, numbers in self._numbers]
+
+    def refuse_numbers(self, step: int, group: dist.ProcessGroup, sample_size: int) -> None:
+        """Refuse a step whose losses are multiplied by other numbers on some rank. Collective.
+
+        A rank without targets may have a loss of its own, and nothing is known of a loss of no known kind.
+
+        Raises:
+            ConfigError: on every rank, with both numbers.
+        """
+        own = [numbers if float(weighted) else None for weighted, numbers in self._numbers]
+        every = gathered_lists(own, group)
+        for first in range(0, len(every), sample_size):
+            ranks = range(first, first + sample_size)
+            for of_ranks in zip(*(every[rank] for rank in ranks), strict=False):
+                found = [(r, x) for r, x in zip(ranks, of_ranks, strict=True) if x is not None]
+                for rank, numbers in found[1:]:
+                    if repr(numbers) != repr(found[0][1]):
+                        raise ConfigError(_say_numbers(step, *found[0], rank, numbers))
 
     @property
     def differ(self) -> torch.Tensor | None:
@@ -74,6 +112,17 @@ class TargetCounts:
             "step (of ContextParallelMixin, or of the strategy); compute a further loss of other targets "
             "from unshard(...)."
         )
+
+
+def _say_numbers(step: int, rank: int, own: list[float], other: int, others: list[float]) -> str:
+    pairs = zip_longest(own, others, fillvalue=1)
+    a, b = next((a, b) for a, b in pairs if repr(a) != repr(b))
+    return (
+        f"step {step}: a loss is multiplied or divided by {a:g} on rank {rank} and by {b:g} on rank {other}, "
+        "which share a sample, so that their tokens would not weigh the same. Take out what a rank counts "
+        "or computes of its own tokens: the strategy weights a mean by them. A number of the whole sample "
+        "comes from unshard(...), such as (unshard(labels) != -100).sum().item(). No rank has stepped."
+    )
 
 
 def _differ(count: torch.Tensor, weighted: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,12 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.loss_terms import counted_means, declared_count, divisor
+from lightning_cp.labels import IGNORED_LABEL
+from lightning_cp.loss_terms import Means, counted_means, declared_count, divisor, leaves_out
 from lightning_cp.strategies.step.accumulation import Unreduced
-from lightning_cp.strategies.step.counts import TargetCounts
+from lightning_cp.strategies.step.counts import LossAside, TargetCounts
 from lightning_cp.strategies.step.values import StepValues
+from lightning_cp.strategies.step.weighting import StepLoss
 
 
 class StepLosses(StepValues):
@@ -52,13 +54,19 @@ class StepLosses(StepValues):
             return
         means = counted_means(loss)
         if self._is_aside:
-            self.counts_aside = TargetCounts()
-            self.counts_aside.note(means.counts if means else (), self._loss.targets)
+            self.loss_aside = self._aside_of(loss, means, self._loss)
             return
-        self.counts.note(means.counts if means else (), self._loss.targets)
+        self.counts.note(means, self._loss.targets)
         if self.ask_for_counts is not None and not self._counts_declared:
-            is_known = means is not None and not means.own_factor
-            self._loss.require_known(None if is_known else ConfigError(self.ask_for_counts))
+            error = None if _is_known(means) else ConfigError(self.ask_for_counts)
+            self._loss.require_known(error)
+
+    def _aside_of(self, loss: torch.Tensor, means: Means | None, weight: StepLoss) -> LossAside:
+        counts = TargetCounts()
+        counts.note(means, weight.targets)
+        if _is_known(means) or weight.is_declared or weight.is_muted:
+            return LossAside(counts)
+        return LossAside(counts, is_known=False, leaves_out=leaves_out(loss, IGNORED_LABEL))
 
     def follow_unreduced(self, unreduced: Callable[[], Unreduced]) -> None:
         """Have windows of accumulation know of gradients that an engine keeps elsewhere than in ``grad``."""
@@ -114,3 +122,7 @@ class StepLosses(StepValues):
         state = self._handle.state if self._handle is not None else None
         if self._loss is not None and state is not None:
             self._loss.after_backward(state, parameters)
+
+
+def _is_known(means: Means | None) -> bool:
+    return means is not None and not means.own_factor

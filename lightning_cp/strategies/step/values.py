@@ -20,7 +20,7 @@ from lightning_cp.models.token_draws import TokenDraws
 from lightning_cp.optim.qk_clip import QKClip
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.step.accumulation import AccumulatedTokens
-from lightning_cp.strategies.step.counts import TargetCounts
+from lightning_cp.strategies.step.counts import LossAside, TargetCounts
 from lightning_cp.strategies.step.run_mesh import RunMesh
 from lightning_cp.strategies.step.weighting import StepLoss
 
@@ -40,8 +40,7 @@ class StepValues(RunMesh):
         self._is_aside = False
         self._clips: list[QKClip] = []
         self.counts = TargetCounts()
-        self.counts_aside = TargetCounts()
-        """Of the last step that was none of the run's."""
+        self.loss_aside = LossAside(TargetCounts())
         self.ask_for_counts: str | None = None
         """What to say of a loss of no known kind; ``None``: a parity check looked at the step, or will."""
         self._counts_declared = False

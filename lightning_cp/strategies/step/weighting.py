@@ -62,6 +62,16 @@ class StepLoss:
         return counts[self._mesh.cp_rank]
 
     @property
+    def is_declared(self) -> bool:
+        """True if the step has said what its loss counts."""
+        return self._declared is not None
+
+    @property
+    def is_muted(self) -> bool:
+        """True if this rank has no targets, so that its loss adds nothing."""
+        return self._declared is None and not self._valid[self._mesh.cp_rank]
+
+    @property
     def depends_on_counts(self) -> bool:
         """True if other counts would give other gradients."""
         return self._mesh.cp_size > 1 or self._accumulated is not None
@@ -119,8 +129,7 @@ class StepLoss:
             if error is not None:
                 raise error
             return
-        is_muted = self._declared is None and not self._valid[self._mesh.cp_rank]
-        told = None if is_muted else error
+        told = None if self.is_muted else error
         agree({}, self._mesh.control_group(Flat.LOSS), what="loss", error=told)
 
     def scale(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ class Step:
     model: nn.Module
     batch: Any
     """This rank's part of the last batch, where it is known."""
+    sample: tuple[int, int] = (0, 1)
+    """Which of the samples that are trained on together, and how many ranks share each."""
 
 
 class FiniteGuard:
@@ -105,7 +108,8 @@ class FiniteGuard:
         Raises:
             NonFiniteError: on every rank, if there is a loss or a gradient on any that is not finite.
             ConfigError: on every rank, if optimizers have other settings on some, such as a learning rate;
-                or if a loss on any counted other targets than it is weighted by.
+                if a loss on any counted other targets than it is weighted by; or if ranks that share a
+                sample multiply it by other numbers.
         """
         if id(step.optimizer) in self._voted:
             return
@@ -121,21 +125,37 @@ class FiniteGuard:
         if group is None:
             total = number if finite and same else None
         else:
-            fact = (WHAT, numbers_of(step.optimizer))
-            total = tally(fact, group, dissents=not (finite and same), number=number)
+            total = self._tally(step, counts, group, finite and same, number)
         if total is not None:
             self.wishes = total
         elif group is None:
             counts.refuse(step.number, None)
             _refuse(step.number, [_findings(step, bad_loss)])
         else:
-            tell({"step": step.number}, group, what=WHAT)  # ranks at different calls hear of that
-            counts.refuse(step.number, group)  # a mean over no target is NaN, too
             found = _findings(step, bad_loss) if not finite else []
             every = gathered_lists(found, group)
             if not any(every):
                 refuse_settings(step.number, step.optimizer, group)
             _refuse(step.number, every)
+
+    def _tally(
+        self,
+        step: Step,
+        counts: TargetCounts,
+        group: dist.ProcessGroup,
+        agrees: bool,
+        number: int,
+    ) -> int | None:
+        """The sum of what ranks wish; ``None`` on all if one does not agree, or has other settings."""
+        fact = (WHAT, numbers_of(step.optimizer))
+        vote = partial(tally, fact, group, dissents=not agrees, number=number)
+        total = vote(of=step.sample, own=counts.numbers)
+        if total is not None:
+            return total
+        tell({"step": step.number}, group, what=WHAT)  # ranks at different calls hear of that
+        counts.refuse(step.number, group)  # a mean over no target is NaN, too
+        counts.refuse_numbers(step.number, group, step.sample[1])
+        return vote()
 
 
 def _look(
