@@ -34,6 +34,8 @@ class Card:
     pid: int
     path: str
     """Where its position is to be read, on its machine."""
+    output: str = ""
+    """What its standard error goes to, on its machine; ranks that were started together may share it."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,11 @@ class Verdict:
     line: str
     details: str = ""
     is_shown: bool = False
+
+    @property
+    def stands(self) -> bool:
+        """Ranks live, and wait for each other: details are their stacks."""
+        return self.kind in ("stuck", "left")
 
     def as_message(self) -> list[Any]:
         """For the wire."""

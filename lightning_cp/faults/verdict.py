@@ -137,9 +137,8 @@ class Judge:
     def _all_of(self, kind: str, ranks: Sequence[int]) -> Verdict:
         how = {"lost": "lost", "left": "ended, and others go on,"}[kind]
         said = [f"{self._members[r].name} {how} {self._members[r].beat.place}" for r in ranks]
-        why = f": {UNSAID}" if kind == "lost" else ""
-        where = "" if kind == "lost" else _calls(self._members)
-        return Verdict(kind, tuple(ranks), _listed(said) + why, where)
+        why = f": {UNSAID}" if kind == "lost" else _calls(self._members)
+        return Verdict(kind, tuple(ranks), _listed(said) + why)
 
     def _silent(self, now: float) -> Verdict | None:
         """Ranks that are there: one that gives no sign of life, or all of them without progress."""
@@ -184,13 +183,14 @@ def _stuck(members: dict[int, _Member], waited: float) -> Verdict:
     which = "all of them" if len(behind) == len(members) else "first to stop"
     who = [f"{member.name} {member.beat.place}" for member in behind.values()]
     line = f"no rank made progress for {waited:.0f} s; {which}: {_listed(who)}"
+    line += _calls(list(members.values()))
     stacks = [f"{member.name} is here:\n{member.beat.stack}" for member in shown]
-    return Verdict("stuck", tuple(behind), line, _calls(list(members.values())) + "\n".join(stacks))
+    return Verdict("stuck", tuple(behind), line, "\n".join(stacks))
 
 
 def _calls(members: Sequence[_Member]) -> str:
-    """A line that says which call of which module each rank is in, if any is in one."""
+    """Behind a line: which call of which module each rank is in, if any is in one."""
     if not any(member.beat.within for member in members):
         return ""
     said = [f"{m.name} {m.beat.place}, in {m.beat.within or 'none'}" for m in members if not m.left]
-    return f"ranks have to call these modules together: {_listed(said)}\n"
+    return f". Ranks have to call these modules together: {_listed(said)}"

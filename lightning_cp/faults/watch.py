@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_cp.comm.agreement import gathered_lists
 from lightning_cp.comm.objects import told
 from lightning_cp.errors import ConfigError
-from lightning_cp.faults import signs
+from lightning_cp.faults import ending, signs
 from lightning_cp.faults.hub import Hub
 from lightning_cp.faults.member import Member
 from lightning_cp.faults.notes import OWN, TOLD, Card, Note
@@ -82,7 +82,8 @@ class Watch:
         assert world is not None
         token = secrets.token_bytes(16)
         own = self._make_slot(token)
-        card = Card(rank, name, _machine(), os.getpid(), own.path if own is not None else "")
+        path = own.path if own is not None else ""
+        card = Card(rank, name, _machine(), os.getpid(), path, ending.output())
         found = gathered_lists([(card, token)], world)
         cards, tokens = map(list, zip(*(pair for (pair,) in found), strict=True))
         slots = self._open_slots(cards, tokens, own)

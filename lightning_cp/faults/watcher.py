@@ -166,8 +166,19 @@ class Watcher(threading.Thread):
             self._has_left.set()
         elif self._verdict is not None and now >= self._ends_at and not self._shows_error():
             self._say_bye()
-            self._end(self._verdict)
+            self._end(self._said_here(self._verdict))
             self._done = True
+
+    def _said_here(self, verdict: Verdict) -> Verdict:
+        """The verdict that this rank shows: with stacks, of ranks that write to one place the lowest does."""
+        own = self._cards[self.rank]
+        if not verdict.stands or not own.output:
+            return verdict
+        gone = verdict.ranks if verdict.kind == "left" else ()
+        place = (own.machine, own.output)
+        sharing = [x.rank for x in self._cards if (x.machine, x.output) == place]
+        speaks = min((rank for rank in sharing if rank not in gone), default=own.rank) == own.rank
+        return verdict if speaks else replace(verdict, line="", details="")
 
     def _tell_beat(self, beat: Beat, now: float) -> None:
         raise NotImplementedError

@@ -49,6 +49,22 @@ def asleep(way: str, rank: int, where: str, *settings: str) -> Row:
     return Row(name, BOUND, run, check)
 
 
+def asleep_on_one_terminal() -> Row:
+    """All ranks write to one place: where they stand is said once, and the verdict last."""
+
+    def check(done: Outcome) -> None:
+        assert f"first to stop: {who(1, 2)} at step 3, in forward" in done.last, done.output
+        for text in ("no rank made progress for ", "time.sleep(600)"):
+            assert done.output.count(text) == 1, done.output
+        assert done.statuses == (1,)
+
+    def run(folder: Path) -> Outcome:
+        return run_fault(folder, "trainer", 2, "sleep", 1, "forward", ranks=LAUNCHED)
+
+    name = f"rank 1 of 2 hangs in forward, on one terminal (trainer, step_timeout={TIMEOUT:g})"
+    return Row(name, BOUND, run, check)
+
+
 def _run(way: str, fault: str, rank: int, where: str, folder: Path) -> Outcome:
     return run_fault(folder, way, 3, fault, rank, where, ranks=3)
 
@@ -111,6 +127,7 @@ HANGS = (
     asleep("trainer", 1, "forward"),
     asleep("fabric", 0, "backward"),
     asleep("trainer", 2, "backward", FSDP),
+    asleep_on_one_terminal(),
     crawling("trainer", 3),
     crawling("fabric", 2, "data_parallel_size=2"),
     crawling("manual", 2, "data_parallel_size=2"),

@@ -222,7 +222,7 @@ def test_positions_follow_steps_and_micro_batches() -> None:
     assert position.place.phase == Phase.FORWARD
 
 
-def test_the_first_line_of_a_timeout_says_which_call_each_rank_is_in() -> None:
+def test_the_line_of_a_timeout_says_which_call_each_rank_is_in() -> None:
     judging, position = judge(), Position()
     for name in ("net", "net.layers.0"):
         position.call(name)
@@ -233,8 +233,10 @@ def test_the_first_line_of_a_timeout_says_which_call_each_rank_is_in() -> None:
         judging.beats(rank, Beat(5, 3, AT, 10.0, within=within), 10.5)
     found = judging.verdict(11.0)
     assert found is not None
-    assert found.details.splitlines()[0] == (
-        "ranks have to call these modules together: "
+    assert found.line == (
+        "no rank made progress for 11 s; all of them: "
+        + "; ".join(f"rank {rank} at step 7, in backward" for rank in range(4))
+        + ". Ranks have to call these modules together: "
         "rank 0 at step 7, in backward, in call 1 of net.layers.0; "
         "rank 1 at step 7, in backward, in call 2 of net.layers.1; rank 2 at step 7, in backward, in none; "
         "rank 3 at step 7, in backward, in none"

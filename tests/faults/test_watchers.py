@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -50,7 +51,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     monkeypatch.setattr(hubs, "GRACE", GRACE)
     for module in (hubs, watchers):
         monkeypatch.setattr(module, "PERIOD", PERIOD)
-    cards = [Card(rank, f"rank {rank}", "here", os.getpid(), "") for rank in range(2)]
+    cards = [Card(rank, f"rank {rank}", "here", os.getpid(), "", "1:2") for rank in range(2)]
     ends = [Ended(), Ended()]
     listener = _listen(LOOPBACK)
     link = socket.create_connection((LOOPBACK, listener.getsockname()[1]))
@@ -81,6 +82,24 @@ def test_who_alone_has_a_connections_error_shows_it(rank: int, pair: Pair) -> No
     assert by.line == f"rank {rank} raised at step 3, in forward: RuntimeError: timed out"
     assert ends[1 - rank].at - began > GRACE
     assert not ends[rank].wait(2 * GRACE)
+
+
+def test_ranks_that_write_to_one_place_say_once_where_they_stand(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lowest that is there does; a rank that has ended shows nothing any more."""
+    (first, second), ends = pair
+    stuck, left = Verdict("stuck", (1,), "line", "stacks"), Verdict("left", (0,), "rank 0 ended")
+    silent = {"line": "", "details": ""}
+    for verdict, says in ((stuck, 0), (left, 1)):
+        for rank, each in enumerate((first, second)):
+            shown = each._said_here(verdict)
+            assert shown == (verdict if rank == says else replace(verdict, **silent))
+    cards = [Card(rank, f"rank {rank}", "here", 0, "", f"1:{rank}") for rank in range(2)]
+    monkeypatch.setattr(second, "_cards", cards)  # each has a file of its own
+    assert second._said_here(stuck) == stuck
+    monkeypatch.setattr(verdicts.Judge, "verdict", lambda self, now: stuck)
+    assert all(end.wait(10) for end in ends)
 
 
 def test_who_ends_has_said_so(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,8 @@ class _Reporting:
                     raise KeyboardInterrupt from None
                 if verdict is None or _same_end(verdict, str(error)):
                     raise
-                raise RankFailure(verdict) from None
+                line, _, details = verdict.partition("\n")
+                raise RankFailure(line) from _cause(details)
             finally:
                 os.environ.pop(FOLDER, None)
 
@@ -241,6 +242,10 @@ def _said(folder: Path) -> str | None:
     found = [path for path in folder.iterdir() if not path.suffix]
     first = min(found, key=lambda path: path.stat().st_mtime_ns, default=None)
     return None if first is None else first.read_text(encoding="utf-8", errors="replace").rstrip()
+
+
+def _cause(details: str) -> console.RankTraceback | None:
+    return console.RankTraceback(f"\n{details}", f"{details.rstrip()}\n") if details else None
 
 
 def _same_end(verdict: str, text: str) -> bool:
