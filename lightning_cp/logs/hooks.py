@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_cp.module_hooks import replace_method
 
 BATCH_ENDS = ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end")
 EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
@@ -28,42 +29,16 @@ class Patches:
     """Attributes of instances that are put back by ``undo``."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[object, str, Any]] = []
+        self._undo: list[Callable[[], None]] = []
 
     def put(self, owner: object, name: str, value: Callable[..., Any]) -> None:
         """Have ``owner.name`` be ``value``, for this one instance: a copy of it has its own again."""
-        self._before.append((owner, name, vars(owner).get(name)))
-        object.__setattr__(owner, name, _InFront(owner, name, value))
+        self._undo.append(replace_method(owner, name, value))
 
     def undo(self) -> None:
         """Leave everything as it was."""
-        while self._before:
-            owner, name, before = self._before.pop()
-            vars(owner).pop(name, None)
-            if before is not None:
-                object.__setattr__(owner, name, before)
-
-
-class _InFront:
-    """Called in place of a method of one instance."""
-
-    def __init__(self, owner: object, name: str, value: Callable[..., Any]) -> None:
-        self._owner, self._name, self._value = owner, name, value
-        self.__wrapped__ = getattr(value, "__wrapped__", value)  # Lightning asks what is overridden
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._value(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _own_method(memo[id(self._owner)], self._name)
-
-    def __reduce__(self) -> Any:
-        return _own_method, (self._owner, self._name)
-
-
-def _own_method(owner: object, name: str) -> MethodType | None:
-    method = getattr(type(owner), name, None)
-    return None if method is None else MethodType(method, owner)
+        while self._undo:
+            self._undo.pop()()
 
 
 def hooks_may_log(trainer: Trainer, module: LightningModule) -> bool:

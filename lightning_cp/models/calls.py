@@ -13,6 +13,7 @@ from lightning_cp.layout import Mask
 from lightning_cp.models.expected import mask_of
 from lightning_cp.models.sdpa import observe_sdpa
 from lightning_cp.models.swap import hf_models, told
+from lightning_cp.module_hooks import add_hook
 
 
 class AttentionCall(NamedTuple):
@@ -84,9 +85,9 @@ def observe_calls(model: nn.Module, tell: Tell) -> Callable[[], None]:
     undo: list[Callable[[], None]] = [observe_sdpa(direct)]
     for root in hf_models(model):
         for module in _attention_modules(root):
-            undo.append(module.register_forward_pre_hook(enter).remove)
-            hook = module.register_forward_hook(leave, with_kwargs=True, always_call=True)
-            undo.append(hook.remove)
+            undo.append(add_hook(module.register_forward_pre_hook, enter))
+            ends = {"with_kwargs": True, "always_call": True}
+            undo.append(add_hook(module.register_forward_hook, leave, **ends))
 
     def end() -> None:
         while undo:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
-from lightning_cp.models.hf_labels import complete_labels, label_alignment, refuse_outside
+from lightning_cp.models.hf_labels import (
+    complete_labels,
+    is_trained,
+    label_alignment,
+    refuse_outside,
+)
 from lightning_cp.models.hf_loss import LossWatch
-from lightning_cp.models.hf_methods import replace_method
 from lightning_cp.models.hf_output import refuse_head, watch_output
 from lightning_cp.models.hf_packing import check_call
 from lightning_cp.models.hf_positions import (
@@ -21,6 +29,7 @@ from lightning_cp.models.hf_positions import (
 )
 from lightning_cp.models.hf_signature import parameters_of
 from lightning_cp.models.step_state import StepState
+from lightning_cp.module_hooks import add_hook, replace_method
 from lightning_cp.untraced import untraced
 
 
@@ -42,19 +51,17 @@ class CallCheck:
         self._outer = {model for model in models if set(models) & set(model.modules()) - {model}}
         with_loss = [model for model in models if "labels" in parameters_of(model)]
         self._watches = {model: LossWatch(handle, model) for model in with_loss}
-        # Functions, not methods: a copy of the model would copy what a method belongs to.
-        complete: Any = lambda *call: self._complete(*call)  # noqa: E731
         self._models = set(models)
         self._announced: set[Any] = set()
         """Those whose call has come through their hooks, and will come to their forward next."""
         self._depth = 0
         """Models that are being called, each within the one before."""
         for model in models:
-            hook = model.register_forward_pre_hook(untraced(complete), with_kwargs=True)
-            handle.on_undo(hook.remove)
-            handle.on_undo(replace_method(model, "forward", self._in_place_of_forward))
+            complete = untraced(self._complete)
+            handle.on_undo(add_hook(model.register_forward_pre_hook, complete, with_kwargs=True))
+            handle.on_undo(_replace(model, "forward", self._in_place_of_forward))
             if hasattr(model, "generate"):
-                handle.on_undo(replace_method(model, "generate", self._in_place_of_generate))
+                handle.on_undo(_replace(model, "generate", self._in_place_of_generate))
         handle.on_activate(lambda: self._forget)
         for watch in self._watches.values():
             watch.attach()
@@ -140,8 +147,29 @@ class CallCheck:
             given["position_ids"] = positions_for(state, given)
         if given.get("labels") is not None:
             complete_labels(model, given, state)
-        elif label_alignment(model) == "shift":
+        elif label_alignment(model) == "shift" and _trains(model, given):
             refuse_outside(state)
+
+
+def _trains(model: Any, given: dict[str, Any]) -> bool:
+    """True if what the step computes of this call's outputs may train something."""
+    return torch.is_grad_enabled() and is_trained(model, given)
+
+
+def _replace(model: Any, name: str, instead: Callable[..., Any]) -> Callable[[], None]:
+    """Have ``instead`` called, with the model, its own method, and the arguments, as long as it is swapped.
+
+    Not from step to step: compiled code would be compiled again each time. ``forward`` may be called itself,
+    past the hooks of its call: so do older releases of peft, ``checkpoint(model.forward, ...)`` and whoever
+    writes ``model.forward(...)``.
+    """
+    own = getattr(model, name)
+
+    @functools.wraps(own)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return instead(model, own, args, kwargs)
+
+    return replace_method(model, name, method)
 
 
 def _refuse_cache_and_weights(model: Any, given: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ makes its logits as ever. Outside of a step the head is the plain head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.length.chunked_logits import ChunkedLogits, Head
 from lightning_cp.models.hf_call import by_name
 from lightning_cp.models.hf_signature import parameters_of
+from lightning_cp.module_hooks import add_hook, replace_method
 from lightning_cp.untraced import untraced
 
 
@@ -81,22 +81,18 @@ class ChunkedHead:
 
     def enter(self) -> Callable[[], None]:
         """Replace the head's forward; returns what puts it back."""
-        before: Any = lambda *call: self._before(*call)  # noqa: E731 - a method would be copied
-        after: Any = lambda *call: self._after(*call)  # noqa: E731
-        hooks = [
-            self._model.register_forward_pre_hook(untraced(before), with_kwargs=True),
-            self._model.register_forward_hook(untraced(after), always_call=True),
+        before, after = untraced(self._before), untraced(self._after)
+        model = self._model
+        undo = [
+            add_hook(model.register_forward_pre_hook, before, with_kwargs=True),
+            add_hook(model.register_forward_hook, after, always_call=True),
+            replace_method(self._head, "forward", untraced(self._forward)),
         ]
-        head: Any = self._head
-        head.forward = MethodType(
-            self._as_forward(), head
-        )  # of a copy of the model, its own head's
 
         def put_back() -> None:
-            for hook in hooks:
-                hook.remove()
+            for each in undo:
+                each()
             self._forget()
-            del head.forward
 
         return put_back
 
@@ -109,17 +105,14 @@ class ChunkedHead:
             "whole. Pass labels= to the model, or compute the loss by lightning_cp.linear_cross_entropy."
         )
 
-    def _as_forward(self) -> Callable[[Any, torch.Tensor], Any]:
-        @untraced
-        def forward(head: Any, hidden: torch.Tensor) -> ChunkedLogits | torch.Tensor:
-            if head is not self._head or not self._calls or self._calls[-1] is _WHOLE:
-                return F.linear(hidden, head.weight, head.bias)
-            _require_plain(head)
-            noted = Head(hidden, head.weight, head.bias, self._chunk_tokens)
-            self._calls[-1].append(noted)
-            return noted.logits()
-
-        return forward
+    def _forward(self, hidden: torch.Tensor) -> ChunkedLogits | torch.Tensor:
+        head: Any = self._head
+        if not self._calls or self._calls[-1] is _WHOLE:
+            return F.linear(hidden, head.weight, head.bias)
+        _require_plain(head)
+        noted = Head(hidden, head.weight, head.bias, self._chunk_tokens)
+        self._calls[-1].append(noted)
+        return noted.logits()
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if model is not self._model:  # a copy of it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,7 +61,13 @@ def complete_labels(model: Any, given: dict[str, Any], state: StepState) -> None
             "num_items_in_batch away: the count is filled in."
         )
     given["num_items_in_batch"] = items if asked is None else asked
-    state.labels_taken = True
+    state.labels_taken |= is_trained(model, given) or not state.trains
+
+
+def is_trained(model: Any, given: dict[str, Any]) -> bool:
+    """True if a loss of this call may train something, now or where it is computed again."""
+    inputs = (x for x in given.values() if isinstance(x, torch.Tensor))
+    return any(x.requires_grad for x in chain(model.parameters(), inputs))
 
 
 def require_taken(state: StepState) -> None:

@@ -18,6 +18,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.loss_terms import Count, note_mean, targets_of
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.hf_labels import label_alignment
+from lightning_cp.module_hooks import add_hook, replace_method
 from lightning_cp.untraced import untraced
 
 
@@ -33,8 +34,8 @@ class LossWatch:
     def attach(self) -> None:
         """Watch in every step, until the swap is undone."""
         self._handle.on_activate(self._replace)
-        leave: Any = lambda *call: self._leave(*call)  # noqa: E731 - a method would be copied with it
-        self._handle.on_undo(self._model.register_forward_hook(untraced(leave)).remove)
+        leave = untraced(self._leave)
+        self._handle.on_undo(add_hook(self._model.register_forward_hook, leave))
 
     def expect(self, given: dict[str, Any]) -> None:
         """The model is about to be called with ``given``."""
@@ -46,8 +47,7 @@ class LossWatch:
         model = self._model
         static = inspect.getattr_static(type(model), "loss_function", None)
         key = "_loss_function" if isinstance(static, property) else "loss_function"
-        own, attributes, note = model.loss_function, vars(model), untraced(self._note)
-        had, before = key in attributes, attributes.get(key)
+        own, note = model.loss_function, untraced(self._note)
 
         @functools.wraps(own)
         def loss_function(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -55,14 +55,11 @@ class LossWatch:
             note(loss, kwargs)
             return loss
 
-        attributes[key] = loss_function
+        restore = replace_method(model, key, loss_function, plain=own)
 
         def put_back() -> None:
             self._given = self._made = None
-            if had:
-                attributes[key] = before
-            else:
-                attributes.pop(key, None)
+            restore()
 
         return put_back
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
+from lightning_cp.module_hooks import replace_method
 
 Attend = Callable[..., tuple[torch.Tensor, None]]
 """What ``attention_function`` makes: of q, k, v [B, H, L, D], out [B, L, H, D]."""
@@ -73,12 +74,11 @@ def _modules(model: Any) -> Iterator[Any]:
 
 
 def _choose(patched: Mapping[Any, Callable[..., Any]]) -> Callable[[], None]:
-    for module, ours in patched.items():
-        module.forward = ours
+    undo = [replace_method(module, "forward", ours) for module, ours in patched.items()]
 
     def put_back() -> None:
-        for module in patched:
-            del module.forward
+        for each in undo:
+            each()
 
     return put_back
 
@@ -95,8 +95,7 @@ def _ask_for_mask(part: Any) -> Callable[[], None]:
     def ask(mask: Any, embeddings: torch.Tensor, cache_position: torch.Tensor, *rest: Any) -> Any:
         return create(part.config, embeddings, mask, cache_position, None)
 
-    setattr(part, _OWN_MASK, ask)
-    return lambda: delattr(part, _OWN_MASK)
+    return replace_method(part, _OWN_MASK, ask)
 
 
 def _bloom(

@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
+from lightning_cp.module_hooks import add_hook
 from lightning_cp.untraced import untraced
 
 BY_LENGTH = ("dynamic", "longrope")
@@ -90,8 +91,8 @@ def _tell(part: nn.Module, handle: SwapHandle) -> None:
         cut = tuple(x[..., :-1, :] for x in parts)
         return cut if isinstance(output, tuple) else cut[0]
 
-    handle.on_undo(part.register_forward_pre_hook(lengthen, with_kwargs=True).remove)
-    handle.on_undo(part.register_forward_hook(shorten, with_kwargs=True).remove)
+    handle.on_undo(add_hook(part.register_forward_pre_hook, lengthen, with_kwargs=True))
+    handle.on_undo(add_hook(part.register_forward_hook, shorten, with_kwargs=True))
 
 
 def _of_config(config: Any) -> list[str]:

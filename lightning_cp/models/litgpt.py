@@ -26,6 +26,7 @@ from lightning_cp.models.litgpt_calls import check_of, require_rows
 from lightning_cp.models.mixing import LOCAL
 from lightning_cp.models.report import Swap
 from lightning_cp.models.step_state import StepState
+from lightning_cp.module_hooks import add_hook, replace_method
 from lightning_cp.untraced import untraced
 
 ATTEND = "scaled_dot_product_attention"
@@ -73,12 +74,12 @@ def swap_litgpt(model: Any, handle: SwapHandle) -> Swap:
     attends = {part: partial(_attend, handle, _spec(part), part.config) for _, part in parts}
     handle.on_activate(lambda: _choose(attends))
     check = check_of(model, handle)
-    handle.on_undo(model.register_forward_pre_hook(check, with_kwargs=True).remove)
+    handle.on_undo(add_hook(model.register_forward_pre_hook, check, with_kwargs=True))
     rope = _Rope(model, handle)
     handle.on_activate(lambda: rope.forget)
     for index, part in parts:
         hook = rope.hook_of(index, part)
-        handle.on_undo(part.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        handle.on_undo(add_hook(part.register_forward_pre_hook, hook, with_kwargs=True))
     return Swap("LitGPT's method, and RoPE", "its own")
 
 
@@ -134,14 +135,13 @@ def _require_own(part: Any) -> None:
 def _choose(attends: Mapping[Any, Callable[..., torch.Tensor]]) -> Callable[[], None]:
     """Replace the method, and have no masks built; returns what puts both back."""
     windowed = {part: getattr(part, WINDOWED) for part in attends if hasattr(part, WINDOWED)}
-    for part, ours in attends.items():
-        setattr(part, ATTEND, ours)
+    undo = [replace_method(part, ATTEND, ours) for part, ours in attends.items()]
     for part in windowed:
         setattr(part, WINDOWED, False)
 
     def put_back() -> None:
-        for part in attends:
-            delattr(part, ATTEND)
+        for each in undo:
+            each()
         for part, own in windowed.items():
             setattr(part, WINDOWED, own)
 

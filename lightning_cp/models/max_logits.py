@@ -23,6 +23,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.kernels.api import declares
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.module_hooks import add_hook
 from lightning_cp.untraced import untraced
 
 
@@ -118,8 +119,8 @@ class Collector:
                 self._inside.pop()
 
         for module in self._modules:
-            self._undo.append(module.register_forward_pre_hook(enter).remove)
-            self._undo.append(module.register_forward_hook(leave, always_call=True).remove)
+            self._undo.append(add_hook(module.register_forward_pre_hook, enter))
+            self._undo.append(add_hook(module.register_forward_hook, leave, always_call=True))
 
     def end(self) -> None:
         """Nobody is told any more."""

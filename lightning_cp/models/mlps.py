@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.length.tiled import run_in_tiles
 from lightning_cp.models.blocks import blocks_of, matches
 from lightning_cp.models.token_draws import TileDraws
+from lightning_cp.module_hooks import replace_method
 from lightning_cp.untraced import untraced
 
 NAMES = ("mlp", "feed_forward", "feedforward", "ffn")
@@ -114,22 +114,13 @@ class TiledMlp:
                     f"tiled_mlp: {self._name}.{key} is sharded by itself, and would be gathered for every "
                     "tile. Wrap whole blocks or whole MLPs (wrap_modules=)."
                 )
-        before = vars(module).get("forward")
-        module.forward = MethodType(self._as_forward(before), module)
+        return replace_method(module, "forward", self._as_forward(module.forward))
 
-        def put_back() -> None:
-            del module.forward
-            if before is not None:
-                module.forward = before
-
-        return put_back
-
-    def _as_forward(self, before: Any) -> Callable[..., torch.Tensor]:
-        size, name = self._tile_tokens, self._name
+    def _as_forward(self, own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        size, name, module = self._tile_tokens, self._name, self._module
 
         @untraced
-        def forward(module: nn.Module, *inputs: Any, **others: Any) -> torch.Tensor:
-            own = before or MethodType(type(module).forward, module)
+        def forward(*inputs: Any, **others: Any) -> torch.Tensor:
             tensors = (*inputs, *others.values())
             shapes = {x.shape[:-1] if isinstance(x, torch.Tensor) else None for x in tensors}
             if len(shapes) != 1 or None in shapes or not next(iter(shapes)):

@@ -15,6 +15,7 @@ from torch import nn
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.mixing import LOCAL
+from lightning_cp.module_hooks import add_hook
 from lightning_cp.untraced import untraced
 
 _POOLS = (
@@ -41,7 +42,7 @@ def watch_pooling(model: nn.Module, handle: SwapHandle, skip: Iterable[nn.Module
             accepted.update(module.modules())
         elif isinstance(module, _KINDS):
             hook = _refuse_tokens(handle, name)
-            handle.on_undo(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            handle.on_undo(add_hook(module.register_forward_pre_hook, hook, with_kwargs=True))
 
 
 def _refuse_tokens(handle: SwapHandle, name: str) -> Any:

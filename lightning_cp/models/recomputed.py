@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from lightning_cp.attention.keep import InPlace, keep_attention_in
 from lightning_cp.errors import ConfigError
 from lightning_cp.length.host import HostMemory
 from lightning_cp.models.blocks import blocks_of
+from lightning_cp.module_hooks import replace_method
 
 _CACHES: dict[str, Any] = {"past_key_values": None, "layer_past": None, "use_cache": False}
 """Arguments of Hugging Face blocks: a block that is run again would fill a cache twice."""
@@ -97,23 +97,19 @@ class Recomputed:
 
     def enter(self) -> Callable[[], None]:
         """Replace the blocks' forward; returns what puts it back."""
-        before = [vars(block).get("forward") for block in self._blocks]
         self._kept.inputs = self._kept.attention = self._forwards = 0
-        for block, own in zip(self._blocks, before, strict=True):
-            replaced: Any = block
-            replaced.forward = MethodType(partial(self._forward, own), block)
+        undo = [
+            replace_method(block, "forward", partial(self._forward, block.forward))
+            for block in self._blocks
+        ]
 
         def put_back() -> None:
-            for block, own in zip(self._blocks, before, strict=True):
-                replaced: Any = block
-                del replaced.forward
-                if own is not None:
-                    replaced.forward = own
+            for each in undo:
+                each()
 
         return put_back
 
-    def _forward(self, before: Any, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own = before or MethodType(type(block).forward, block)
+    def _forward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return own(*args, **kwargs)
         kwargs |= {name: value for name, value in _CACHES.items() if name in kwargs}

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_cp.models.calls import in_backward, is_compiled
+from lightning_cp.module_hooks import add_hook
 
 
 class RepeatedLayers:
@@ -26,8 +27,8 @@ class RepeatedLayers:
             return
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
-                hook = module.register_forward_pre_hook(self._counter(name))
-                self._undo.append(hook.remove)
+                hook = self._counter(name)
+                self._undo.append(add_hook(module.register_forward_pre_hook, hook))
 
     def _counter(self, name: str) -> Callable[..., None]:
         def count(module: nn.Linear, args: tuple[Any, ...]) -> None:

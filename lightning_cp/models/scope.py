@@ -14,6 +14,7 @@ from torch import nn
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.mixing import LOCAL
+from lightning_cp.module_hooks import add_hook
 from lightning_cp.untraced import untraced
 
 
@@ -61,8 +62,8 @@ def _follow(module: nn.Module, handle: SwapHandle, intercepts: bool) -> None:
         if handle.scopes and handle.scopes[-1][0] is module:
             handle.scopes.pop()
 
-    handle.on_undo(module.register_forward_pre_hook(enter).remove)
-    handle.on_undo(module.register_forward_hook(leave, always_call=True).remove)
+    handle.on_undo(add_hook(module.register_forward_pre_hook, enter))
+    handle.on_undo(add_hook(module.register_forward_hook, leave, always_call=True))
 
 
 def require_roots(

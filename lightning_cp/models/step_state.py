@@ -36,6 +36,8 @@ class StepState:
     """How labels are read: ``shift`` or ``aligned``; anything else: that does not matter here."""
     needs_loss: bool = True
     """The step trains or evaluates: what it makes of labels counts. Not so when it predicts."""
+    trains: bool = True
+    """The step trains."""
     labels_taken: bool = False
     """A model was given them, and computes the loss."""
     model_called: bool = False

@@ -13,6 +13,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.mixing import LOCAL
 from lightning_cp.models.report import ATTENTION
+from lightning_cp.module_hooks import add_hook
 from lightning_cp.untraced import untraced
 
 
@@ -29,7 +30,7 @@ def watch_attention(model: nn.Module, handle: SwapHandle, skip: Collection[nn.Mo
             continue
         if isinstance(module, nn.MultiheadAttention):
             hook = _refuse_weights(handle, name)
-            handle.on_undo(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            handle.on_undo(add_hook(module.register_forward_pre_hook, hook, with_kwargs=True))
         if ATTENTION.search(type(module).__name__):
             _watch(module, name, handle)
 
@@ -95,8 +96,8 @@ def _watch(module: nn.Module, name: str, handle: SwapHandle) -> None:
                 f"module does not attend along the sequence, set {LOCAL} = True on it."
             )
 
-    handle.on_undo(module.register_forward_pre_hook(enter).remove)
-    handle.on_undo(module.register_forward_hook(leave).remove)
+    handle.on_undo(add_hook(module.register_forward_pre_hook, enter))
+    handle.on_undo(add_hook(module.register_forward_hook, leave))
     handle.on_activate(lambda: before.clear)  # what an error left there
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_cp.containers import tensors_of
+from lightning_cp.module_hooks import add_hook
 
 
 @dataclass
@@ -108,8 +109,9 @@ def recording(
 
         enter = partial(_note_input, found, name, kind, parent)
         leave = partial(_note_output, found, name, kind, parent)
-        hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True).remove)
-        hooks.append(module.register_forward_hook(leave).remove)
+        options = {"with_kwargs": True, "prepend": True}
+        hooks.append(add_hook(module.register_forward_pre_hook, enter, **options))
+        hooks.append(add_hook(module.register_forward_hook, leave))
     try:
         yield found
     finally:

@@ -5,28 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lightning_cp.module_hooks import replace_method
+
 
 class Replaced:
     """Remembers what was replaced, and what was there: a user may have replaced it before, or since."""
 
     def __init__(self) -> None:
-        self._done: list[tuple[Any, str, Any, Callable[..., Any]]] = []
+        self._undo: list[Callable[[], None]] = []
 
     def replace(
         self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> None:
         """Put ``make(the method that is there)`` in its place, on this object only."""
-        ours = make(getattr(owner, name))
-        self._done.append((owner, name, owner.__dict__.get(name), ours))
-        object.__setattr__(owner, name, ours)
+        self._undo.append(replace_method(owner, name, make(getattr(owner, name))))
 
     def undo(self) -> None:
         """Give back everything that nobody else has replaced since."""
-        while self._done:
-            owner, name, before, ours = self._done.pop()
-            if owner.__dict__.get(name) is not ours:
-                continue
-            if before is None:
-                del owner.__dict__[name]
-            else:
-                object.__setattr__(owner, name, before)
+        while self._undo:
+            self._undo.pop()()

@@ -110,6 +110,37 @@ def shifted_by_the_user(model: Any, batch: Batch) -> torch.Tensor:
     return model(input_ids=ids, labels=labels, shift_labels=labels).loss
 
 
+def distilled(model: Any, batch: Batch) -> torch.Tensor:
+    """A teacher is called without labels, for the divergence from it."""
+    with torch.no_grad():
+        teacher = model(input_ids=batch["input_ids"]).logits.roll(1, -1)
+    return _with_divergence(model, batch, teacher)
+
+
+def distilled_from_frozen(model: Any, batch: Batch) -> torch.Tensor:
+    model.requires_grad_(False)
+    teacher = model(input_ids=batch["input_ids"]).logits.roll(1, -1)
+    model.requires_grad_(True)
+    return _with_divergence(model, batch, teacher)
+
+
+def _with_divergence(model: Any, batch: Batch, teacher: torch.Tensor) -> torch.Tensor:
+    output = model(input_ids=batch["input_ids"], labels=batch["labels"])
+    soft, hard = (x.log_softmax(-1) for x in (output.logits, teacher))
+    each = F.kl_div(soft, hard, log_target=True, reduction="none").sum(-1)
+    mask = batch["shift_labels"] != -100
+    return output.loss + (each * mask).sum() / mask.sum()
+
+
+def labelled_teacher(model: Any, batch: Batch) -> torch.Tensor:
+    """Its loss is thrown away, and nothing says how the step reads labels for its own."""
+    model.requires_grad_(False)
+    own_loss(model, batch)
+    model.requires_grad_(True)
+    logits = model.lm_head(model.model(batch["input_ids"]).last_hidden_state)
+    return F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+
+
 CALLS: dict[str, Callable[[Any, Batch], torch.Tensor]] = {
     "labels": own_loss,
     "forward": past_hooks,
@@ -119,6 +150,9 @@ CALLS: dict[str, Callable[[Any, Batch], torch.Tensor]] = {
     "outside": in_the_step,
     "inside": of_the_model_inside,
     "shifted": shifted_by_the_user,
+    "distilled": distilled,
+    "frozen": distilled_from_frozen,
+    "teacher": labelled_teacher,
 }
 
 INSTEAD = r".*loss in the step from batch\['shift_labels'\].*declare labels='shift'"
@@ -131,6 +165,7 @@ ADDS = "MixtralForCausalLM returns another loss than the mean over targets.*rout
     "llama-outside-*",
     "llama-labels-*",
     "llama-count-*",
+    "llama-teacher-*",
     "bert-labels-*",
     "router-tuple-*",
 )
@@ -150,6 +185,7 @@ ADDS = "MixtralForCausalLM returns another loss than the mean over targets.*rout
         ("bert", "labels", "shift", "labels='shift' is declared, but BertForMaskedLM does not shift"),
         ("llama", "outside", "auto", "the model was called without labels, so the loss is computed"),
         ("llama", "inside", "auto", "the model was called without labels, so the loss is computed"),
+        ("llama", "teacher", "auto", "the model was called without labels, so the loss is computed"),
     ],
 )  # fmt: skip
 def test_other_losses_are_refused(name: str, call: str, labels: str, match: str) -> None:
@@ -164,6 +200,8 @@ def one_process(name: str, call: str) -> float:
 
 @pytest.mark.quick(
     "llama-shifted-aligned",
+    "llama-distilled-auto",
+    "llama-frozen-auto",
     "llama-outside-shift",
     "bert-tuple-auto",
     "router without logits-labels-auto",
@@ -176,6 +214,8 @@ def one_process(name: str, call: str) -> float:
         ("llama", "tuple", "auto"),
         ("llama", "outside", "shift"),
         ("llama", "shifted", "aligned"),
+        ("llama", "distilled", "auto"),
+        ("llama", "frozen", "auto"),
         ("bert", "tuple", "auto"),
         ("gpt2 double", "outside", "shift"),
         ("bert pretraining", "outside", "shift"),

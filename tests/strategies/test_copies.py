@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import nn
 
+from lightning_cp.faults.position import Position, Slot
+from lightning_cp.module_hooks import replace_method
+from lightning_cp.strategies.watch.progress import Progress
+from tests.length.runs import Module, Run
 from tests.pool import run_ranks
 from tests.strategies.small import (
     HYBRID,
@@ -106,3 +112,132 @@ def fabric(rank: int, world_size: int, settings: Settings) -> int:
 @pytest.mark.slow
 def test_a_module_of_fabric() -> None:
     assert all(run_ranks(2, fabric, RING))
+
+
+class Copied(Module):
+    """Copies and pickles its network and itself in a run, in steps too; ``seen`` says where."""
+
+    seen: tuple[str, ...] = ()
+    waiting: Any = ()
+    """Copies that were made in a step, to be called outside."""
+
+    def look(self, where: str) -> None:
+        if where in self.seen:
+            return
+        file = io.BytesIO()
+        torch.save(self.model, file)
+        assert b"lightning_cp" not in file.getvalue()  # it loads where the package is not installed
+        made = [copy.deepcopy(self.model), pickled(self.model)]
+        made += [copy.deepcopy(self).model, pickled(self).model]
+        self.seen = (*self.seen, where)
+        if where in ("training_step", "on_after_backward"):
+            self.waiting = made
+            return
+        ids = torch.arange(7)[None]
+        with torch.no_grad():
+            want = self.model(ids).logits
+            assert all(torch.equal(one(ids).logits, want) for one in made)
+            for one in self.waiting:
+                assert torch.isfinite(one(ids).logits).all()
+                assert not torch.equal(one(ids).logits, want)  # of the weights that were
+        self.waiting = ()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.look("training_step")
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.look("on_after_backward")
+
+    def on_train_start(self) -> None:
+        self.look("on_train_start")
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        super().on_train_batch_end(*args, **kwargs)
+        self.look("on_train_batch_end")
+
+    def on_validation_epoch_end(self) -> None:
+        self.look("on_validation_epoch_end")
+
+    def on_train_end(self) -> None:
+        self.look("on_train_end")
+
+
+PLACES = ("on_train_start", "training_step", "on_after_backward", "on_train_batch_end")
+LONG = {"chunked_loss": 5, "tiled_mlp": 7, "activation_checkpointing": "blocks"}
+MODELS: dict[str, tuple[int, Settings]] = {
+    "ring": (2, RING),
+    "long": (2, {**RING, **LONG}),
+    "data parallel": (2, {"context_parallel_size": 1, "data_parallel_size": 2}),
+    "hybrid": (4, HYBRID),
+}
+
+
+def fit_model(rank: int, world_size: int, settings: Settings) -> tuple[str, ...]:
+    """The places in which a module was copied."""
+    torch.set_default_dtype(torch.float64)
+    module = Copied(Run(tuple(settings.items())))
+    given = {"labels": "auto", "parity_check": "off", **settings}
+    trainer_of(world_size, given).fit(module, loader(4), loader(2))
+    return module.seen
+
+
+@pytest.mark.parametrize(
+    "way", slow_but("long", "data parallel", of={name: name for name in MODELS})
+)
+def test_models_are_copied_and_pickled_in_a_run(way: str) -> None:
+    ranks, settings = MODELS[way]
+    for seen in run_ranks(ranks, fit_model, settings, timeout=120):
+        assert seen == (*PLACES, "on_validation_epoch_end", "on_train_end")
+
+
+class CountedAttention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+def test_copies_where_progress_is_followed() -> None:
+    """Where each rank attends by itself: the position of this rank is in a file that is mapped."""
+    position, attention, slot = Position(), CountedAttention(), Slot(token=bytes(16))
+    try:
+        position.connect(slot)
+        progress = Progress(position)
+        progress.follow(attention, attention=True)
+        progress.begin_with(attention)
+        made = [copy.deepcopy(attention), pickled(attention)]
+        before = position.count
+        assert made[1](torch.zeros(1)) == 1
+        assert position.count == before
+        attention(torch.zeros(1))
+        assert position.count > before
+        progress.forget()
+        before = position.count
+        assert made[0](torch.zeros(1)) == attention(torch.zeros(1))
+        assert position.count == before
+    finally:
+        slot.unlink()
+        slot.close()
+
+
+class Served:
+    """The owner of a method that an instance of it may have replaced itself."""
+
+    def answer(self) -> str:
+        return "own"
+
+
+def others(served: Any) -> str:
+    return f"the user's, of {type(served).__name__}"
+
+
+def test_copies_have_the_method_that_was_replaced() -> None:
+    plain, changed = Served(), Served()
+    vars(changed)["answer"] = partial(others, changed)
+    for served, want in ((plain, "own"), (changed, "the user's, of Served")):
+        put_back = replace_method(served, "answer", lambda: "ours")
+        for made in (copy.deepcopy(served), pickled(served)):
+            assert made.answer() == want
+        assert served.answer() == "ours"
+        put_back()
+        assert served.answer() == want

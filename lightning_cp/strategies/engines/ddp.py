@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh, Flat
+from lightning_cp.module_hooks import add_hook
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.engines.aliases import aliases
 from lightning_cp.strategies.engines.averages import average_present
@@ -73,7 +74,7 @@ class DDPEngine:
         self._wrapped[id(module)] = ref(wrapped)
         self._called.pop(id(module), None)
         self._kept[id(module)] = KeptBack()
-        wrapped.register_forward_hook(self._note_forward)
+        add_hook(wrapped.register_forward_hook, self._note_forward)
         return wrapped
 
     def adopt(self, optimizer: Optimizer) -> None:

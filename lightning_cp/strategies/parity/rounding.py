@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_cp.module_hooks import add_hook
+
 
 @contextmanager
 def rounded_otherwise(model: nn.Module, draw: int | None) -> Iterator[None]:
@@ -30,9 +32,9 @@ def rounded_otherwise(model: nn.Module, draw: int | None) -> Iterator[None]:
         return output * (1 + size * step.to(output.device, output.dtype))
 
     innermost = [module for module in model.modules() if next(module.children(), None) is None]
-    hooks = [module.register_forward_hook(move) for module in innermost]
+    hooks = [add_hook(module.register_forward_hook, move) for module in innermost]
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for remove in hooks:
+            remove()

@@ -13,6 +13,7 @@ from lightning_cp.batch.noted import TARGETS
 from lightning_cp.containers import map_tensors
 from lightning_cp.models.hf_labels import same
 from lightning_cp.models.swap import hf_models
+from lightning_cp.module_hooks import add_hook
 
 
 def copied(batch: Any) -> Any:
@@ -46,8 +47,8 @@ def shifting_by_themselves(model: nn.Module, batch: Any, given: Any) -> Iterator
 
     with ExitStack() as stack:
         for root in hf_models(model) if ours is not None else ():
-            hook = root.register_forward_pre_hook(leave_out, with_kwargs=True, prepend=True)
-            stack.callback(hook.remove)
+            options = {"with_kwargs": True, "prepend": True}
+            stack.callback(add_hook(root.register_forward_pre_hook, leave_out, **options))
         yield
 
 

@@ -44,6 +44,7 @@ class StepsAside(AttachedModel):
             positions=positions,
             labels_read=self.rules.labels,
             needs_loss=self._needs_loss or self._trains,
+            trains=self._trains,
         )
 
     @contextmanager

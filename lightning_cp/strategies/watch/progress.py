@@ -4,6 +4,7 @@ attention modules that were called where no attention is intercepted."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.checkpoint.pretrained.names import plain
 from lightning_cp.faults.position import Phase, Position
+from lightning_cp.module_hooks import add_hook
 
 _ATTENTION = re.compile(r"(Attention|Attn)(Layer|Block)?(V?\d+)?$")
 
@@ -22,7 +24,7 @@ class Progress:
 
     def __init__(self, position: Position) -> None:
         self._position = position
-        self._hooks: list[Any] = []
+        self._hooks: list[Callable[[], None]] = []
 
     def follow(self, module: nn.Module, *, attention: bool) -> None:
         """Count what happens in a module from now on.
@@ -37,7 +39,8 @@ class Progress:
             # FSDP2's groups are counted by the engine, reduced or not: a hook here would be called only where
             # gradients are reduced, and have each wait for its copy to the CPU.
             if own and not isinstance(parameter, DTensor):
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(count))
+                hook = parameter.register_post_accumulate_grad_hook(count)
+                self._hooks.append(hook.remove)
         for name, part in module.named_modules():
             if issubclass(type(part), FSDPModule):  # isinstance would hide that it is a module
                 self._follow_calls(
@@ -47,7 +50,7 @@ class Progress:
             if _ATTENTION.search(type(part).__name__) and not isinstance(
                 part, nn.MultiheadAttention
             ):
-                self._hooks.append(part.register_forward_pre_hook(self._called))
+                self._hooks.append(add_hook(part.register_forward_pre_hook, self._called))
 
     def _follow_calls(self, name: str, part: nn.Module) -> None:
         """Note calls before FSDP's own hook, which waits for the other ranks."""
@@ -60,17 +63,17 @@ class Progress:
             if not torch.compiler.is_compiling():
                 self._position.end_call()
 
-        self._hooks.append(part.register_forward_pre_hook(begin, prepend=True))
-        self._hooks.append(part.register_forward_hook(end))
+        self._hooks.append(add_hook(part.register_forward_pre_hook, begin, prepend=True))
+        self._hooks.append(add_hook(part.register_forward_hook, end))
 
     def begin_with(self, module: nn.Module) -> None:
         """A forward pass of this module begins a micro-batch, where nothing else does."""
-        self._hooks.append(module.register_forward_pre_hook(self._begins))
+        self._hooks.append(add_hook(module.register_forward_pre_hook, self._begins))
 
     def forget(self) -> None:
         """Take all hooks back."""
         while self._hooks:
-            self._hooks.pop().remove()
+            self._hooks.pop()()
 
     def _called(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
