@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PyTorchProfiler
@@ -33,6 +34,23 @@ def refuse_dataloader_iter(module: LightningModule) -> None:
             raise ConfigError(
                 f"{step}(dataloader_iter) fetches batches by itself, so they are never sharded. Take the "
                 f"batch instead: {step}(self, batch, batch_idx)."
+            )
+
+
+def refuse_averages(trainer: Trainer, engine: str) -> None:
+    """Refuse callbacks that keep a whole copy of a model, to average it with parameters that are sharded.
+
+    Raises:
+        ConfigError: naming the first one.
+    """
+    kinds = (WeightAveraging, StochasticWeightAveraging)
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    for callback in callbacks:
+        if isinstance(callback, kinds):
+            raise ConfigError(
+                f"{type(callback).__name__} averages a whole copy of the model, but with "
+                f"data_parallel={engine!r} each rank holds a part of the parameters. Train with "
+                "data_parallel='ddp', or leave the callback out."
             )
 
 

@@ -37,6 +37,7 @@ from lightning_cp.strategies.trainer_hooks import (
     clip_by,
     leave_samplers_alone,
     place_of_profiles,
+    refuse_averages,
     refuse_dataloader_iter,
 )
 from lightning_cp.strategies.undeclared import of_trainer
@@ -96,6 +97,8 @@ class TrainerSetup(
         if self._core.enabled:
             refuse_dataloader_iter(module)
         if trainer.state.fn == TrainerFn.FITTING:
+            if self._engine.shards:
+                refuse_averages(trainer, self._engine.name)
             self._core.check_trains()
         self.parity = TrainerParity(self._core, self._engine)
         self._place_profiles(trainer)

@@ -14,7 +14,8 @@ import pytest
 import torch
 from lightning.pytorch import callbacks, loggers, profilers
 
-from tests.pool import run_ranks
+from lightning_cp.errors import ConfigError
+from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.small import (
     RING,
     Batch,
@@ -289,3 +290,24 @@ def test_it_is_as_in_one_process(habit: str) -> None:
     assert not torch.equal(want[0], weights(Small())), "nothing was trained"
     for got in run_ranks(2, fitted, RING, habit):
         compare(got, want)
+
+
+def average(rank: int, world_size: int, engine: str, kind: str) -> None:
+    """Begin to train with a callback that averages weights."""
+    given = {"swa_lrs": 0.01} if kind.startswith("Stochastic") else {}
+    made = getattr(callbacks, kind)(**given)
+    settings = {**RING, "data_parallel": engine}
+    trainer_of(world_size, settings, callbacks=[made]).fit(Small(), loader(2))
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind"),
+    [
+        ("fsdp", "EMAWeightAveraging"),
+        pytest.param("zero1", "EMAWeightAveraging", marks=pytest.mark.slow),
+        pytest.param("fsdp", "StochasticWeightAveraging", marks=pytest.mark.slow),
+    ],
+)
+def test_averages_of_sharded_weights_are_refused(engine: str, kind: str) -> None:
+    match = f"{kind} averages a whole copy.*data_parallel='{engine}'.*Train with"
+    expect_on_every_rank(2, average, engine, kind, error=ConfigError, match=match)
