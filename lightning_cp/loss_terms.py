@@ -54,17 +54,15 @@ class Means(NamedTuple):
     """A factor is a tensor, of which each rank may have another one: the number of its targets, say."""
     numbers: list[float]
     """Factors and divisors that are numbers of Python, in the order of the graph."""
+    other_terms: bool = False
+    """The loss has another term: a sum or a mean by hand, or a function of a mean."""
 
 
-def counted_means(loss: torch.Tensor) -> Means | None:
-    """The means that a loss is a linear combination of, besides terms of whole sequences.
-
-    Returns:
-        ``None`` if the loss has another term: a sum or a mean by hand, or a function of a mean.
-    """
+def counted_means(loss: torch.Tensor) -> Means:
+    """The means that a loss is a linear combination of, besides terms of whole sequences."""
     counts: list[Count] = []
     numbers: list[float] = []
-    own_factor = False
+    own_factor = other_terms = False
     ahead: list[Any] = [_producer(loss.grad_fn, loss.output_nr)]
     while ahead:
         node = ahead.pop()
@@ -80,16 +78,16 @@ def counted_means(loss: torch.Tensor) -> Means | None:
         elif _operator(node) in ("Mul", "Div"):
             factors = [x for x in _sources(node) if not _is_shared(x)]
             if len(factors) > 1 or (factors and _divides(node, factors[0])):
-                return None
-            if not factors and not _is_shared(node):
-                return None
+                other_terms = True
+                continue
+            other_terms |= not factors and not _is_shared(node)
             constants = _constants(node)
             numbers += [x.item() for x in constants if _is_number(x)]
             own_factor |= bool(factors) and not all(map(_is_number, constants))
             ahead.extend(factors)
         elif not _is_shared(node):
-            return None
-    return Means(counts, own_factor, numbers)
+            other_terms = True
+    return Means(counts, own_factor, numbers, other_terms)
 
 
 def leaves_out(loss: torch.Tensor, label: int) -> bool:
@@ -104,6 +102,14 @@ def leaves_out(loss: torch.Tensor, label: int) -> bool:
             return True
         ahead.extend(_sources(node))
     return False
+
+
+DECLARE = (
+    "For targets that the step draws or leaves out, and for weights of classes, call count_targets(mask or "
+    "number) in the step (of ContextParallelMixin, or of the strategy); compute a further loss of other "
+    "targets from unshard(...)."
+)
+"""The way out for a loss that counts other targets than the labels."""
 
 
 def targets_of(

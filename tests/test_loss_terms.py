@@ -125,7 +125,7 @@ UNKNOWN: dict[str, Callable[[], torch.Tensor]] = {
 def test_counts(name: str) -> None:
     make, want = KNOWN[name]
     means = counted_means(make())
-    assert means is not None
+    assert not means.other_terms
     assert sorted(map(float, means.counts)) == want
     assert not means.own_factor
 
@@ -146,7 +146,7 @@ OWN_FACTORS: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.parametrize("name", OWN_FACTORS)
 def test_a_tensor_as_a_factor_may_be_a_rank_s_own(name: str) -> None:
     means = counted_means(OWN_FACTORS[name]())
-    assert means is not None
+    assert not means.other_terms
     assert set(map(int, means.counts)) == {6}
     assert means.own_factor
 
@@ -155,19 +155,24 @@ def test_numbers_of_python_are_told() -> None:
     one, other = mean(tokens()), mean(tokens())
     loss = torch.stack([torch.sub(one * 3, other / 7.5, alpha=2), 0.5 * other]).sum() / True
     means = counted_means(loss)
-    assert means is not None
     assert sorted(means.numbers) == [0.5, 2, 3, 7.5]
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_no_counts(name: str) -> None:
-    assert counted_means(UNKNOWN[name]()) is None
+    assert counted_means(UNKNOWN[name]()).other_terms
+
+
+def test_a_mean_beside_another_term_is_counted() -> None:
+    means = counted_means(mean(tokens()) + tokens()[:, 0].square().mean())
+    assert list(map(int, means.counts)) == [6]
+    assert means.other_terms
 
 
 def test_what_is_noted_of_other_functions() -> None:
     loss = tokens().sum()
     note_mean(loss, 5)
-    assert counted_means(0.5 * loss) == ([5], False, [0.5])
+    assert counted_means(0.5 * loss) == ([5], False, [0.5], False)
     soft = torch.full((6, 5), 0.2)
     assert targets_of(soft, None, -100, 5) == 6
 

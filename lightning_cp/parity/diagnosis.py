@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
+from lightning_cp.loss_terms import DECLARE
 from lightning_cp.parity.compare import Comparison, TokenGradients
 from lightning_cp.parity.events import Event
 
@@ -15,6 +16,7 @@ class Cause(Enum):
 
     DIFFERENT_DATA = "different data inside the cp group"
     UNSCALED_LOSS = "unscaled loss"
+    OTHER_TARGETS = "a loss that counts other targets than the labels"
     LOCAL_LABELS = "local labels"
     OF_SEQUENCES = "a function of sums over sequences"
     NO_MEAN = "a loss that is no mean over targets"
@@ -34,6 +36,7 @@ REMEDY = {
         "Return the mean over the targets of this rank's tokens, not divided, summed or averaged over ranks: "
         "the strategy weighs it."
     ),
+    Cause.OTHER_TARGETS: DECLARE,
     Cause.LOCAL_LABELS: (
         "Do not shift or cut labels in the step: a rank's last token has its target on another rank. Shift "
         "in the dataset and declare labels='aligned', or take batch['shift_labels']."
@@ -97,6 +100,15 @@ class Evidence:
     positions_ignored: bool
     tokens: TokenGradients | None = None
     """``None``: not known."""
+    other_counts: str | None = None
+    """Both numbers of each rank, where a loss counted other targets than its rank is weighted by."""
+    beside_other_terms: bool = False
+    """The loss has means over targets, and another term."""
+
+    @property
+    def seams_alone(self) -> bool:
+        """Gradients at the last output are right but for those of a few tokens, as at a rank's last one."""
+        return self.tokens is not None and self.tokens.most_agree and not self.tokens.all_along
 
     def cures(self, name: str) -> bool:
         """True if the difference is gone in that experiment."""
@@ -122,10 +134,19 @@ class Diagnosis:
 
     cause: Cause
     because: str
+    besides: str | None = None
+    """Another finding, which the cause does not explain."""
 
 
 def diagnose(found: Evidence) -> Diagnosis:
     """The cause that explains all that was found; never a guess."""
+    likely = _cause_of(found)
+    if likely.cause in (Cause.OTHER_TARGETS, Cause.LOCAL_LABELS):
+        return likely
+    return replace(likely, besides=found.other_counts)
+
+
+def _cause_of(found: Evidence) -> Diagnosis:
     base = found.base
     if base.is_spread:
         return Diagnosis(
@@ -133,12 +154,22 @@ def diagnose(found: Evidence) -> Diagnosis:
             f"the same batch, whole on every rank, has losses that are {base.spread:.1e} apart on the ranks "
             "of a group",
         )
+    if found.beginning is None and found.other_counts is not None:
+        return _of_counts(found, found.other_counts)
     if found.cures(EVALUATION):
         where = f"; the difference begins {found.beginning}" if found.beginning else ""
         return Diagnosis(Cause.TRAINING_ONLY, f"in evaluation mode both agree{where}")
     if found.beginning is not None:
         return _of_the_forward(found, found.beginning)
     return _of_the_loss(found)
+
+
+def _of_counts(found: Evidence, counts: str) -> Diagnosis:
+    """The logits agree, and a loss counted other targets than the labels."""
+    if found.seams_alone and found.cures(PLAIN_LOSS):
+        what = "logits agree, and with a loss that takes no labels gradients do too"
+        return Diagnosis(Cause.LOCAL_LABELS, f"{what}; {counts}")
+    return Diagnosis(Cause.OTHER_TARGETS, f"logits agree, and {counts}")
 
 
 def _of_the_loss(found: Evidence) -> Diagnosis:
@@ -152,6 +183,12 @@ def _of_the_loss(found: Evidence) -> Diagnosis:
         )
     if found.tokens is not None and found.tokens.all_along:
         return _of_factors(found.tokens)
+    if found.cures(PLAIN_LOSS) and found.beside_other_terms:
+        return Diagnosis(
+            Cause.NO_MEAN,
+            "logits agree, and with their mean square for a loss gradients do too; the step's own loss has "
+            "a mean over as many targets as the labels have, and it has another term",
+        )
     if found.cures(PLAIN_LOSS) and (found.tokens is None or found.tokens.most_agree):
         return Diagnosis(
             Cause.LOCAL_LABELS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lightning_cp.loss_terms import DECLARE
 from lightning_cp.parity.compare import Comparison, Difference
 from lightning_cp.parity.diagnosis import CONTIGUOUS, REMEDY, Diagnosis
 
@@ -113,6 +114,7 @@ def ill(
         f"  {diagnosis.because[:1].upper()}{diagnosis.because[1:]}.",
         f"  {REMEDY[diagnosis.cause]}",
         *([UNEVEN] if uneven else []),
-        "To train all the same: parity_check='off'.",
     ]
+    if diagnosis.besides is not None:
+        lines.append(f"Besides, {diagnosis.besides}. {DECLARE}")
     return "\n".join(lines)

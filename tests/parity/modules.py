@@ -140,6 +140,13 @@ class SummedTargets(OfTargets):
         return 0.01 * F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
 
 
+class FirstHeldBack(Healthy):
+    """A term beside the mean over targets, of the first token that a rank has."""
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        return super().loss(logits, batch) + 0.1 * logits[:, 0].square().mean()
+
+
 class Preferred(Healthy):
     """A function of sums over sequences, of which a rank has a part."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from torch.utils.data import DataLoader
 
 from lightning_cp.errors import ConfigError, ParityError
 from lightning_cp.parity.compare import Comparison, Difference
-from lightning_cp.parity.diagnosis import PLAIN_LOSS, Cause, Evidence, diagnose
+from lightning_cp.parity.diagnosis import PLAIN_LOSS, Beginning, Cause, Evidence, diagnose
+from lightning_cp.parity.events import Event
+from lightning_cp.parity.report import ill
 from lightning_cp.parity.tolerance import TOLERANCES
 from tests.models.steps import Case, make_batch
 from tests.parity import modules
@@ -31,6 +34,11 @@ FAULTS = [
     ("CountedHere", "local positions", "the output of places .Embedding., which does not depend"),
     ("TurnedHere", "local positions", "before blocks.0.attention.out .* the first rank"),
     ("ShiftedHere", "local labels", "with a loss that takes no labels gradients do too"),
+    (
+        "FirstHeldBack",
+        "a loss that is no mean over targets",
+        r"as many targets as the labels have, and it has another term[^\n]*\n[^\n]*self\.unshard\(x\)",
+    ),
     ("Preferred", "a function of sums over sequences", r"for each rank or row.*self\.unshard\(x\)"),
     ("Swelling", "code of training alone", "in evaluation mode both agree|In evaluation"),
     ("Mixed", "a module that mixes the sequence", r"blocks.0.mixing.own"),
@@ -48,6 +56,7 @@ FAULTS = [
     "CountedHere-ulysses",
     "TurnedHere-ring",
     "ShiftedHere-ulysses",
+    "FirstHeldBack-ring",
     "Preferred-ring",
     "Swelling-ulysses",
     "Mixed-hybrid",
@@ -83,6 +92,22 @@ def test_what_could_not_be_tried_is_not_said() -> None:
         found = diagnose(Evidence(base, None, {PLAIN_LOSS: tried}, positions_ignored=False))
         assert found.cause is Cause.UNKNOWN
         assert said in found.because
+
+
+def test_other_counts_are_said_beside_a_cause_in_the_forward() -> None:
+    """Where labels alone explain all, both numbers are the reason that is given."""
+    off, fine = Difference("weight", 0.5, 1e-4), Difference("loss", 0.0, 1e-5)
+    numbers: Any = {"factor": 0.7, "residual": 0.3, "spread": 0.0, "first_rank": 0.0}
+    base = Comparison(fine, None, (off,), **numbers, tolerance=TOLERANCES[torch.float64])
+    beginning = Beginning(Event("output", "places", "Embedding"), False, False)
+    counts = "a loss counted other targets than its rank is weighted by: 3 on rank 0"
+    found = Evidence(base, beginning, {}, positions_ignored=True, other_counts=counts)
+    behind = diagnose(found)
+    assert behind.cause is Cause.LOCAL_POSITIONS
+    assert f"\nBesides, {counts}. For targets" in ill(base, {}, behind, 58)
+    alone = diagnose(replace(found, beginning=None))
+    assert alone.cause is Cause.OTHER_TARGETS
+    assert ill(base, {}, alone, 58).count(counts) == 1
 
 
 def fit_packed(rank: int, world_size: int, settings: dict[str, Any]) -> None:

@@ -197,9 +197,15 @@ def test_a_number_that_differs_between_ranks_is_refused(options: dict[str, Any])
     )
 
 
-def test_the_parity_check_tells_both_numbers() -> None:
-    match = r"(?s)parity check on 58 tokens.*Besides, a loss counted other targets than .* weighted by \d+"
-    expect_on_every_rank(2, refused, RING, undeclared, {}, error=ParityError, match=match)
+@pytest.mark.parametrize("way", [undeclared, classes_undeclared, also_undeclared])
+def test_the_parity_check_names_other_counts_as_the_cause(way: Any) -> None:
+    """And no way to train all the same: the first step would be refused."""
+    match = (
+        r"(?s)parity check on 58 tokens.*Likely cause: a loss that counts other targets than the labels\."
+        r"\n  Logits agree, and a loss counted other targets than its rank is weighted by: "
+        r"[\d.]+ on rank 0, which is weighted by \d+[^\n]*\.\n  [^\n]*count_targets[^\n]*\.$"
+    )
+    expect_on_every_rank(2, refused, RING, way, {}, error=ParityError, match=match)
 
 
 def declared_otherwise(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:

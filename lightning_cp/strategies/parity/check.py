@@ -13,7 +13,6 @@ from lightning_cp.batch.documents import padding_mask_of
 from lightning_cp.containers import tensors_of
 from lightning_cp.errors import ParityError
 from lightning_cp.layout import SequenceLayout
-from lightning_cp.mesh import Flat
 from lightning_cp.parity.compare import Comparison, allowing
 from lightning_cp.parity.passes import Part, Pass
 from lightning_cp.parity.prefix import prefix_of
@@ -35,6 +34,8 @@ class ParityCheck:
     runner: Runner
     tokens: int
     """Of a prefix, all rows together."""
+    way_on: str = ""
+    """How a user may train all the same: the last line of an error."""
 
     def run(self, batch: Any) -> str:
         """The line about a model that is well.
@@ -62,10 +63,8 @@ class ParityCheck:
 
     def _require_healthy(self, batch: Any, base: Comparison, *, uneven: bool) -> None:
         if base.is_fault:
-            core = self.runner.core
-            counted = core.loss_aside.counts.difference(core.mesh.control_group(Flat.LOSS))
-            told = Explaining(self.runner, uneven).explain(*self._shortest(batch, base))
-            raise ParityError(told if counted is None else f"{told}\nBesides, {counted}")
+            shown = self._shortest(batch, base)
+            raise ParityError(Explaining(self.runner, uneven).explain(*shown, self.way_on))
 
     def _uneven(self, batch: Any) -> Any | None:
         """The batch with fewer labels, where the last loss needs a look at it; ``None``: it needs none.

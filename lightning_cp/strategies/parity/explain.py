@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_cp.errors import ConfigError, ShapeError
+from lightning_cp.mesh import Flat
 from lightning_cp.parity.compare import Comparison, first_deviation, token_gradients
 from lightning_cp.parity.diagnosis import (
     CONTIGUOUS,
@@ -34,17 +35,32 @@ class Explaining(Comparing):
     uneven: bool = False
     """The batch has fewer labels than the run's."""
 
-    def explain(self, batch: Any, base: Comparison) -> str:
-        """The whole of an error."""
+    def explain(self, batch: Any, base: Comparison, way_on: str = "") -> str:
+        """The whole of an error.
+
+        Args:
+            batch: that shows the difference.
+            base: how large it is.
+            way_on: how to train all the same; left out where the first step would be refused for its counts.
+        """
         core = self.runner.core
         runner = replace(self.runner, everything=True)
         alone, parallel = runner.alone(batch), runner.parallel(batch)
+        counts = core.loss_aside.counts
+        other_counts = counts.difference(core.mesh.control_group(Flat.LOSS))
         beginning = self._beginning(batch, runner, alone, parallel)
         tokens = token_gradients(alone, parallel, core.mesh, self.tolerance)
         ignored = parallel.positions_ignored
         made = self._experiments(batch)
-        diagnosis = diagnose(Evidence(base, beginning, made, ignored, tokens))
-        return ill(base, made, diagnosis, self.runner.count(batch), uneven=self.uneven)
+        diagnosis = diagnose(
+            Evidence(
+                *(base, beginning, made, ignored, tokens),
+                other_counts=other_counts,
+                beside_other_terms=self.runner.anywhere(counts.beside_other_terms),
+            )
+        )
+        report = ill(base, made, diagnosis, self.runner.count(batch), uneven=self.uneven)
+        return f"{report}\n{way_on}" if way_on and other_counts is None else report
 
     def _beginning(
         self, batch: Any, runner: Runner, alone: Pass, parallel: Pass

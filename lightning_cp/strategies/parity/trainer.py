@@ -22,6 +22,7 @@ from lightning_cp.strategies.step.core import ContextParallelCore
 from lightning_cp.strategies.step.counts import ASK
 
 _log = logging.getLogger("lightning_cp")
+_WAY_ON = "To train all the same: parity_check='off'."
 
 
 class TrainerParity:
@@ -66,7 +67,8 @@ class TrainerParity:
         runner = Runner(self._core, self._engine, module, step, dtypes, wide)
         try:
             with _unwatched(module.trainer):
-                self.healthy = ParityCheck(runner, self._core.settings.parity_tokens).run(batch)
+                check = ParityCheck(runner, self._core.settings.parity_tokens, _WAY_ON)
+                self.healthy = check.run(batch)
         except CannotRun as why:
             self._say_left_out(str(why))
             return

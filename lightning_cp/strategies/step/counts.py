@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_cp.comm.agreement import gathered_lists
 from lightning_cp.errors import ConfigError
-from lightning_cp.loss_terms import Count, Means
+from lightning_cp.loss_terms import DECLARE, Count, Means
 
 
 @dataclass
@@ -36,12 +36,18 @@ class TargetCounts:
         self._numbers: list[tuple[Count, list[float] | None]] = []
         self.are_asked = False
         """A loss went backward whose counts matter: known to all ranks, while a mean is known to its own."""
+        self.beside_other_terms = False
+        """The loss has means over targets, and another term."""
 
-    def note(self, means: Means | None, weighted: Count) -> None:
-        """A loss goes backward that is made of ``means``, and has the weight of ``weighted`` targets."""
+    def note(self, means: Means, weighted: Count, *, aside: bool = False) -> None:
+        """A loss goes backward that is made of ``means``, and has the weight of ``weighted`` targets.
+
+        Means beside other terms count in a step that is none of the run's.
+        """
         self.are_asked = True
-        self._numbers.append((weighted, means.numbers if means else None))
-        for count in means.counts if means else ():
+        self._numbers.append((weighted, None if means.other_terms else means.numbers))
+        self.beside_other_terms = bool(means.counts) and means.other_terms
+        for count in means.counts if aside or not means.other_terms else ():
             of_mean = torch.as_tensor(count)
             self._pairs.append((of_mean, torch.as_tensor(weighted).to(of_mean.device)))
 
@@ -91,10 +97,13 @@ class TargetCounts:
         """
         found = self.difference(group)
         if found is not None:
-            raise ConfigError(f"step {step}: {found} No rank has stepped.")
+            raise ConfigError(
+                f"step {step}: {found}. {DECLARE} Do not shift or cut labels in the step. No rank has "
+                "stepped."
+            )
 
     def difference(self, group: dist.ProcessGroup | None) -> str | None:
-        """Both numbers of each rank where they differ, and what to do; ``None`` if none does. Collective."""
+        """Both numbers of each rank where they differ; ``None`` if none does. Collective."""
         own = [(float(a), float(b)) for a, b in self._pairs if _differ(a, b)][:1]
         every = [own] if group is None else gathered_lists(own, group)
         found = [
@@ -107,10 +116,7 @@ class TargetCounts:
         more = f" ({len(found)} ranks in all)" if len(found) > 4 else ""
         return (
             "a loss counted other targets than its rank is weighted by: "
-            f"{'; '.join(found[:4])}{more}. Do not shift or cut labels in the step. For targets that it "
-            "draws or leaves out, and for weights of classes, call count_targets(mask or number) in the "
-            "step (of ContextParallelMixin, or of the strategy); compute a further loss of other targets "
-            "from unshard(...)."
+            f"{'; '.join(found[:4])}{more}"
         )
 
 

@@ -61,9 +61,9 @@ class StepLosses(StepValues):
             error = None if _is_known(means) else ConfigError(self.ask_for_counts)
             self._loss.require_known(error)
 
-    def _aside_of(self, loss: torch.Tensor, means: Means | None, weight: StepLoss) -> LossAside:
+    def _aside_of(self, loss: torch.Tensor, means: Means, weight: StepLoss) -> LossAside:
         counts = TargetCounts()
-        counts.note(means, weight.targets)
+        counts.note(means, weight.targets, aside=True)
         if _is_known(means) or weight.is_declared or weight.is_muted:
             return LossAside(counts)
         return LossAside(counts, is_known=False, leaves_out=leaves_out(loss, IGNORED_LABEL))
@@ -124,5 +124,5 @@ class StepLosses(StepValues):
             self._loss.after_backward(state, parameters)
 
 
-def _is_known(means: Means | None) -> bool:
-    return means is not None and not means.own_factor
+def _is_known(means: Means) -> bool:
+    return not (means.other_terms or means.own_factor)
