@@ -38,7 +38,10 @@ class UlyssesRingStrategy(TrainerSetup):
         with asking_at_once(self._core.settings):
             if training:
                 self.parity.before_batch(module, batch, self._callback)
-            return self._callback.shard_batch(batch, needs_labels=training)
+            part = self._callback.shard_batch(batch, needs_labels=training)
+        if training:
+            self.parity.after_batch()
+        return part
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from lightning_cp.errors import ConfigError, ParityError
+from lightning_cp.errors import ConfigError, LightningCPError, ParityError
 from tests.models.steps import Case
 from tests.parity import modules
 from tests.parity.test_healthy import CHECKED, Heard, huggingface
@@ -139,6 +139,21 @@ def heard(name: str, **settings: Any) -> list[str]:
 def test_manual_optimization_is_said() -> None:
     (line,) = heard("ByHand")
     assert "parity_check was left out because with manual optimization" in line
+
+
+def refused_at_once(rank: int, world_size: int) -> tuple[str, list[str]]:
+    rows = [{**row, "odd": torch.zeros(modules.LENGTH)} for row in modules.rows(4)]
+    loader: Any = DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+    with Heard() as heard, pytest.raises(LightningCPError) as found:
+        trainer_of(world_size, {**RING, **CHECKED}).fit(modules.Healthy(), loader)
+    return str(found.value), heard.parity
+
+
+def test_a_batch_that_is_refused_at_once_is_not_said_to_be_left_out() -> None:
+    """The error that ends the run says it once."""
+    for said, heard in run_ranks(2, refused_at_once, timeout=60):
+        assert "'odd' of shape (2, 48)" in said
+        assert heard == []
 
 
 def test_a_step_that_fails_on_a_prefix_is_said() -> None:

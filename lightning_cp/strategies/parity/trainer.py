@@ -37,6 +37,8 @@ class TrainerParity:
         """What the last check said."""
         self.left_out: str | None = None
         """Why it could not be made."""
+        self._unsaid: str | None = None
+        """The same, until the batch has been sharded: what refuses it says more."""
         if core.settings.parity_check == "off":
             self._ask(
                 "leave parity_check='off' away, so that the step is compared with one process"
@@ -48,16 +50,17 @@ class TrainerParity:
         Raises:
             ParityError: on every rank, where the model does not compute what it computes in one process.
         """
+        self._unsaid = None
         if not self._is_due(module.trainer):
             return
         self._checked = module.trainer.global_step
         if not module.automatic_optimization:
-            self._say_left_out(
+            self._leave_out(
                 "with manual optimization a step changes the model, and cannot be run twice"
             )
             return
         if type(callback).shard_batch is not ContextParallelCallback.shard_batch:
-            self._say_left_out(f"{type(callback).__name__} overrides shard_batch")
+            self._leave_out(f"{type(callback).__name__} overrides shard_batch")
             return
         plugin = module.trainer.precision_plugin
         dtypes = dtypes_of(str(plugin.precision), self._core.settings)
@@ -70,10 +73,16 @@ class TrainerParity:
                 check = ParityCheck(runner, self._core.settings.parity_tokens, _WAY_ON)
                 self.healthy = check.run(batch)
         except CannotRun as why:
-            self._say_left_out(str(why))
+            self._leave_out(str(why))
             return
         self._core.ask_for_counts = None
         rank_zero_info(self.healthy)
+
+    def after_batch(self) -> None:
+        """All ranks come here once the batch was sharded: why it was not checked is said now."""
+        why, self._unsaid = self._unsaid, None
+        if why is not None and self._is_first_rank:
+            _log.warning("parity_check was left out because %s", why)
 
     def _is_due(self, trainer: Any) -> bool:
         settings: Settings = self._core.settings
@@ -89,13 +98,11 @@ class TrainerParity:
             return self._checked is None
         return trainer.global_step != self._checked and trainer.global_step % every == 0
 
-    def _say_left_out(self, why: str) -> None:
-        self.left_out = why
+    def _leave_out(self, why: str) -> None:
+        self.left_out = self._unsaid = why
         self._ask(
             f"let the parity check compare the step with one process (it was left out: {why})"
         )
-        if self._is_first_rank:
-            _log.warning("parity_check was left out because %s", why)
 
     def _ask(self, check: str) -> None:
         names = {"count": "self.count_targets", "unshard": "self.unshard"}
