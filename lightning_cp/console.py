@@ -22,13 +22,14 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 FULL = "LIGHTNING_CP_FULL_ERROR"
 """``1``: every rank shows its error with all frames."""
@@ -216,6 +217,32 @@ def user_frames(error: BaseException) -> str:
     own = traceback.StackSummary.extract((frame, at) for frame, at in walk if _is_user_s(frame))
     cause = error.__cause__
     return "".join(own.format()) + (cause.frames if isinstance(cause, RankTraceback) else "")
+
+
+class Line(NamedTuple):
+    """A line of code that a warning points at."""
+
+    filename: str
+    lineno: int
+    module: str
+    registry: dict[Any, Any]
+    """What was said of its module, by which Python says a thing once."""
+
+
+def user_line() -> Line:
+    """The innermost line of the user's that this is called from; without one, the caller's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_user_s(frame):
+        frame = frame.f_back
+    found = frame or sys._getframe(1)
+    names = found.f_globals
+    registry = names.setdefault("__warningregistry__", {})
+    return Line(found.f_code.co_filename, found.f_lineno, names.get("__name__", ""), registry)
+
+
+def warn(message: str, line: Line | None = None) -> None:
+    """Warn of the user's code, at a line of it: by default the innermost that this is called from."""
+    warnings.warn_explicit(message, UserWarning, *(line or user_line()))
 
 
 def _is_user_s(frame: FrameType) -> bool:

@@ -531,8 +531,18 @@ def test_an_ambiguous_output_is_refused(shape: tuple[int, ...]) -> None:
 
 
 def test_a_declared_dimension_that_does_not_exist() -> None:
-    with pytest.raises(ShapeError, match=r"'input_ids' has sequence dim 2.*\(2, 29\)"):
+    match = r"'input_ids' has sequence dim 2.*\(2, 29\)\. Say .*its tokens, 0 or 1>}, or .*: None}"
+    with pytest.raises(ShapeError, match=match):
         read_batch({"input_ids": ids()}, BatchRules({"input_ids": 2}), needs_labels=False)
+    with pytest.raises(ShapeError, match=r"\(\)\. Say sequence_dims=\{'x': None\} to give"):
+        read_batch({"x": torch.ones(())}, BatchRules({"x": 0}), needs_labels=False)
+
+
+@pytest.mark.parametrize(("more", "what"), [(-1, "pad"), (1, "cut")])
+def test_a_tensor_that_is_nearly_as_long_is_to_fit(more: int, what: str) -> None:
+    batch = {"input_ids": ids(), "odd": torch.ones(ROWS, LENGTH + more)}
+    with pytest.raises(ConfigError, match=rf"each token, {what} it to {LENGTH} and say"):
+        read_batch(batch, BatchRules(), needs_labels=False)
 
 
 def test_an_undeclared_sequence_inside_is_named_with_its_dimension() -> None:

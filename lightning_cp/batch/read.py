@@ -168,14 +168,21 @@ def _sequence_dims(tensors: Mapping[str, torch.Tensor], rules: BatchRules) -> di
             continue
         if not -x.dim() <= dim < x.dim():
             raise ShapeError(
-                f"{name!r} has sequence dim {dim}, but its shape is {tuple(x.shape)}."
-                f"{_ONE_A_ROW if name == rules.label_key and x.dim() == 1 else ''}"
+                f"{name!r} has sequence dim {dim}, but its shape is {tuple(x.shape)}. "
+                f"{_ONE_A_ROW if name == rules.label_key and x.dim() == 1 else _another(name, x)}"
             )
         dims[name] = dim % x.dim()
     return dims
 
 
+def _another(name: str, x: torch.Tensor) -> str:
+    """A declaration that would fit."""
+    dims = " or ".join(map(str, range(x.dim())))
+    own = f"sequence_dims={{{name!r}: <the dimension of its tokens, {dims}>}}, or " if dims else ""
+    return f"Say {own}sequence_dims={{{name!r}: None}} to give every rank all of it."
+
+
 _ONE_A_ROW = (
-    " A label for each row cannot be weighted: there must be one for each token, -100 where there is no "
+    "A label for each row cannot be weighted: there must be one for each token, -100 where there is no "
     "target."
 )

@@ -63,11 +63,12 @@ def check_declared(
             )
         elif (near := _near_dim(x, seq_len, rows)) is not None:
             asked[name] = None
+            fit = "pad" if x.shape[near] < seq_len else "cut"
             questions.append(
                 f"{name!r} of shape {tuple(x.shape)} has a dimension nearly as long as the sequence "
-                f"({seq_len}), but it is not declared. If it has a value for each token, pad it to {seq_len} "
-                f"and say sequence_dims={{{name!r}: {near}}}; if not, sequence_dims={{{name!r}: None}} "
-                "gives every rank all of it."
+                f"({seq_len}), but it is not declared. If it has a value for each token, {fit} it to "
+                f"{seq_len} and say sequence_dims={{{name!r}: {near}}}; if not, "
+                f"sequence_dims={{{name!r}: None}} gives every rank all of it."
             )
     arguments: dict[str, object] = {"sequence_dims": asked} if asked else {}
     of_labels = _ask_for_labels(tensors, {**dims, **asked}, rules) if needs_labels else ([], {})

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torchmetrics import Metric
 
+from lightning_cp import console
 from lightning_cp.comm.agreement import lists_of_ranks
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.logs.found import Ranks, tell_refused
@@ -36,7 +37,7 @@ class ModuleLog:
         self._core = core
         self._own_log = module.log
         self._patches = Patches()
-        self._calls = StepLog(rank_zero_warn, self._join)
+        self._calls = StepLog(rank_zero_only(console.warn), self._join)
         self._hooks_log = self._agree(hooks_may_log(trainer, module))
         self._install()
 

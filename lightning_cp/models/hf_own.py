@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import ModuleType
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from lightning_cp import console
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.module_hooks import replace_method
@@ -224,9 +224,8 @@ def _warn_of_rounding(handle: SwapHandle) -> Callable[[], None]:
     rounds = state is not None and state.layout.seq_len > EXACT_UNTIL
     if rounds and "Falcon" not in handle.warned:
         handle.warned.add("Falcon")
-        warnings.warn(
+        console.warn(
             "Falcon's own ALiBi bias counts positions in bfloat16, which rounds those above "
-            f"{EXACT_UNTIL}; here it is exact, so losses differ from one process by that rounding.",
-            stacklevel=2,
+            f"{EXACT_UNTIL}; here it is exact, so losses differ from one process by that rounding."
         )
     return lambda: None

@@ -8,12 +8,12 @@ Here the documents of the batch are always isolated, so that what one process wo
 
 from __future__ import annotations
 
-import warnings
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from lightning_cp import console
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import Documents, SequenceLayout
 from lightning_cp.layout.documents import text_positions
@@ -97,10 +97,9 @@ def warn_isolated(warned: set[str], model: str) -> None:
     if model in warned:
         return
     warned.add(model)
-    warnings.warn(
+    console.warn(
         "position_ids restart, so the documents of a row attend only to themselves; in one process "
-        f"transformers takes a row of a bidirectional model ({model}) for one document.",
-        stacklevel=3,
+        f"transformers takes a row of a bidirectional model ({model}) for one document."
     )
 
 

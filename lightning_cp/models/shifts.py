@@ -8,13 +8,13 @@ is given; nothing is read of any tensor, and later steps are left alone.
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+from lightning_cp import console
 from lightning_cp.models.handle import SwapHandle
 
 
@@ -44,9 +44,9 @@ def watch_shifts(handle: SwapHandle, is_watched: Callable[[], bool]) -> None:
             _end(cuts)
             if sys.exc_info()[0] is not None:  # an error ends the step, and says more
                 return
-            if cuts.shift and _SHIFTS not in handle.warned:
+            if cuts.shift is not None and _SHIFTS not in handle.warned:
                 handle.warned.add(_SHIFTS)
-                warnings.warn(_SHIFTS, stacklevel=2)
+                console.warn(_SHIFTS, cuts.shift)
 
         return leave
 
@@ -58,6 +58,7 @@ class Cut(NamedTuple):
 
     tensor: weakref.ref[torch.Tensor]
     integers: bool
+    line: console.Line
 
     def is_of(self, other: Cut) -> bool:
         """True if both are of one tensor, which is still there."""
@@ -80,22 +81,23 @@ class Cuts:
         taken = _along_the_sequence(index, x.dim())
         if taken is None:
             return
-        cut = Cut(weakref.ref(x), x.dim() == 2 and x.dtype in _INTEGERS)
+        cut = Cut(weakref.ref(x), x.dim() == 2 and x.dtype in _INTEGERS, console.user_line())
         if taken.start in (None, 0) and taken.stop in (-1, self._length - 1):
             self._without_last.append(cut)
         elif taken.start == 1 and taken.stop in (None, self._length):
             self._without_first.append(cut)
 
     @property
-    def shift(self) -> bool:
-        """True if integers without the first stand against something else without the last.
+    def shift(self) -> console.Line | None:
+        """The line that cuts off the first of integers, which stand against something else without the last.
 
         A tensor that lost both is compared with itself: the steps between positions, say.
         """
         last, first = self._without_last, self._without_first
         others = [one for one in last if not any(one.is_of(other) for other in first)]
         targets = [one for one in first if not any(one.is_of(other) for other in last)]
-        return bool(others) and any(one.integers for one in targets)
+        lines = [one.line for one in targets if one.integers]
+        return lines[0] if others and lines else None
 
 
 _INTEGERS = (torch.int64, torch.int32)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from inspect import getsource
+from linecache import getline
 from typing import Any
 
 import pytest
@@ -46,8 +48,12 @@ METRICS: dict[str, Callable[..., Any]] = {
 }
 
 
-def said_by(rank: int, world_size: int, metric: str, ulysses: int, shifted: bool) -> list[str]:
-    """What two steps that train and two that do not are told of."""
+Said = list[tuple[str, str]]
+"""Messages, each with the line of code that it points at."""
+
+
+def said_by(rank: int, world_size: int, metric: str, ulysses: int, shifted: bool) -> Said:
+    """What two steps that train and two that do not are told of, and where."""
     case = Case()
     model = make_model(case)
     core = start(ulysses, world_size // ulysses, model)
@@ -66,7 +72,7 @@ def said_by(rank: int, world_size: int, metric: str, ulysses: int, shifted: bool
         finally:
             core.detach()
     assert torch.Tensor.__getitem__ is torch._C.TensorBase.__getitem__
-    return [str(warning.message) for warning in seen]
+    return [(str(one.message), getline(one.filename, one.lineno).strip()) for one in seen]
 
 
 @pytest.mark.parametrize(
@@ -75,9 +81,11 @@ def said_by(rank: int, world_size: int, metric: str, ulysses: int, shifted: bool
 )
 def test_a_metric_of_shifted_logits_is_told_once(metric: str, ranks: int, ulysses: int) -> None:
     first, *others = run_ranks(ranks, said_by, metric, ulysses, False)
-    assert len(first) == 1
-    assert IN_THE_STEP in first[0]
-    assert "batch['shift_labels']" in first[0]
+    ((message, line),) = first
+    assert IN_THE_STEP in message
+    assert "batch['shift_labels']" in message
+    assert line in getsource(METRICS[metric])
+    assert line.count("1:") == 1
     assert others == [[]] * (ranks - 1)
 
 
@@ -88,8 +96,9 @@ def test_what_does_not_shift_is_told_nothing(metric: str) -> None:
 
 def test_labels_that_are_shifted_already_are_told_once() -> None:
     first, second = run_ranks(2, said_by, "right", 1, True)
-    assert len(first) == 1
-    assert TWICE in first[0]
+    ((message, line),) = first
+    assert TWICE in message
+    assert line == "local = core.shard(batch, needs_labels=gradients)"
     assert second == []
 
 

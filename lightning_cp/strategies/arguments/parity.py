@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from lightning_cp import console
 from lightning_cp.errors import ConfigError
 from lightning_cp.strategies.arguments.settings import Settings, parity_steps_of
 
@@ -61,7 +62,7 @@ def check_asked(settings: Settings, *, given: bool) -> None:
             f"asks for it, as often as it likes: {_ASK}."
         )
     if given and every != "off":
-        rank_zero_warn(
+        rank_zero_only(console.warn)(
             f"parity_check={every!r} checks nothing by itself with Fabric: call {_ASK}. "
             "parity_check='off' says nothing."
         )

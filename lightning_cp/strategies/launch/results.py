@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.apply_func import apply_to_collection
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_cp import console
 from lightning_cp.checkpoint.gathered import gather
 from lightning_cp.checkpoint.plain import plain, restored
 from lightning_cp.checkpoint.pretrained.allocate import materialize
@@ -61,7 +62,7 @@ def _sent(module: nn.Module, state: State, *, keeps: bool) -> State:
         return {}
     if made.left_out:
         names = [name.removeprefix(f"{_STATE}.") for name in made.left_out[:3]]
-        rank_zero_warn(
+        rank_zero_only(console.warn)(
             f"{', '.join(names)} of the module does not come back to the program that has "
             "started the workers: what is sent are tensors, numbers, strings and plain containers."
         )
@@ -94,7 +95,7 @@ def _receive(module: nn.Module, load: Callable[..., Any], sent: State) -> Any:
 
 def _say_what_is_lost(names: list[str]) -> None:
     if names:
-        rank_zero_warn(
+        rank_zero_only(console.warn)(
             f"workers have trained {', '.join(names[:3])}{', ...' * (len(names) > 3)}, which the module of "
             "the program that has started them has not, so that did not come back. Build it in __init__ and "
             "not in configure_model or setup, or save a checkpoint."

@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only
 
+from lightning_cp import console
 from lightning_cp.checkpoint.durable import remove, replace_link
 from lightning_cp.checkpoint.failures import failed_save, shown
 from lightning_cp.checkpoint.in_the_way import is_foreign, require_replaceable
@@ -222,4 +223,4 @@ class Saver:
         """Warn on the first rank, once about a thing; else once with these words."""
         if (about or text) not in self._said:
             self._said.add(about or text)
-            rank_zero_warn(text)
+            rank_zero_only(console.warn)(text)

@@ -8,11 +8,11 @@ Nothing here knows of a Trainer. A strategy calls, in this order: ``build_mesh``
 from __future__ import annotations
 
 import logging
-import warnings
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
+from lightning_cp import console
 from lightning_cp.batch import completed
 from lightning_cp.containers import tensors_of
 from lightning_cp.errors import ConfigError
@@ -83,7 +83,7 @@ class ContextParallelCore(StepsAside):
         shifted = None if labels is None or ids is None else are_shifted(labels, ids)
         self._looks_at_labels -= 1 if shifted is None else self._looks_at_labels
         if shifted:
-            warnings.warn(_SHIFTED_TWICE, stacklevel=2)
+            console.warn(_SHIFTED_TWICE)
 
     def was_sharded(self, batch: Any) -> bool:
         """True if ``batch`` is a shard that this core made last; to shard it again will be refused."""

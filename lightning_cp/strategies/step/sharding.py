@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from lightning_cp import console
 from lightning_cp.batch import (
     BatchRules,
     ShardedBatch,
@@ -106,7 +106,7 @@ def shard_agreed(
     assert choice is not None
     layout = choice.layout
     if not facts["targets"]:
-        warnings.warn("a batch has no valid label at all: it adds nothing.", stacklevel=2)
+        console.warn("a batch has no valid label at all: it adds nothing.")
     part = shard_batch(whole, layout, mesh.cp_rank, rules, valid)
     told = choice if rule.kind == "auto" else None
     facts_of_positions = position_facts_of(whole, layout)
