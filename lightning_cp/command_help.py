@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,30 @@ _SEE = re.compile(r"see (\w+)$")
 
 
 def argument_parser(doc: str | None, **options: Any) -> argparse.ArgumentParser:
-    """A parser whose ``--help`` has defaults, and begins with the first line of a module's docstring."""
-    about = (doc or "").partition("\n")[0]
-    return argparse.ArgumentParser(description=about, formatter_class=_WithDefaults, **options)
+    """A parser whose ``--help`` has defaults, and begins with the first line of a module's docstring.
+
+    Its examples are the indented lines after that.
+    """
+    about, _, rest = (doc or "").partition("\n")
+    examples = re.match(r"\n((?: {4}.*\n)+)", rest)
+    running = getattr(sys.modules["__main__"], "__spec__", None)
+    if running is not None:  # by python -m
+        options = {"prog": f"python -m {running.name.removesuffix('.__main__')}", **options}
+    parser = _Parser(description=about, formatter_class=_WithDefaults, **options)
+    parser.examples = textwrap.indent(textwrap.dedent(examples[1]), "  ") if examples else ""
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what a program does before its usage, and an example after it."""
+
+    examples = ""
+
+    @override
+    def format_help(self) -> str:
+        usage = self.format_usage()
+        about, _, rest = super().format_help().removeprefix(usage).lstrip().partition("\n\n")
+        return f"{about}\n\n{usage}{self.examples}\n{rest}"
 
 
 class _WithDefaults(argparse.ArgumentDefaultsHelpFormatter):
@@ -41,18 +62,22 @@ class _WithDefaults(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if absent else super()._get_help_string(action)
 
 
-def explain_keys() -> None:
-    """Have ``--help`` of a program explain the keys of its config."""
-    OmegaConf.register_new_resolver(RESOLVER, _template, replace=True)
+def explain_keys(about: str = "", unread: Collection[str] = ()) -> None:
+    """Have ``--help`` of a program explain the keys of its config: see ``help_text``."""
+
+    def template(*, _root_: DictConfig) -> str:
+        return _template(_root_, about, unread)
+
+    OmegaConf.register_new_resolver(RESOLVER, template, replace=True)
 
 
-def _template(*, _root_: DictConfig) -> str:
+def _template(_root_: DictConfig, about: str, unread: Collection[str]) -> str:
     hydra = _root_.hydra
     folder = next(Path(one.path) for one in hydra.runtime.config_sources if one.provider == "main")
     own = [str(name) for name in _root_ if name != "hydra"]
     config: Any = OmegaConf.to_container(OmegaConf.masked_copy(_root_, own))
     files = Files(folder, str(hydra.job.config_name), dict(hydra.runtime.choices))
-    return help_text(config, files).replace("$", "$$")
+    return help_text(config, files, about, unread).replace("$", "$$")
 
 
 class Files:
@@ -85,22 +110,29 @@ def _with_defaults(path: Path) -> list[Path]:
     return [*(x for one in beside if one.exists() for x in _with_defaults(one)), path]
 
 
-def help_text(config: Mapping[str, Any], files: Files) -> str:
+def help_text(
+    config: Mapping[str, Any], files: Files, about: str = "", unread: Collection[str] = ()
+) -> str:
     """The whole of it.
 
     Args:
         config: composed, without Hydra's part.
         files: tell what keys and choices are.
+        about: the program, its usage and its exit status; by default the first file says that.
+        unread: keys and groups that the program makes nothing of.
     """
     width = min(shutil.get_terminal_size().columns, 110)
-    lines = [_head(files.first)]
-    lines += ["", "Choices (group=choice):"] if files.of_groups else []
-    for path in files.of_groups:
+    lines = [about or _head(files.first)]
+    groups = [path for path in files.of_groups if files.group(path) not in unread]
+    lines += ["", "Choices (group=choice):"] if groups else []
+    for path in groups:
         about = _head(path).partition("\n")[0]
         lines += _entry(f"{files.group(path)}={path.stem}", about, width)
     lines += ["", "Keys, with the values that they have if nothing else is said (key=value):"]
     known = explanations(config, files)
     for key, value in leaves(config):
+        if any(key == one or key.startswith(f"{one}.") for one in unread):
+            continue
         lines += _entry(f"{key}={_shown(value)}", known.get(key, ""), width)
     return "\n".join([*lines, "", "--hydra-help: options of Hydra, such as -m for sweeps"])
 
@@ -157,7 +189,7 @@ def _head(path: Path) -> str:
     """The comment that a file begins with."""
     lines = [line for line in path.read_text().splitlines() if not line.startswith("# @package")]
     own = [
-        line[1:].strip()
+        line[1:].removeprefix(" ").rstrip()
         for line in lines[: next((i for i, x in enumerate(lines) if x[:1] != "#"), 0)]
     ]
     return "\n".join(own)

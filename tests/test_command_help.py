@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 import lightning_cp
 from lightning_cp.command_help import Files, argument_parser, explanations, help_text, leaves
 from lightning_cp.config_files import config_dir
+from lightning_cp.doctor.__main__ import HELP
 from lightning_cp.strategies.front import ContextParallelFront
 from tests.launch.start import environment
 
@@ -66,6 +67,42 @@ def test_the_strategy_s_keys_have_the_words_of_its_docstring() -> None:
     assert known["data.seq_len"] == "tokens in a sequence"  # of what its docstring refers to
     assert known["trainer.log_every_n_steps"] == "How often to log within steps"  # Lightning's
     assert known["model.optimizer.ns_steps"] == "of Newton-Schulz"  # a comment's
+
+
+ABOUT: dict[str, dict[str, Any]] = {"doctor": HELP}
+"""Of a program that reads the main job's config."""
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS, *ABOUT])
+def test_help_begins_with_what_a_program_does(name: str) -> None:
+    """Then come an example, and what its exit status says; keys after that."""
+    first = "train" if name in ABOUT else name
+    config, files = composed(config_dir() / PROGRAMS[first], first)
+    text = help_text(config, files, **ABOUT.get(name, {}))
+    does, usage, *_ = text.split("\n\n")
+    assert re.fullmatch(r"[A-Z][a-z]+ .*[.?]", does, re.DOTALL)
+    assert usage.startswith(f"Usage: python -m lightning_cp.{name} ")
+    assert f"\n  python -m lightning_cp.{name}" in usage
+    assert "\n\nExit status: 0: " in text.partition("Choices (")[0].partition("Keys, with")[0]
+
+
+def test_the_doctor_s_help_has_no_keys_that_it_does_not_read() -> None:
+    config, files = composed(config_dir(), "train", "throughput=mfu")
+    whole, own = help_text(config, files), help_text(config, files, **HELP)
+    for name in ("resume", "throughput", "throughput.every_n_steps", "strategy.parity_check"):
+        assert f"\n  {name}=" in whole
+        assert f"\n  {name}=" not in own
+    assert "\n  strategy.parity_tokens=" in own
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_explains_a_choice_is_whole(name: str) -> None:
+    """One line of its file, which does not lead to the next one."""
+    _, files = composed(config_dir() / PROGRAMS[name], name)
+    for path in files.of_groups:
+        first = re.sub("^# @package.*\n", "", path.read_text()).partition("\n")[0]
+        assert re.fullmatch(r"# \S.*[^\s:,]", first), path
+        assert "python -m" not in first, path
 
 
 def test_what_nothing_explains_has_no_words(tmp_path: Path) -> None:
@@ -148,11 +185,12 @@ def test_no_parser_is_made_in_another_way() -> None:
 
 
 def test_defaults_are_shown() -> None:
-    parser = argument_parser("Counts.\n\nMore.")
+    parser = argument_parser("Counts.\n\n    python -m counts --cold\n\nMore.")
     parser.add_argument("--tokens", default=[1, 2], help="of a row")
     parser.add_argument("--cold", action="store_true", help="from the disk")
     text = parser.format_help()
-    assert "Counts." in text
+    assert text.startswith("Counts.\n\nusage: ")
+    assert "\n  python -m counts --cold\n\noptions:" in text
     assert "More" not in text
     assert "of a row (default: [1, 2])" in text
     assert text.rstrip().endswith("from the disk")

@@ -1,4 +1,10 @@
-"""``python -m lightning_cp.checkpoint``: verify a checkpoint, or write it in the other form."""
+"""Verify a checkpoint, or write it in the other form: one file, or a folder of shards.
+
+    python -m lightning_cp.checkpoint last.ckpt --verify
+    python -m lightning_cp.checkpoint last.ckpt sharded.ckpt --sharded
+
+The exit status is 1 if the checkpoint is refused or cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from lightning_cp.errors import CheckpointError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 1 if the checkpoint is refused or cannot be written, which one line says."""
-    parser = argument_parser(__doc__, prog="python -m lightning_cp.checkpoint")
+    parser = argument_parser(__doc__)
     parser.add_argument("source", type=Path, help="a checkpoint: a file or a folder")
     parser.add_argument("target", type=Path, nargs="?", help="the new checkpoint")
     parser.add_argument("--sharded", action="store_true", help="a folder instead of one file")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig
@@ -11,6 +12,24 @@ from omegaconf import DictConfig
 from lightning_cp.command_help import explain_keys
 from lightning_cp.config_files import config_dir
 from lightning_cp.run_folder import one_folder
+
+_ABOUT = """\
+Compare one training step of a model on several ranks with one process, and train nothing.
+
+Usage: python -m lightning_cp.doctor [group=choice] [key=value]
+  python -m lightning_cp.doctor experiment=smoke strategy=ring trainer.devices=2
+
+It makes what `python -m lightning_cp.train` would train with the same arguments, and runs the beginning of
+the first batch (strategy.parity_tokens) both ways: the loss, the logits and every gradient must agree.
+
+Exit status: 0: they agree. 1: they differ, and the error names the likely cause; or the error says why they
+could not be compared."""
+_UNREAD = (
+    *("resume", "throughput", "strategy.parity_check"),
+    *(f"trainer.{name}" for name in ("enable_model_summary", "num_sanity_val_steps")),
+)
+HELP: dict[str, Any] = {"about": _ABOUT, "unread": _UNREAD}
+"""Of a program that reads the main job's config."""
 
 
 @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="train")
@@ -27,6 +46,6 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    explain_keys()
+    explain_keys(**HELP)
     with one_folder(sys.argv):
         main()
