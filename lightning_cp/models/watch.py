@@ -58,7 +58,7 @@ def watch_calls(model: nn.Module, handle: SwapHandle, skip: Collection[nn.Module
             hook = (
                 at_once if module in outermost else note_uncompiled
             )  # compiled inside of one, mostly
-            handle.on_undo(module.register_forward_pre_hook(hook).remove)
+            handle.on_undo(add_hook(module.register_forward_pre_hook, hook))
 
 
 def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
