@@ -54,13 +54,13 @@ class UlyssesRingStrategy(TrainerSetup):
             loss = self._loss_of(output)
             if loss is not None and self._callback is not None:
                 self._callback.note_loss(loss, shown.append)
-        if self._shows_losses:
+        if self._goes_backward:
             self._core.require_loss(loss)
             if output is None or (loss is not None and not shown):
                 raise ConfigError(_SKIPPED)
-            if loss is not None:
-                seen = self._core.shown_loss(loss, shown[0])
-                output = {**output, "loss": seen} if isinstance(output, Mapping) else seen
+        if loss is not None and shown:
+            seen = self._core.shown_loss(loss, shown[0]) if self._goes_backward else shown[0]
+            output = {**output, "loss": seen} if isinstance(output, Mapping) else seen
         self._core.check_step()
         return output
 
@@ -148,15 +148,15 @@ class UlyssesRingStrategy(TrainerSetup):
     # -- helpers ---------------------------------------------------------------------------------
 
     @property
-    def _shows_losses(self) -> bool:
-        """Callbacks read the losses that steps return."""
+    def _goes_backward(self) -> bool:
+        """Lightning takes the losses that steps return backward; in manual optimization steps did so."""
         assert self.lightning_module is not None
         return self.lightning_module.automatic_optimization and self._core.enabled
 
     def _loss_of(self, output: Any) -> torch.Tensor | None:
-        """The loss among what a step has returned, if callbacks are going to read it."""
+        """The loss among what a step has returned, which callbacks are going to read."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        return loss if self._shows_losses and isinstance(loss, torch.Tensor) else None
+        return loss if self._core.enabled and isinstance(loss, torch.Tensor) else None
 
     def _logging_together(self) -> AbstractContextManager[None]:
         assert self._callback is not None

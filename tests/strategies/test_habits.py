@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -54,7 +54,8 @@ class Seen(pl.Callback):
     losses: list[float] = field(default_factory=list)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: Any, loss: torch.Tensor) -> None:
-        self.losses.append(float(loss.detach()))
+        if pl_module.automatic_optimization:  # otherwise it is this rank's own
+            self.losses.append(float(loss.detach()))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Batch, batch_idx: int
@@ -141,6 +142,21 @@ class OwnClipping(Logged):
         self.clip_gradients(optimizer, 0.02, "norm")
 
 
+class Manual(Logged):
+    """Steps its optimizer itself, and returns its loss for callbacks: a tensor, or in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False  # type: ignore[assignment]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss, optimizer = super().training_step(batch, batch_idx), cast(Any, self.optimizers())
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss, "index": batch_idx} if batch_idx % 2 else loss
+
+
 class Gathers(Logged):
     """Uses ``all_gather`` inside the step."""
 
@@ -223,6 +239,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     ),
     "plateau": (Plateau, {}),
     "LBFGS": (Closures, {}),
+    "manual optimization": (Manual, {}),
     "all_gather": (Gathers, {}),
     "detect_anomaly": (Logged, {"detect_anomaly": True}),
     "deterministic": (Logged, {"deterministic": True}),
@@ -279,6 +296,7 @@ def alone(habit: str) -> Report:
     "sanity check",
     "limits",
     "own clipping",
+    "manual optimization",
     "detect_anomaly",
     "advanced profiler",
     "stochastic weight averaging",
