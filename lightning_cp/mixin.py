@@ -64,13 +64,15 @@ class ContextParallelMixin:
         For targets that the step draws or leaves out, for weights of classes or of tokens, and for a mean by
         hand::
 
+            masked = (torch.rand(ids.shape) < 0.15) & self.token_mask(ids)
             loss = (token_losses * masked).sum() / self.count_targets(masked)
 
         Every rank calls it, before backward; a Hugging Face model that is given ``labels=`` is called
         after it. Without context parallelism it only counts.
 
         Args:
-            counted: a mask of this rank's tokens, their weights, or how many targets this rank counts.
+            counted: a mask of this rank's tokens, their weights, or how many targets this rank counts. All
+                leave out padding, see ``token_mask``: it is refused before a weight changes.
 
         Returns:
             The count of this rank, and 1 where it is 0: what a sum over targets is to be divided by.
@@ -90,6 +92,18 @@ class ContextParallelMixin:
         if hasattr(strategy, "token_positions"):
             return strategy.token_positions(x, dim=dim)
         return torch.arange(x.size(dim), device=x.device)[None]
+
+    def token_mask(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """bool [1, L]: true for tokens of the sequence, false for padding that the strategy added.
+
+        A sequence whose length does not divide among ranks is padded. Masks that a step draws or makes of
+        inputs leave that out: ``mask & self.token_mask(mask)``. Padding of the batch's own is true. Without
+        context parallelism all is true, along dimension ``dim`` of ``x``.
+        """
+        strategy = _strategy_of(self)
+        if hasattr(strategy, "token_mask"):
+            return strategy.token_mask(x, dim=dim)
+        return torch.ones(1, x.size(dim), dtype=torch.bool, device=x.device)
 
     def draw_per(self, what: Literal["token", "row"]) -> AbstractContextManager[None]:
         """A block within which random numbers are of each ``"token"``, or of each ``"row"`` of the batch.

@@ -165,6 +165,12 @@ class SequenceLayout:
         ]
         return torch.cat(runs)[ulysses_rank * self.local_len : (ulysses_rank + 1) * self.local_len]
 
+    def real_len(self, cp_rank: int) -> int:
+        """Local tokens that are of the sequence; they come first, and the rest is padding."""
+        if self.padded_len == self.seq_len:
+            return self.local_len
+        return int((self.positions(cp_rank) < self.seq_len).sum())
+
     def shard(
         self, x: torch.Tensor, cp_rank: int, dim: int = 1, pad_value: float | int | bool = 0
     ) -> torch.Tensor:

@@ -97,6 +97,8 @@ class SwapHandle:
 
     def deactivate(self) -> None:
         """End the step: the model is the plain model again."""
+        if self.state is not None:
+            self.state.ended = True
         self.state = None
         self.scopes.clear()
         self.collector.forget_calls()

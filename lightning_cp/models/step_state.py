@@ -28,6 +28,12 @@ class StepState:
     """[B, L]: a copy of the labels as the step gets them (not shifted), to see whether it changes them."""
     valid_local: int = 0
     """Targets on this rank that are not -100."""
+    real_local: int | None = None
+    """Local tokens of the sequence, before its padding; ``None``: all."""
+    padding_asked: bool = False
+    """The step has asked which tokens are padding."""
+    padding_gradients: list[torch.Tensor] = field(default_factory=list)
+    """Of each attention call that backward came to: whether its gradient is not 0 on padding."""
     counted: torch.Tensor | None = None
     """Targets on this rank by ``count_targets``, in place of ``valid_local``."""
     loss_outside: bool = False
@@ -62,6 +68,8 @@ class StepState:
 
     weighted: bool = False
     """A loss of this step was given its weight, as the strategy's ``backward`` does."""
+    ended: bool = False
+    """Another step has begun, or the models are plain models again."""
 
     @property
     def targets(self) -> torch.Tensor | int:
@@ -72,8 +80,13 @@ class StepState:
         """A hook for the outputs of attention calls.
 
         Raises:
-            ConfigError: somebody called ``backward`` on a loss without its weight.
+            ConfigError: somebody called ``backward`` on a loss without its weight, or in another step.
         """
+        if self.ended:
+            raise ConfigError(
+                "backward came to a batch whose step has ended: another batch was sharded before its "
+                f"backward. {ONE_BATCH}"
+            )
         if not self.weighted:
             raise ConfigError(
                 "backward was called on a loss that was not weighted by this rank's share of the targets, so "
@@ -82,3 +95,17 @@ class StepState:
             )
         if not self.valid_local and self.first_gradient is None:
             self.first_gradient = gradient.detach().abs().amax()
+        if self.real_local is not None and self.real_local < gradient.shape[1]:
+            of_padding = gradient.detach()[:, self.real_local :]
+            self.padding_gradients.append(of_padding.nan_to_num().any())  # NaN is refused as such
+
+    def take_padding_gradients(self) -> torch.Tensor | None:
+        """True if backward has trained on padding, on the device; ``None`` where it came to none."""
+        found, self.padding_gradients = self.padding_gradients, []
+        return torch.stack(found).any() if found else None
+
+
+ONE_BATCH = (
+    "There is one batch for each backward. For a loss of several (chosen and rejected answers), join their "
+    "rows in one batch, padded to one length with an attention_mask, shard that one, and split the outputs."
+)

@@ -63,13 +63,14 @@ class Answers:
         device, which the host does not wait for (with ``token_weighting="global"`` it does).
 
         Args:
-            counted: a mask of this rank's tokens, their weights, or how many targets this rank counts.
+            counted: a mask of this rank's tokens, their weights, or how many targets this rank counts. All
+                leave out padding, see ``token_mask``: it is refused before a weight changes.
 
         Returns:
             The count of this rank, and 1 where it is 0: what a sum over targets is to be divided by.
 
         Raises:
-            ConfigError: no count, or a second one for the same loss.
+            ConfigError: no count, or a second one for the same loss; in validation, one of padding.
         """
         return self._core.count_targets(counted)
 
@@ -89,6 +90,13 @@ class Answers:
     def token_positions(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """int64 [B or 1, L]: the positions of a step's tokens in the whole sequence, 0 for padding."""
         return self._core.token_positions(x, dim)
+
+    def token_mask(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """bool [1, L]: true for tokens of the sequence, false for padding that the strategy added.
+
+        For masks that a step draws or makes of inputs. Padding of the batch's own is true.
+        """
+        return self._core.token_mask(x, dim)
 
     def draw_per(self, what: Per) -> AbstractContextManager[None]:
         """A block within which random numbers are of each ``"token"``, or of each ``"row"`` of the batch.

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cp.errors import ConfigError, LightningCPError, UndeclaredError
+from lightning_cp.models.step_state import ONE_BATCH
 from lightning_cp.models.token_draws import as_ever
 from lightning_cp.strategies.fabric_setup import FabricSetup
 from lightning_cp.strategies.parity.fabric import FabricParity
@@ -105,9 +106,9 @@ class UlyssesRingStrategy(FabricSetup):
         self.end_step()
         if unused:
             raise ConfigError(
-                "the batch before was sharded, and no model was called with it. Shard one batch at a time, "
-                "each before its forward: a forward belongs to the batch that was sharded last. To leave a "
-                "batch out, call fabric.strategy.end_step() first."
+                f"the batch before was sharded, and no model was called with it. {ONE_BATCH} Shard a batch "
+                "before its forward: a forward belongs to the batch that was sharded last. To leave a batch "
+                "out, call fabric.strategy.end_step() first."
             )
 
     def end_step(self) -> None:

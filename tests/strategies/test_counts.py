@@ -141,8 +141,9 @@ def classes_undeclared(module: Masked, batch: Batch, logits: torch.Tensor) -> to
 
 
 def soft(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
-    """A mean over all tokens, with padding."""
-    return F.cross_entropy(logits, logits.detach().flip(-1).softmax(-1))
+    """A mean over all tokens; those of padding add what nobody learns from."""
+    real = module.token_mask(batch["input_ids"]).expand_as(batch["input_ids"]).reshape(-1, 1)
+    return F.cross_entropy(logits * real, logits.detach().flip(-1).softmax(-1))
 
 
 def also_undeclared(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.Tensor:

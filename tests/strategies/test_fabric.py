@@ -245,6 +245,9 @@ def misuse(rank: int, world_size: int, how: str) -> None:
         loop.fabric.backward(loop.loss(local))
     if how == "own attention":
         loop.fabric.backward(loop.model.head(loop.model.embed(local["input_ids"])).sum())
+    if how == "two batches":
+        first = loop.loss(local)
+        loop.fabric.backward(first + loop.loss(strategy.shard_batch(batch)))
     if how == "never called":
         strategy.shard_batch(batch)
     raise AssertionError("nothing was refused")
@@ -282,8 +285,10 @@ def test_sharding_twice() -> None:
         ("own attention", "no attention call was intercepted"),
         (
             "never called",
-            r"the batch before was sharded, and no model was called with it.*strategy\.end_step\(\)",
+            r"the batch before was sharded, and no model was called with it.*one batch for each "
+            r"backward.*join their rows.*strategy\.end_step\(\)",
         ),
+        ("two batches", "whose step has ended.*one batch for each backward.*join their rows"),
         ("unfrozen", r"embed\.weight \(1 in all\) were frozen when fabric\.setup"),
         ("not sharded", r"backward without a sharded batch.*shard_batch"),
     ],

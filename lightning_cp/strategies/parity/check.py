@@ -11,8 +11,9 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_cp.batch.documents import padding_mask_of
 from lightning_cp.containers import tensors_of
-from lightning_cp.errors import ParityError
+from lightning_cp.errors import ConfigError, ParityError
 from lightning_cp.layout import SequenceLayout
+from lightning_cp.mesh import Flat
 from lightning_cp.parity.compare import Comparison, allowing
 from lightning_cp.parity.passes import Part, Pass
 from lightning_cp.parity.prefix import prefix_of
@@ -63,6 +64,11 @@ class ParityCheck:
 
     def _require_healthy(self, batch: Any, base: Comparison, *, uneven: bool) -> None:
         if base.is_fault:
+            core = self.runner.core
+            padding = core.loss_aside.counts.padding(core.mesh.control_group(Flat.LOSS))
+            if padding is not None:
+                tokens = self.runner.count(batch)
+                raise ConfigError(f"parity check on {tokens} tokens: {padding}")
             shown = self._shortest(batch, base)
             raise ParityError(Explaining(self.runner, uneven).explain(*shown, self.way_on))
 

@@ -40,6 +40,7 @@ class StepsAside(AttachedModel):
             aligned_labels=_copy(part.aligned_labels),
             labels=_copy(part.labels),
             valid_local=part.valid[cp_rank],
+            real_local=part.layout.real_len(cp_rank),
             loss_outside=self._loss_outside,
             positions=positions,
             labels_read=self.rules.labels,

@@ -1,7 +1,7 @@
-"""Counts of a step's losses beside the weights of their ranks, compared before the optimizer's step.
+"""Counts of a step's losses beside the weights of their ranks, and padding that counts or trains.
 
-Numbers stay on the device. Whether they differ is one flag, which the vote on a step reads together with
-whether gradients are finite.
+They are looked at before the optimizer's step. Numbers stay on the device: whether something is wrong is one
+flag, which the vote on a step reads together with whether gradients are finite.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class TargetCounts:
     def __init__(self) -> None:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._numbers: list[tuple[Count, list[float] | None]] = []
+        self._padding: list[tuple[str, torch.Tensor]] = []
         self.are_asked = False
         """A loss went backward whose counts matter: known to all ranks, while a mean is known to its own."""
         self.beside_other_terms = False
@@ -51,11 +52,17 @@ class TargetCounts:
             of_mean = torch.as_tensor(count)
             self._pairs.append((of_mean, torch.as_tensor(weighted).to(of_mean.device)))
 
+    def note_padding(self, how: str, found: torch.Tensor | None) -> None:
+        """Note whether padding was ``found`` in what a loss counts, or in what it trains on; ``None``: no."""
+        if found is not None:
+            self._padding.append((how, found))
+
     def take(self) -> TargetCounts:
         """All of them, which are forgotten here."""
         taken = TargetCounts()
         taken._pairs, self._pairs = self._pairs, []
         taken._numbers, self._numbers = self._numbers, []
+        taken._padding, self._padding = self._padding, []
         taken.are_asked, self.are_asked = self.are_asked, False
         return taken
 
@@ -84,23 +91,38 @@ class TargetCounts:
 
     @property
     def differ(self) -> torch.Tensor | None:
-        """True if some mean counted something else, on the device; ``None`` without any means."""
-        if not self._pairs:
+        """True if some mean counted something else, or padding; on the device. ``None`` without any means."""
+        flags = [_differ(*pair) for pair in self._pairs] + [found for _, found in self._padding]
+        if not flags:
             return None
-        return torch.stack([_differ(*pair) for pair in self._pairs]).any()
+        device = next((flag.device for flag in flags if not flag.is_cpu), flags[0].device)
+        return torch.stack([flag.to(device) for flag in flags]).any()
 
     def refuse(self, step: int, group: dist.ProcessGroup | None) -> None:
-        """Refuse a step whose losses counted something else on any rank. Collective.
+        """Refuse a step whose losses counted something else on any rank, or padding. Collective.
 
         Raises:
             ConfigError: on every rank, with both numbers of each rank where they differ.
         """
+        padding = self.padding(group)
+        if padding is not None:
+            raise ConfigError(f"step {step}: {padding} No rank has stepped.")
         found = self.difference(group)
         if found is not None:
             raise ConfigError(
                 f"step {step}: {found}. {DECLARE} Do not shift or cut labels in the step. No rank has "
                 "stepped."
             )
+
+    def padding(self, group: dist.ProcessGroup | None) -> str | None:
+        """The ranks on which padding counts, and what to do; ``None`` if there are none. Collective."""
+        own = [how for how, found in self._padding if found][:1]
+        every = [own] if group is None else gathered_lists(own, group)
+        said = next(((how, rank) for rank, hows in enumerate(every) for how in hows), None)
+        if said is None:
+            return None
+        how, rank = said
+        return f"{how} on rank {rank}{MORE_TOKENS}"
 
     def difference(self, group: dist.ProcessGroup | None) -> str | None:
         """Both numbers of each rank where they differ; ``None`` if none does. Collective."""
@@ -137,6 +159,15 @@ def _differ(count: torch.Tensor, weighted: torch.Tensor) -> torch.Tensor:
         return count.double() != weighted.double()
     return (count.double() - weighted.double()).abs() > 1e-5 * weighted.double().abs()
 
+
+COUNTS = "count_targets was given a mask, or weights, that counts padding"
+TRAINS = "a loss trains on padding"
+NUMBER = "count_targets was given a number, of which it cannot be seen that it leaves out padding,"
+MORE_TOKENS = (
+    ": a sequence whose length does not divide among ranks is padded there, and one process has no such "
+    "tokens. Leave them out of what the loss counts and adds up: mask = mask & self.token_mask(mask) (of "
+    "ContextParallelMixin, or of the strategy), before count_targets(mask)."
+)
 
 ASK = (
     "it is not known what this loss is a mean over: it is more than cross-entropies of PyTorch "

@@ -12,7 +12,7 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.labels import IGNORED_LABEL
 from lightning_cp.loss_terms import Means, counted_means, declared_count, divisor, leaves_out
 from lightning_cp.strategies.step.accumulation import Unreduced
-from lightning_cp.strategies.step.counts import LossAside, TargetCounts
+from lightning_cp.strategies.step.counts import TRAINS, LossAside, TargetCounts
 from lightning_cp.strategies.step.values import StepValues
 from lightning_cp.strategies.step.weighting import StepLoss
 
@@ -55,11 +55,18 @@ class StepLosses(StepValues):
         means = counted_means(loss)
         if self._is_aside:
             self.loss_aside = self._aside_of(loss, means, self._loss)
-            return
-        self.counts.note(means, self._loss.targets)
-        if self.ask_for_counts is not None and not self._counts_declared:
+        else:
+            self.counts.note(means, self._loss.targets)
+        state = self._handle.state if self._handle is not None else None
+        asked = state is not None and state.padding_asked
+        self._counts.note_padding(*self._loss.padding(by_hand=not _is_known(means), asked=asked))
+        if not self._is_aside and self.ask_for_counts is not None and not self._counts_declared:
             error = None if _is_known(means) else ConfigError(self.ask_for_counts)
             self._loss.require_known(error)
+
+    @property
+    def _counts(self) -> TargetCounts:
+        return self.loss_aside.counts if self._is_aside else self.counts
 
     def _aside_of(self, loss: torch.Tensor, means: Means, weight: StepLoss) -> LossAside:
         counts = TargetCounts()
@@ -118,9 +125,10 @@ class StepLosses(StepValues):
             self._loss.require(loss)
 
     def after_backward(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Refuse a rank without targets whose loss did add something."""
+        """Refuse a rank without targets whose loss did add something; note if padding was trained on."""
         state = self._handle.state if self._handle is not None else None
         if self._loss is not None and state is not None:
+            self._counts.note_padding(TRAINS, state.take_padding_gradients())
             self._loss.after_backward(state, parameters)
 
 

@@ -149,3 +149,12 @@ class StepValues(RunMesh):
         if not self.in_step or self._part is None:
             return torch.arange(x.size(dim), device=x.device)[None]
         return self._part.position_ids
+
+    def token_mask(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """bool [1, L]: which of a step's tokens are of the sequence, and no padding; all of ``x`` outside."""
+        size, real = x.size(dim), x.size(dim)
+        if self._part is not None and self._handle is not None and self._handle.state is not None:
+            self._handle.state.padding_asked = True
+            size = self._part.layout.local_len
+            real = self._part.layout.real_len(self.mesh.cp_rank)
+        return (torch.arange(size, device=x.device) < real)[None]

@@ -22,7 +22,9 @@ from lightning_cp.loss import (
 from lightning_cp.loss_terms import declared_count
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.models.swap import StepState
+from lightning_cp.models.token_draws import place_of
 from lightning_cp.strategies.step.accumulation import AccumulatedTokens
+from lightning_cp.strategies.step.counts import COUNTS, MORE_TOKENS, NUMBER
 from lightning_cp.strategies.step.sharding import Sharding
 
 
@@ -44,7 +46,9 @@ class StepLoss:
         self._muted: torch.Tensor | None = None
         self._own: torch.Tensor | None = None
         self._declared: torch.Tensor | None = None
-        self._is_used = False
+        self._layout, self._rows = sharding.part.layout, sharding.part.rows
+        self._padding: torch.Tensor | None = None
+        self._is_used = self._is_number = False
 
     @property
     def shares(self) -> list[float]:
@@ -85,11 +89,40 @@ class StepLoss:
 
         Raises:
             ConfigError: no count, or a second one before the loss of the first went backward; or in one
-                batch where windows of accumulation are weighted.
+                batch where windows of accumulation are weighted; or, where nothing is trained, of padding.
         """
         if self._declared is not None and (self._of_window or not self._is_used):
             raise ConfigError(_TWICE)
+        self._note_padding(counted)
+        if not self._trains and self._padding is not None and self._padding:
+            raise ConfigError(COUNTS + MORE_TOKENS)
         return declared_count(counted)
+
+    def _note_padding(self, counted: torch.Tensor | float) -> None:
+        """Look at what was declared for padding of this rank's; the outcome stays on the device."""
+        self._padding, self._is_number = None, False
+        real, local = self._layout.real_len(self._mesh.cp_rank), self._layout.local_len
+        if real == local:
+            return
+        shape = counted.shape if isinstance(counted, torch.Tensor) else ()
+        place = place_of(shape, self._rows, local)
+        if not isinstance(counted, torch.Tensor) or place is None:
+            self._is_number = True
+        elif place.token is None:
+            self._padding = (counted.detach().unflatten(0, (-1, local))[:, real:] != 0).any()
+        else:
+            self._padding = (counted.detach().narrow(place.token, real, local - real) != 0).any()
+
+    def padding(self, *, by_hand: bool, asked: bool) -> tuple[str, torch.Tensor | None]:
+        """How padding counts in the loss, and whether it does; ``None``: as far as is known it does not.
+
+        Args:
+            by_hand: a loss whose own count is not known, so that a number cannot be compared with it.
+            asked: the step knows which tokens are padding.
+        """
+        if self._is_number and by_hand and not asked:
+            return NUMBER, torch.tensor(True)
+        return COUNTS, self._padding
 
     def declare(self, count: torch.Tensor) -> None:
         """From here on the loss of this rank counts so many targets, and not the batch's labels. Collective.
