@@ -20,6 +20,7 @@ from lightning_cp.comm.reduce import all_sum
 from lightning_cp.logs.found import Ranks, agree_on_calls
 from lightning_cp.logs.ranks import equal, side_by_side, weighted_mean
 from lightning_cp.logs.token_mean import Options
+from lightning_cp.loss_calls import NUMBERS, Doubt, doubts, explained
 from lightning_cp.mesh import ContextParallelMesh, Flat
 
 
@@ -66,6 +67,12 @@ class Call:
     """Of a ratio: what a rank that did not call it needs to show it."""
     key: str = ""
     """What it has in common with the same call on other ranks."""
+    evidence: torch.Tensor | None = None
+    """In evaluation, of a float: how it may have come about."""
+
+
+_Seen = tuple[Call, bool, list[bool], torch.Tensor]
+"""A call that all ranks have: whether their values are the same, its doubts, and their evidence."""
 
 
 class StepLog:
@@ -82,6 +89,7 @@ class StepLog:
         self._warn = warn
         self._join = join
         self._told: set[str] = set()
+        self._doubted: set[tuple[Doubt, str]] = set()
         self.drop()
 
     def open(self) -> None:
@@ -132,6 +140,7 @@ class StepLog:
             lists[first : first + mesh.sample_size],
             mesh,
             ranks.shares if of_a_batch else None,
+            looks=of_a_batch and not together,
         )
         for call in calls:
             call.emit()
@@ -142,21 +151,62 @@ class StepLog:
         lists: list[list[Any]],
         mesh: ContextParallelMesh,
         shares: list[float] | None,
+        *,
+        looks: bool,
     ) -> None:
-        """Everything but ratios, as far as all ranks of the cp group have it."""
+        """Everything but ratios, as far as all ranks of the cp group have it.
+
+        Args:
+            calls: this rank's.
+            lists: those of each rank of the cp group.
+            mesh: the process groups.
+            shares: of each rank, what means are weighted by; ``None``: nothing.
+            looks: floats come with evidence, which is exchanged along with them and looked at.
+        """
         peers = [{key: kind for key, kind, *_ in one} for one in lists]
         common = set.intersection(*map(set, peers))
         shared = [call for call in calls if call.key in common and not _is_ratio(call)]
         shared.sort(key=_key)
-        rows = side_by_side([call.values[0] for call in shared], mesh)
-        alike = torch.stack([equal(row).all() for row in rows]).tolist() if rows else []
+        values = [call.values[0] for call in shared]
+        if looks:
+            nothing = torch.full((NUMBERS,), torch.nan, dtype=torch.float64)
+            values += [nothing if x.evidence is None else x.evidence for x in shared]
+        both = side_by_side(values, mesh)
+        rows, evidence = both[: len(shared)], both[len(shared) :]
+        found = [equal(row).all()[None] for row in rows] + [doubts(each) for each in evidence]
+        told = torch.cat(found).tolist() if found else []  # waits for the device once
+        alike = told[: len(shared)]
+        if looks:
+            seen = [told[at : at + len(Doubt)] for at in range(len(shared), len(told), len(Doubt))]
+            self._doubt(list(zip(shared, alike, seen, evidence, strict=True)), calls)
         for call, row, same in zip(shared, rows, alike, strict=True):
             kinds = {peer[call.key] for peer in peers}
             kind = call.kind if len(kinds) == 1 else Kind.METRIC
-            if kind in _MEANS and shares is not None:
+            if kind in MEANS and shares is not None:
                 call.emit = _given(call.emit, weighted_mean(row, shares))
             elif not same:
                 self._settle_one(call, kind, row, shares)
+
+    def _doubt(self, shared: list[_Seen], calls: list[Call]) -> None:
+        """Warn of values that are weighted by other targets than they were computed from."""
+        told = False
+        for call, _, found, evidence in shared:
+            for doubt in (Doubt.MEAN, Doubt.SUM):
+                if found[doubt.value]:
+                    told = True
+                    self._warn_once(call, doubt, [call.name], evidence)
+        apart = [seen for seen in shared if seen[2][Doubt.STEP.value] and not seen[1]]
+        if apart and not told and not any(map(_is_ratio, calls)):
+            (call, _, _, evidence), names = apart[0], [call.name for call, *_ in apart]
+            self._warn_once(call, Doubt.STEP, names, evidence)
+
+    def _warn_once(
+        self, call: Call, doubt: Doubt, names: list[str], evidence: torch.Tensor
+    ) -> None:
+        about = doubt, call.where if doubt is Doubt.STEP else call.name
+        if about not in self._doubted:
+            self._doubted.add(about)
+            self._warn(explained(doubt, call.where, names, evidence))
 
     def _joined(self, own: list[Any], lists: list[list[Any]]) -> list[Call]:
         """Ratios that only other ranks have logged: here nothing was counted."""
@@ -201,7 +251,7 @@ class StepLog:
         )
 
 
-_MEANS = (Kind.MEAN, Kind.LARGEST, Kind.SMALLEST)
+MEANS = (Kind.MEAN, Kind.LARGEST, Kind.SMALLEST)
 
 _TOLD = {
     Kind.MEAN: "Shown is the plain mean over these ranks.",

@@ -11,23 +11,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from lightning_cp.loss_terms import note_mean, targets_of
+from lightning_cp.loss_terms import Count, note_mean, targets_of
 from lightning_cp.models.functions import LINK, Link, Replaced, replace_everywhere, take_back
 from lightning_cp.models.handle import SwapHandle
 
-Note = Callable[..., None]
+Counted = Callable[..., Count | None]
+"""What a mean was taken over; ``SUM`` of a sum, ``None`` of losses that are reduced elsewhere."""
+
+SUM = -1.0
 
 
 def follow_losses(handle: SwapHandle) -> None:
-    """While a step is active, note the counts of means that backward may come through.
-
-    ``nll_loss`` is left alone: its node in the autograd graph tells.
-    """
+    """While a step is active, note what losses count: of means in the graph that backward comes through, and
+    in evaluation, where there is none, beside what is logged."""
     held = weakref.ref(handle)  # what is global must not keep a model alive
-    known = [(F, "cross_entropy", _note), (F, "linear_cross_entropy", _note_linear)]
-    known.append((sys.modules.get("litgpt.utils"), "chunked_cross_entropy", _note_chunked))
+    known: list[tuple[Any, str, Counted]]
+    known = [(F, name, _counted) for name in ("cross_entropy", "nll_loss")]
+    known.append((F, "linear_cross_entropy", _counted_linear))
+    known.append((sys.modules.get("litgpt.utils"), "chunked_cross_entropy", _counted_chunked))
     replaced = [
-        _replace(home, name, note, held) for home, name, note in known if hasattr(home, name)
+        _replace(home, name, counted, held) for home, name, counted in known if hasattr(home, name)
     ]
     replace_everywhere({one.link.original: one.ours for one in replaced})
     undo = weakref.finalize(handle, take_back, replaced)
@@ -35,26 +38,35 @@ def follow_losses(handle: SwapHandle) -> None:
     handle.on_undo(undo)
 
 
-def _replace(home: Any, name: str, note: Note, held: Callable[[], SwapHandle | None]) -> Replaced:
+def _replace(
+    home: Any, name: str, counted: Counted, held: Callable[[], SwapHandle | None]
+) -> Replaced:
     original = getattr(home, name)
     link = Link(original)
 
     @functools.wraps(original)
     def noting(*args: Any, **kwargs: Any) -> torch.Tensor:
         loss = link.original(*args, **kwargs)
-        if torch.compiler.is_compiling() or not loss.requires_grad:
+        if torch.compiler.is_compiling():
             return loss
         handle = held()
-        if handle is not None and handle.active:
-            note(loss, *args, **kwargs)
+        state = None if handle is None else handle.state
+        if state is None or not (loss.requires_grad or state.losses is not None):
+            return loss
+        count = counted(*args, **kwargs)
+        if count is None:
+            return loss
+        if count is not SUM:
+            note_mean(loss, count)
+        if state.losses is not None:
+            state.losses.note(loss, None if count is SUM else count)
         return loss
 
     setattr(noting, LINK, link)
     return Replaced(home, name, noting, link)
 
 
-def _note(
-    loss: torch.Tensor,
+def _counted(
     input: Any,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -63,14 +75,16 @@ def _note(
     reduce: object = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> None:
-    if reduction == "mean" and size_average is None and reduce is None:
-        classes = input.shape[1 if len(input.shape) > 1 else 0]
-        note_mean(loss, targets_of(target, weight, ignore_index, classes))
+) -> Count | None:
+    if size_average is not None or reduce is not None or reduction == "none":
+        return None
+    if reduction == "sum":
+        return SUM
+    classes = input.shape[1 if len(input.shape) > 1 else 0]
+    return targets_of(target, weight, ignore_index, classes)
 
 
-def _note_linear(
-    loss: torch.Tensor,
+def _counted_linear(
     input: torch.Tensor,
     linear_weight: torch.Tensor,
     target: torch.Tensor,
@@ -79,18 +93,15 @@ def _note_linear(
     reduction: str = "mean",
     ignore_index: int | None = None,
     **kwargs: Any,
-) -> None:
-    if reduction == "mean":
-        ignored = -100 if ignore_index is None else ignore_index
-        note_mean(loss, targets_of(target, weight, ignored, linear_weight.shape[0]))
+) -> Count | None:
+    if reduction != "mean":
+        return SUM if reduction == "sum" else None
+    ignored = -100 if ignore_index is None else ignore_index
+    return targets_of(target, weight, ignored, linear_weight.shape[0])
 
 
-def _note_chunked(
-    loss: torch.Tensor,
-    logits: Any,
-    targets: torch.Tensor,
-    chunk_size: int = 128,
-    ignore_index: int = -100,
-) -> None:
+def _counted_chunked(
+    logits: Any, targets: torch.Tensor, chunk_size: int = 128, ignore_index: int = -100
+) -> Count:
     """LitGPT's."""
-    note_mean(loss, targets_of(targets, None, ignore_index))
+    return targets_of(targets, None, ignore_index)

@@ -10,6 +10,7 @@ from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
+from lightning_cp.loss_calls import LossCalls
 from lightning_cp.models.facts import PositionFacts
 
 
@@ -66,6 +67,8 @@ class StepState:
     cached_by: str = ""
     """The model that would make a key/value cache in one process, which hides packing from its masks."""
 
+    losses: LossCalls | None = None
+    """In evaluation: what loss functions have counted."""
     weighted: bool = False
     """A loss of this step was given its weight, as the strategy's ``backward`` does."""
     ended: bool = False

@@ -12,6 +12,7 @@ import torch
 from lightning_cp.batch import ShardedBatch, read_batch
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import LayoutChoice, SequenceLayout
+from lightning_cp.loss_calls import LossCalls
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.models.facts import PositionFacts
 from lightning_cp.models.swap import StepState
@@ -46,6 +47,7 @@ class StepsAside(AttachedModel):
             labels_read=self.rules.labels,
             needs_loss=self._needs_loss or self._trains,
             trains=self._trains,
+            losses=None if self._trains else LossCalls(),
         )
 
     @contextmanager

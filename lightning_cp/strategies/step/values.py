@@ -87,6 +87,13 @@ class StepValues(RunMesh):
         """Each cp rank's share of the current batch's targets."""
         return self._loss.shares if self._loss else [1 / self.mesh.cp_size] * self.mesh.cp_size
 
+    def evidence(self, value: torch.Tensor) -> torch.Tensor | None:
+        """In evaluation: how a value may have come about that is going to be weighted by ``shares``."""
+        state = self._handle.state if self._handle is not None else None
+        if state is None or state.losses is None or self._loss is None:
+            return None
+        return state.losses.evidence(value, self._loss.targets)
+
     def gathering(self) -> AbstractContextManager[None]:
         """A block at whose end ranks agree, also on what ``take_found`` gives."""
         return nullcontext() if self._handle is None else self._handle.checks.gathering()

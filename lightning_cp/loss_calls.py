@@ -1,0 +1,161 @@
+"""Loss functions that a step of evaluation calls, beside the values that it logs.
+
+Without gradients there is no graph that tells what a value is made of (``loss_terms``), so that values are
+compared: one that equals a loss is that loss. Nothing here waits for a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+
+from lightning_cp.loss_terms import Count
+
+NUMBERS = 4
+"""How many an evidence has: what the value was found to be a mean over, its ratio to the sums of losses, what
+a loss counted besides, and the targets of the rank. NaN where there is none."""
+
+
+class Doubt(Enum):
+    """A reason why a value's mean over ranks is not one process's; its place in ``doubts``."""
+
+    MEAN = 0
+    """It is a mean over something else."""
+    SUM = 1
+    """It is a sum, times the same number on all ranks."""
+    STEP = 2
+    """A loss counted something else, and the value may be made of it."""
+
+
+class LossCalls:
+    """Those of one step, on one rank."""
+
+    def __init__(self) -> None:
+        self._means: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._last_sum: torch.Tensor | None = None
+        self._sums: torch.Tensor | None = None
+
+    def note(self, loss: torch.Tensor, count: Count | None) -> None:
+        """A loss function was called.
+
+        Args:
+            loss: what it returned.
+            count: how many targets of this rank it is a mean over; ``None``: it is their sum.
+        """
+        loss = loss.detach()
+        if count is not None:
+            self._means = [*self._means[-7:], (loss, _number(count, loss.device))]
+            return
+        self._last_sum = loss  # a mean may be made of several
+        self._sums = loss + (0 if self._sums is None else self._sums.to(loss))
+
+    def evidence(self, value: torch.Tensor, targets: torch.Tensor | float) -> torch.Tensor:
+        """float64 [4]: how a logged value may have come about.
+
+        Args:
+            value: one number.
+            targets: of this rank, by which the value is going to be weighted.
+        """
+        value, own = value.detach(), _number(targets, value.device)
+        known = ratio = other = _number(torch.nan, value.device)
+        for mean, count in self._means:
+            count = count.to(value.device)
+            found = _close(value, mean) & (known != own)
+            known = torch.where(found, count, known)
+            other = torch.where(count != own, count, other)
+        for total in (self._last_sum, self._sums):
+            if total is not None:
+                known = torch.where(_close(value, total / own.to(total)), own, known)
+        if self._sums is not None and not _is_narrow(value) and not _is_narrow(self._sums):
+            ratio = value.double() / self._sums.to(value.device).double()
+        return torch.stack([known, ratio, other, own])
+
+
+def doubts(evidence: torch.Tensor) -> torch.Tensor:
+    """bool [3], by ``Doubt``: what is wrong with a value, at most one of them.
+
+    Args:
+        evidence: float64 [ranks, 4], of the ranks that share a sample.
+    """
+    known, ratio, other, targets = evidence.unbind(1)
+    held = targets > 0
+    is_mean = held.any() & (known.isfinite() | ~held).all()
+    of_mean = is_mean & _misfit(known, targets, held)
+    low, high = _range(ratio, held)
+    fewest, most = _range(targets, held)
+    same = ((high - low).abs() <= 1e-5 * high.abs()) & (high != 0) & high.isfinite()
+    tells = (most - fewest > 1e-3 * most) | ((high - 1).abs() < 1e-5)  # not c / targets
+    of_sum = ~is_mean & same & tells & (held.sum() > 1)
+    besides = torch.where(other.isfinite(), other, targets)
+    of_step = ~is_mean & ~of_sum & _misfit(besides, targets, held)
+    return torch.stack([of_mean, of_sum, of_step])
+
+
+def explained(doubt: Doubt, where: str, names: Sequence[str], evidence: torch.Tensor) -> str:
+    """A warning of logged values.
+
+    Args:
+        doubt: what is wrong.
+        where: the hook.
+        names: of the values.
+        evidence: of the first of them; read here, so that this waits for the device.
+    """
+    known, _, other, targets = evidence.T.tolist()
+    besides = [y if math.isnan(x) else x for x, y in zip(other, targets, strict=True)]
+    counts = _listed(besides if doubt is Doubt.STEP else known)
+    name = ", ".join(map(repr, names))
+    return _SAID[doubt].format(name=name, where=where, counts=counts, labels=_listed(targets))
+
+
+def _listed(counts: Sequence[float]) -> str:
+    """As ``61, 55``; of many ranks the first ones."""
+    return ", ".join(f"{count:g}" for count in counts[:4]) + (", ..." if counts[4:] else "")
+
+
+_SAID = {
+    Doubt.MEAN: "self.log({name}, ...) in {where} was given a mean over other targets than the batch's "
+    "labels ({counts} on the ranks that share a sample, which have {labels} labels), so it shows another "
+    "value than one process would. Log self.cp_log({name}, loss * count, count) of ContextParallelMixin, "
+    "where count is what the loss divides by on this rank (the number of its targets, or the sum of their "
+    "classes' weights); or call self.count_targets(count) in the step.",
+    Doubt.SUM: "self.log({name}, ...) in {where} was given a sum over targets (a loss with reduction='sum'), "
+    "and shows its mean over the ranks that share a sample ({labels} labels), not what one process would "
+    "show. Log the mean, self.cp_log({name}, total, count) of ContextParallelMixin; for the sum, compute it "
+    "from self.unshard(losses of tokens), which all ranks have.",
+    Doubt.STEP: "a loss function in {where} counted {counts} targets on the ranks that share a sample, which "
+    "have {labels} labels, so what self.log shows of it (maybe {name}) is another value than one process "
+    "would show. Log self.cp_log(name, loss * count, count) of ContextParallelMixin; or call "
+    "self.count_targets(count) in the step.",
+}
+
+
+def _misfit(counts: torch.Tensor, targets: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    """True if ranks' shares of the one are not their shares of the other."""
+    counts = counts.where(held, 0.0)
+    shares, wanted = counts / counts.sum(), targets / targets.sum()
+    return ((shares - wanted).abs() > 1e-5 * wanted).any()
+
+
+def _range(x: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.where(held, torch.inf).amin(), x.where(held, -torch.inf).amax()
+
+
+def _close(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """But for rounding in the coarser of both dtypes; NaN is NaN."""
+    eps = max(torch.finfo(x.dtype).eps for x in (value, other) if x.is_floating_point())
+    a, b = value.double(), other.to(value.device).double()
+    return ((a - b).abs() <= 4 * eps * b.abs()) | (a.isnan() & b.isnan())
+
+
+def _number(x: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+    """float64 []; a number of Python is filled in there, as a copy would wait for the device."""
+    if isinstance(x, torch.Tensor):
+        return x.detach().to(device, torch.float64)
+    return torch.full((), x, dtype=torch.float64, device=device)
+
+
+def _is_narrow(x: torch.Tensor) -> bool:
+    return x.is_floating_point() and torch.finfo(x.dtype).bits < 32
