@@ -14,9 +14,9 @@ import torch
 
 from lightning_cp.loss_terms import Count
 
-NUMBERS = 4
+NUMBERS = 5
 """How many an evidence has: what the value was found to be a mean over, its ratio to the sums of losses, what
-a loss counted besides, and the targets of the rank. NaN where there is none."""
+another loss counted, that loss, and the targets of the rank. NaN where there is none."""
 
 
 class Doubt(Enum):
@@ -53,34 +53,35 @@ class LossCalls:
         self._sums = loss + (0 if self._sums is None else self._sums.to(loss))
 
     def evidence(self, value: torch.Tensor, targets: torch.Tensor | float) -> torch.Tensor:
-        """float64 [4]: how a logged value may have come about.
+        """float64 [5]: how a logged value may have come about.
 
         Args:
             value: one number.
             targets: of this rank, by which the value is going to be weighted.
         """
         value, own = value.detach(), _number(targets, value.device)
-        known = ratio = other = _number(torch.nan, value.device)
+        known = ratio = other = loss = _number(torch.nan, value.device)
         for mean, count in self._means:
             count = count.to(value.device)
             found = _close(value, mean) & (known != own)
             known = torch.where(found, count, known)
+            loss = torch.where(count != own, mean.to(known), loss)
             other = torch.where(count != own, count, other)
         for total in (self._last_sum, self._sums):
             if total is not None:
                 known = torch.where(_close(value, total / own.to(total)), own, known)
         if self._sums is not None and not _is_narrow(value) and not _is_narrow(self._sums):
             ratio = value.double() / self._sums.to(value.device).double()
-        return torch.stack([known, ratio, other, own])
+        return torch.stack([known, ratio, other, loss, own])
 
 
 def doubts(evidence: torch.Tensor) -> torch.Tensor:
     """bool [3], by ``Doubt``: what is wrong with a value, at most one of them.
 
     Args:
-        evidence: float64 [ranks, 4], of the ranks that share a sample.
+        evidence: float64 [ranks, 5], of the ranks that share a sample.
     """
-    known, ratio, other, targets = evidence.unbind(1)
+    known, ratio, other, loss, targets = evidence.unbind(1)
     held = targets > 0
     is_mean = held.any() & (known.isfinite() | ~held).all()
     of_mean = is_mean & _misfit(known, targets, held)
@@ -90,7 +91,9 @@ def doubts(evidence: torch.Tensor) -> torch.Tensor:
     tells = (most - fewest > 1e-3 * most) | ((high - 1).abs() < 1e-5)  # not c / targets
     of_sum = ~is_mean & same & tells & (held.sum() > 1)
     besides = torch.where(other.isfinite(), other, targets)
-    of_step = ~is_mean & ~of_sum & _misfit(besides, targets, held)
+    least, largest = _range(loss, loss.isfinite())
+    is_whole = (loss.isfinite().sum() > 1) & (least == largest)  # of the sequence, from unshard
+    of_step = ~is_mean & ~of_sum & ~is_whole & _misfit(besides, targets, held)
     return torch.stack([of_mean, of_sum, of_step])
 
 
@@ -103,7 +106,7 @@ def explained(doubt: Doubt, where: str, names: Sequence[str], evidence: torch.Te
         names: of the values.
         evidence: of the first of them; read here, so that this waits for the device.
     """
-    known, _, other, targets = evidence.T.tolist()
+    known, _, other, _, targets = evidence.T.tolist()
     besides = [y if math.isnan(x) else x for x, y in zip(other, targets, strict=True)]
     counts = _listed(besides if doubt is Doubt.STEP else known)
     name = ", ".join(map(repr, names))

@@ -167,9 +167,12 @@ def _sequence_dims(tensors: Mapping[str, torch.Tensor], rules: BatchRules) -> di
         if dim is None:
             continue
         if not -x.dim() <= dim < x.dim():
+            one_a_row = (
+                labels_per_row(tensors, rules.label_key) if name == rules.label_key else None
+            )
             raise ShapeError(
-                f"{name!r} has sequence dim {dim}, but its shape is {tuple(x.shape)}. "
-                f"{_ONE_A_ROW if name == rules.label_key and x.dim() == 1 else _another(name, x)}"
+                one_a_row
+                or f"{name!r} has sequence dim {dim}, but its shape is {tuple(x.shape)}. {_another(name, x)}"
             )
         dims[name] = dim % x.dim()
     return dims
@@ -182,7 +185,18 @@ def _another(name: str, x: torch.Tensor) -> str:
     return f"Say {own}sequence_dims={{{name!r}: None}} to give every rank all of it."
 
 
-_ONE_A_ROW = (
-    "A label for each row cannot be weighted: there must be one for each token, -100 where there is no "
-    "target."
-)
+def labels_per_row(tensors: Mapping[str, torch.Tensor], label_key: str) -> str | None:
+    """The refusal of labels of which each row has one, beside a tensor that has a sequence; else ``None``."""
+    labels = tensors.get(label_key)
+    if labels is None or labels.dim() != 1:
+        return None
+    rows = labels.shape[0]
+    if not any(x.dim() > 1 and x.shape[0] == rows for x in tensors.values()):
+        return None
+    return (
+        f"{label_key!r} of shape {tuple(labels.shape)} has a label for each row, which is not supported yet "
+        "where ranks share a sequence: there must be one for each token, -100 where there is no target. Pass "
+        "context_parallel_size=1 and data_parallel_size=<number of ranks>, which shares no sample. Or give "
+        "the labels of rows another name, and compute the loss from self.unshard(output); a batch then "
+        f"needs a {label_key!r} of any number but -100 for each token."
+    )

@@ -190,12 +190,13 @@ class StepLog:
     def _doubt(self, shared: list[_Seen], calls: list[Call]) -> None:
         """Warn of values that are weighted by other targets than they were computed from."""
         told = False
+        shared = [seen for seen in shared if not seen[1]]
         for call, _, found, evidence in shared:
             for doubt in (Doubt.MEAN, Doubt.SUM):
                 if found[doubt.value]:
                     told = True
                     self._warn_once(call, doubt, [call.name], evidence)
-        apart = [seen for seen in shared if seen[2][Doubt.STEP.value] and not seen[1]]
+        apart = [seen for seen in shared if seen[2][Doubt.STEP.value]]
         if apart and not told and not any(map(_is_ratio, calls)):
             (call, _, _, evidence), names = apart[0], [call.name for call, *_ in apart]
             self._warn_once(call, Doubt.STEP, names, evidence)

@@ -45,7 +45,8 @@ def refuse_mixing(model: nn.Module, skip: Iterable[nn.Module] = ()) -> None:
         f"these modules mix tokens along the sequence outside of attention: {shown}. Under context "
         "parallelism each rank would see its own tokens only, which is silently wrong. What is sharded is "
         "attention and whatever treats every token alone. If a module does not run along the sequence, set "
-        f"{LOCAL} = True on it; otherwise use a strategy without context parallelism."
+        f"{LOCAL} = True on it; otherwise pass context_parallel_size=1 and data_parallel_size=<number of "
+        "ranks>, which shares no sample."
     )
 
 

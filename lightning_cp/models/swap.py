@@ -62,8 +62,7 @@ def swap_attention(
     listed = None if roots is None else list(roots)
     if listed is not None:
         require_roots(listed, found, litgpts)
-    chosen = found if listed is None else [part for root in listed for part in hf_models(root)]
-    others = _apart(found, chosen)
+    chosen, others = _chosen(found, listed), left_out(model, listed)
     alone = left_alone(model, listed, others)
     refuse_mixing(model, others)
     litgpts = [root for root in litgpts if root not in alone]
@@ -123,9 +122,14 @@ def hf_models(model: nn.Module) -> list[Any]:
     return found
 
 
-def _apart(found: list[Any], chosen: Iterable[nn.Module]) -> list[nn.Module]:
-    """Hugging Face models that are not swapped, and hold none that is."""
-    inside = {part for root in chosen for part in root.modules()}
+def _chosen(found: list[Any], listed: Iterable[nn.Module] | None) -> list[Any]:
+    return found if listed is None else [part for root in listed for part in hf_models(root)]
+
+
+def left_out(model: nn.Module, listed: Iterable[nn.Module] | None) -> list[nn.Module]:
+    """Hugging Face models inside ``model`` that are not swapped, and hold none that is."""
+    found = hf_models(model)
+    inside = {part for root in _chosen(found, listed) for part in root.modules()}
     return [model for model in found if inside.isdisjoint(model.modules())]
 
 

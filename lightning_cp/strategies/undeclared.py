@@ -15,11 +15,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_cp.batch import BatchRules, read_batch
+from lightning_cp.batch.read import labels_per_row
+from lightning_cp.batch.rules import KNOWN_DIMS
 from lightning_cp.containers import tensors_of
 from lightning_cp.errors import ConfigError, ShapeError, UndeclaredError
 from lightning_cp.labels import are_shifted
+from lightning_cp.models.mixing import refuse_mixing
 from lightning_cp.models.sdpa import observe_sdpa
-from lightning_cp.models.swap import hf_models
+from lightning_cp.models.swap import hf_models, left_out
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.step.sharding import label_kind
 
@@ -72,7 +75,11 @@ def of_run(
         settings: the user's.
         needs_labels: the run weights a loss by them.
         batch: as the step gets it; ``None``: there is none yet.
+
+    Raises:
+        ConfigError: layers that cannot be shared, whatever is declared.
     """
+    refuse_mixing(model, left_out(model, options.get("modules")))
     errors, said = [first], settings.with_sequence_dims(options.get("sequence_dims") or {})
     key = options.get("label_key") or settings.label_key
     try:
@@ -81,6 +88,9 @@ def of_run(
         errors.append(error)
     if batch is None:
         return at_once(errors, settings)
+    one_a_row = labels_per_row(dict(tensors_of(batch)), key) if needs_labels else None
+    if one_a_row is not None:
+        return UndeclaredError([one_a_row], {})
     try:
         rules = BatchRules(said.sequence_dims, key, reads_masks=bool(hf_models(model)))
         read_batch(batch, rules, needs_labels=needs_labels)
@@ -108,9 +118,24 @@ def of_trainer(
     with suppress(Exception):  # any: it is the user's, and what is wrong with it comes later
         batch = _first_batch(trainer)
     if first.arguments.get("num_heads") is ... and batch is not None:
-        first.arguments["num_heads"] = _heads_of_step(module, batch, training=training)
+        heads = _heads_of_step(module, batch, training=training)
+        if heads is ... and not _may_share(module, batch, options, settings):
+            ranks = trainer.world_size // settings.tensor_parallel_size
+            alone = {"context_parallel_size": 1, "data_parallel_size": ranks}
+            return at_once([UndeclaredError(first.questions, alone)], settings)
+        first.arguments["num_heads"] = heads
     needs_labels = trainer.state.fn != TrainerFn.PREDICTING
     return of_run(first, module, options, settings, needs_labels=needs_labels, batch=batch)
+
+
+def _may_share(
+    module: nn.Module, batch: Any, options: Mapping[str, Any], settings: Settings
+) -> bool:
+    """True if something looks like attention, or like a sequence."""
+    declared = settings.sequence_dims or options.get("sequence_dims")
+    names = {name.rsplit(".", 1)[-1] for name, _ in tensors_of(batch)}
+    kinds = (type(part).__name__.lower() for part in module.modules())
+    return bool(declared or names & KNOWN_DIMS.keys()) or any("atten" in kind for kind in kinds)
 
 
 def _first_batch(trainer: Trainer) -> Any:

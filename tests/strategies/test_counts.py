@@ -329,6 +329,9 @@ def of_a_whole_row(module: Masked, batch: Batch, logits: torch.Tensor) -> torch.
     return F.cross_entropy(logits, labels) + 0.3 * further
 
 
+@pytest.mark.filterwarnings(
+    "ignore:self.log.'other', .* in validation_step was given a mean over other"
+)
 @pytest.mark.quick("with_a_metric", "of_a_whole_row", "of_two_heads")
 @pytest.mark.parametrize("way", [with_a_metric, with_a_detached_loss, of_two_heads, of_a_whole_row])
 def test_these_are_as_in_one_process(way: Callable[..., torch.Tensor]) -> None:

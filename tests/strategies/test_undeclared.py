@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from typing import Any
 
 import lightning as L
@@ -131,3 +132,114 @@ def test_fabric_asks_at_once() -> None:
 
 def test_it_is_a_config_error() -> None:
     assert issubclass(UndeclaredError, ConfigError)
+
+
+# -- what no declaration helps ------------------------------------------------------------------------
+
+
+class OfRows(Silent):
+    """A class for each row, by transformers."""
+
+    def __init__(self) -> None:
+        from transformers import BertConfig, BertForSequenceClassification
+
+        pl.LightningModule.__init__(self)
+        sizes: Any = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16}
+        config = BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=4)
+        config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+        self.net = BertForSequenceClassification(config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(**batch).loss
+
+
+class Recurrent(Silent):
+    """No attention: a state that goes along the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = nn.LSTM(32, 32, batch_first=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mixer(self.embed(ids))[0])
+
+
+class Rows(pl.LightningModule):
+    """No attention, and no sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def numbers() -> Any:
+    return DataLoader(torch.randn(8, 8, dtype=torch.float64), batch_size=2)  # type: ignore[arg-type]
+
+
+def start_in_vain(rank: int, world_size: int, kind: str, fabric: bool = False) -> str:
+    rows = [{"input_ids": torch.arange(12), "labels": torch.tensor(1)} for _ in range(4)]
+    module = {"rows": OfRows, "recurrent": Recurrent, "no sequence": Rows}[kind]()
+    data: Any = {"rows": DataLoader(rows, batch_size=2), "no sequence": numbers()}  # type: ignore[arg-type]
+    bare = {"labels": "auto"}
+
+    def start() -> None:
+        if not fabric:
+            trainer_of(world_size, bare).fit(module, data.get(kind, data_of("dict")))
+            return
+        strategy, plugins = Fabrics(parity_check="off"), [PoolEnvironment()]
+        runner = L.Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugins)
+        runner.launch()
+        runner.setup(module.net if kind == "rows" else module)
+        (batch, *_) = data["rows"]
+        strategy.shard_batch(batch)
+
+    with pytest.raises(ConfigError) as caught:
+        start()
+    return str(caught.value)
+
+
+@pytest.mark.quick("2-rows-fabric", "2-rows-trainer", "2-recurrent-trainer")
+@pytest.mark.parametrize("fabric", [False, True], ids=["trainer", "fabric"])
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        ("rows", r"'labels' of shape \(2,\) has a label for each row.*context_parallel_size=1"),
+        ("recurrent", r"these modules mix tokens .*mixer \(LSTM\).*context_parallel_size=1"),
+    ],
+    ids=["rows", "recurrent"],
+)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_no_declaration_helps_is_refused_at_once(
+    ranks: int, kind: str, match: str, fabric: bool
+) -> None:
+    for message in run_ranks(ranks, start_in_vain, kind, fabric):
+        assert re.search(match, message), message
+        assert "UlyssesRingStrategy(" not in message
+
+
+def start_rows(rank: int, world_size: int) -> tuple[str, torch.Tensor]:
+    message = start_in_vain(rank, world_size, "no sequence")
+    torch.manual_seed(1)
+    module, data = Rows(), numbers()
+    trainer_of(world_size, {"labels": "auto", **pasted(message)}).fit(module, data)
+    return message, weights(module)
+
+
+@pytest.mark.quick("2")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_model_without_attention_and_sequence_is_shown_data_parallelism(ranks: int) -> None:
+    (message, first), *others = run_ranks(ranks, start_rows)
+    assert pasted(message) == {"context_parallel_size": 1, "data_parallel_size": ranks}
+    assert "A model without attention cannot share a sequence" in message
+    assert not torch.equal(first, weights(Rows()))
+    for _, other in others:
+        close(other, first)
