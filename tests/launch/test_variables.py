@@ -135,7 +135,7 @@ def test_other_clusters_know_best(told: Callable[[Variables], None]) -> None:
 def test_where_no_sample_is_shared_ddp_decides(told: Callable[[Variables], None]) -> None:
     """A job of one task whose Trainer asks for two devices, and nodes that were not told of each other."""
 
-    def trainer(**sizes: int) -> Trainer:
+    def trainer(**sizes: Any) -> Trainer:
         strategy = UlyssesRingStrategy(**sizes)
         return Trainer(accelerator="cpu", devices=2, num_nodes=nodes, strategy=strategy)
 

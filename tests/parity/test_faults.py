@@ -104,10 +104,10 @@ def test_other_counts_are_said_beside_a_cause_in_the_forward() -> None:
     found = Evidence(base, beginning, {}, positions_ignored=True, other_counts=counts)
     behind = diagnose(found)
     assert behind.cause is Cause.LOCAL_POSITIONS
-    assert f"\nBesides, {counts}. For targets" in ill(base, {}, behind, 58)
+    assert f"\nBesides, {counts}. For targets" in ill(base, {}, behind, 58, uneven=False)
     alone = diagnose(replace(found, beginning=None))
     assert alone.cause is Cause.OTHER_TARGETS
-    assert ill(base, {}, alone, 58).count(counts) == 1
+    assert ill(base, {}, alone, 58, uneven=False).count(counts) == 1
 
 
 def fit_packed(rank: int, world_size: int, settings: dict[str, Any]) -> None:

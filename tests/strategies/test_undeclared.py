@@ -195,7 +195,8 @@ def start_in_vain(rank: int, world_size: int, kind: str, fabric: bool = False) -
         if not fabric:
             trainer_of(world_size, bare).fit(module, data.get(kind, data_of("dict")))
             return
-        strategy, plugins = Fabrics(parity_check="off"), [PoolEnvironment()]
+        plugins: list[Any] = [PoolEnvironment()]
+        strategy = Fabrics(parity_check="off")
         runner = L.Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugins)
         runner.launch()
         runner.setup(module.net if kind == "rows" else module)
