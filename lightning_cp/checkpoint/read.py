@@ -180,7 +180,7 @@ def _require_there(path: Path) -> None:
         there = f" That folder has: {', '.join(near[:5])}{more}." if near else ""
         if path.is_symlink():
             there = f" It is a link to {path.readlink().name}, which is not there.{there}"
-        raise MissingCheckpointError(f"there is no checkpoint {shown(path)}.{there}")
+        raise MissingCheckpointError(f"Checkpoint file not found: {shown(path)}.{there}")
 
 
 def _beside(path: Path) -> list[str]:

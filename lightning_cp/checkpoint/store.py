@@ -78,7 +78,7 @@ def local_copy(path: str) -> Iterator[Path]:
     system, place = url_to_fs(path)
     if not system.exists(place):
         raise MissingCheckpointError(
-            f"there is no checkpoint {path}. Give the URL of one that was saved."
+            f"Checkpoint file not found: {path}. Give the URL of one that was saved."
         )
     if system.isdir(place):
         raise CheckpointError(f"{path} is a folder. {SHARDED}")

@@ -69,17 +69,20 @@ class TrainerSetup(
     @override
     def setup_environment(self) -> None:
         """Connect the processes and, if its sizes are known, make the mesh."""
-        self._attach_callback()
+        module = self.lightning_module
+        trainer = (
+            None if module is None else module._trainer
+        )  # none: somebody tries the processes alone
+        if trainer is not None:
+            self._attach_callback(trainer)
         self._check_launcher()
         with going_on():
             super().setup_environment()
         self._check_world()
-        assert self.lightning_module is not None
-        self._begin_watch(self.lightning_module.trainer)
+        self._begin_watch(trainer)
         self._build_mesh()
-        if self.data_parallel_size == 1:
-            assert self.lightning_module is not None
-            leave_samplers_alone(self.lightning_module.trainer)
+        if self.data_parallel_size == 1 and trainer is not None:
+            leave_samplers_alone(trainer)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -259,10 +262,8 @@ class TrainerSetup(
             rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
             self._announced = weakref.ref(module)
 
-    def _attach_callback(self) -> None:
-        module = self.lightning_module
-        assert module is not None
-        callbacks: list[Any] = module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    def _attach_callback(self, trainer: Any) -> None:
+        callbacks: list[Any] = trainer.callbacks
         given = list(callbacks)
         self._callback = callback_among(callbacks)
         self._callback_is_given = self._callback in given

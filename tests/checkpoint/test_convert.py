@@ -70,7 +70,7 @@ def test_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main([str(tmp_path / "a"), str(tmp_path / "a")]) == 1
     assert "a exists already. Remove it" in capsys.readouterr().err
     assert main([str(tmp_path / "no"), str(tmp_path / "b")]) == 1
-    assert "there is no checkpoint" in capsys.readouterr().err
+    assert "Checkpoint file not found" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([str(tmp_path / "a")])
     assert "give a target to be written, or --verify" in capsys.readouterr().err
@@ -80,5 +80,5 @@ def test_as_a_program(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lightning_cp.checkpoint", str(tmp_path / "no"), "--verify"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: there is no checkpoint")
+    assert done.stderr.startswith("error: Checkpoint file not found")
     assert len(done.stderr.splitlines()) == 1

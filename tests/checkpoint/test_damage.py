@@ -109,9 +109,9 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     newest = "step-6.ckpt, step-5.ckpt, step-4.ckpt, step-3.ckpt, step-2.ckpt and 2 more.$"
     for missing in ("step-7.ckpt", "step-7"):
         refused(
-            tmp_path / missing, f"there is no checkpoint .*{missing}. That folder has: {newest}"
+            tmp_path / missing, f"Checkpoint file not found: .*{missing}. That folder has: {newest}"
         )
-    refused(tmp_path / "none" / "x.ckpt", "there is no checkpoint .*none/x.ckpt.$")
+    refused(tmp_path / "none" / "x.ckpt", "Checkpoint file not found: .*none/x.ckpt.$")
     (tmp_path / "text.ckpt").write_text("hello")
     refused(tmp_path / "text.ckpt", "text.ckpt is no complete checkpoint")
 

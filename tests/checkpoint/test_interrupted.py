@@ -53,7 +53,7 @@ def test_a_link_leads_to_what_a_kill_has_set_aside(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["step-1.ckpt", "last.ckpt"])
 def test_a_link_to_nothing_is_named(to: str, tmp_path: Path) -> None:
     (tmp_path / "last.ckpt").symlink_to(to)
-    with pytest.raises(CheckpointError, match=rf"there is no checkpoint .*{to}"):
+    with pytest.raises(CheckpointError, match=rf"Checkpoint file not found: .*{to}"):
         open_checkpoint(tmp_path / "last.ckpt")
 
 

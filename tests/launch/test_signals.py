@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning import Trainer
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_cp import console, jobs
 from lightning_cp.fabric import UlyssesRingStrategy
-from lightning_cp.strategies.watch import launchers
+from lightning_cp.strategies.watch import launchers, signals
 from lightning_cp.strategies.watch.launchers import FabricLauncher, ReportingFabricLauncher
 from tests.launch.start import SCRIPTS, Done, all_succeeded, free_port, ranks, torchrun_variables
 
@@ -140,6 +141,15 @@ def test_the_agent_of_torchrun_passes_it_on(
     assert done.output.count("SIGNAL SENT") == 1
     assert re.search(stopped("parent"), done.output), done.output[-3000:]
     goes_on(tmp_path, "torchrun", "file", tmp_path_factory.getbasetemp(), script)
+
+
+def test_a_program_that_sets_received_sigterm_is_heard() -> None:
+    """As schedulers' callbacks do, and Lightning's own tests."""
+    sent = signals.Sent()
+    connector = signals.StepSignals(Trainer(accelerator="cpu", devices=1, logger=False), sent)
+    assert (sent.wish(), connector.received_sigterm) == (0, False)
+    connector.received_sigterm = True
+    assert (sent.wish(), connector.received_sigterm) == (1, True)
 
 
 def test_sigterm_is_left_to_loops_that_do_not_ask() -> None:

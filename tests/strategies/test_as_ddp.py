@@ -167,6 +167,38 @@ class Lines(pl.Callback):
     """A callback of the module."""
 
 
+class Saving(Boring):
+    """Keeps what its hook is shown of a checkpoint."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.shown = checkpoint
+
+
+def save(rank: int, world_size: int, plain: bool, folder: Path) -> list[str]:
+    module, kind = Saving(), DDPStrategy if plain else UlyssesRingStrategy
+    trainer = trainer_of(world_size, {}, strategy=kind(), max_steps=1)
+    trainer.fit(module, Rows())
+    trainer.save_checkpoint(folder / "a.ckpt")
+    return sorted(module.shown)
+
+
+def test_hooks_are_shown_a_checkpoint_that_stays_as_it_was(tmp_path: Path) -> None:
+    (want,), (got,) = (run_ranks(1, save, plain, tmp_path) for plain in (True, False))
+    assert got == want
+
+
+def set_up(rank: int, world_size: int, plain: bool) -> int:
+    kind = DDPStrategy if plain else UlyssesRingStrategy
+    trainer = trainer_of(world_size, {}, strategy=kind(), max_steps=1)
+    trainer.strategy.setup_environment()
+    return torch.distributed.get_world_size()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_processes_connect_without_a_module(ranks: int) -> None:
+    assert run_ranks(ranks, set_up, False) == run_ranks(ranks, set_up, True) == [ranks] * ranks
+
+
 class Rows:
     """A loader that is no ``DataLoader``."""
 
@@ -205,6 +237,11 @@ def load_unattached(rank: int, world_size: int, folder: Path, plain: bool) -> li
             other.strategy.connect(module)
         found = other.strategy.load_checkpoint(path, weights_only=False)
         keys.append((sorted(found["state_dict"]), len(found["optimizer_states"])))
+        if module is not None:
+            other.strategy.load_model_state_dict(found)
+            keys.append(float(module.layer.weight.detach().sum()))
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
+        other.fit(Boring(), Rows(), ckpt_path=folder / "none.ckpt")
     return keys
 
 

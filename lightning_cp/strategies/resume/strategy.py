@@ -20,6 +20,7 @@ class ResumesExactly:
     def save_checkpoint(self: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save with what an exact resume needs, if a run has begun in this process; all ranks come here."""
         trainer = self.lightning_module._trainer
+        checkpoint = {**checkpoint}  # the one that hooks were shown is theirs
         if trainer is not None and self._core.mesh_sizes:
             self._resume.add_to(checkpoint, trainer, self._core, self.root_device)
         super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]

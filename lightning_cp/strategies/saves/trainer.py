@@ -131,7 +131,8 @@ class TrainerSaves(SavesOfBoth):
             CheckpointError: a name, shape or dtype differs; the model and the optimizers are as they were.
         """
         module = self.lightning_module
-        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        trainer = module._trainer
+        fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         dtype = _DTYPES.get(str(self.precision_plugin.precision))
         # Of another model, first of all: the optimizer of that does not fit either.
         load_module(module, checkpoint["state_dict"], strict=strict, dtype=dtype, check_only=True)

@@ -132,6 +132,8 @@ class StepSignals(_SignalConnector):
     @received_sigterm.setter
     def received_sigterm(self, received: bool) -> None:
         self._received = received
+        if received and self._sent is not None:  # by a program that wants all ranks to stop
+            self._sent.stop()
 
     def _sigterm_notifier_fn(self, signum: Any, _: Any) -> None:
         self._received = True
