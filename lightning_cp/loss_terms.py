@@ -17,6 +17,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_cp.errors import ConfigError
 
@@ -82,7 +83,7 @@ def counted_means(loss: torch.Tensor) -> Means:
                 continue
             other_terms |= not factors and not _is_shared(node)
             constants = _constants(node)
-            numbers += [x.item() for x in constants if _is_number(x)]
+            numbers += [_value_of(x) for x in constants if _is_number(x)]
             own_factor |= bool(factors) and not all(map(_is_number, constants))
             ahead.extend(factors)
         elif not _is_shared(node):
@@ -220,6 +221,12 @@ def _is_number(x: torch.Tensor) -> bool:
         return False
     narrow = torch.tensor(1, dtype=torch.float16 if x.is_floating_point() else torch.int8)
     return not x.dim() and torch.result_type(narrow, x) == narrow.dtype
+
+
+def _value_of(number: torch.Tensor) -> float:
+    """Read a wrapped number; a dispatch mode of the user (a FLOP counter) would be handed it unwrapped."""
+    with _disable_current_modes():
+        return number.item()
 
 
 def _is_shared(node: Any) -> bool:

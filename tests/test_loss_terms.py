@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.loss_terms import (
@@ -156,6 +157,13 @@ def test_numbers_of_python_are_told() -> None:
     loss = torch.stack([torch.sub(one * 3, other / 7.5, alpha=2), 0.5 * other]).sum() / True
     means = counted_means(loss)
     assert sorted(means.numbers) == [0.5, 2, 3, 7.5]
+
+
+def test_numbers_are_told_under_a_mode_that_counts() -> None:
+    """Which is handed numbers that autograd has wrapped as Python has them."""
+    with FlopCounterMode(display=False):
+        means = counted_means(mean(tokens()) * 3)
+    assert means.numbers == [3]
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
