@@ -122,8 +122,9 @@ def loop(rank: int, world_size: int, engine: str) -> None:
                 before.append(len(calls))
                 local = strategy.shard_batch(batch)
                 logits = model(local["input_ids"], local["position_ids"])
-                strategy.count_targets(local["labels"] != -100)
-                fabric.backward(logits.square().mean())
+                mask = local["labels"] != -100
+                count = strategy.count_targets(mask)
+                fabric.backward((logits.square().mean(-1) * mask).sum() / count)
                 optimizer.step()
         finally:
             assert 0 < before[-1] == len(calls)
