@@ -49,6 +49,9 @@ class Odd(Small):
         more = 0.1 * self.sometimes.square().sum()
         if "position_ids" not in batch:
             return loss + more
+        strategy: Any = self.trainer.strategy
+        # A share of the step's own says nothing of what the loss counts.
+        strategy.count_targets(batch["labels"] != -100)
         share = self.share(batch["labels"])
         holds_first = int(batch["position_ids"][0, 0]) == 0
         # One process adds it always; of several, one rank, by whose share of targets it is multiplied.
