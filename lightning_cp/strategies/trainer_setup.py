@@ -70,9 +70,8 @@ class TrainerSetup(
     def setup_environment(self) -> None:
         """Connect the processes and, if its sizes are known, make the mesh."""
         module = self.lightning_module
-        trainer = (
-            None if module is None else module._trainer
-        )  # none: somebody tries the processes alone
+        # Without a Trainer somebody connects the processes alone.
+        trainer = None if module is None else module._trainer
         if trainer is not None:
             self._attach_callback(trainer)
         self._check_launcher()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -106,3 +107,21 @@ def same_reports(got: Report, want: Report, skip: str = "\n") -> None:
     same(got["seen"], want["seen"], skip)
     if got["csv"]:
         same(got["csv"], want["csv"], skip)
+
+
+class Told(logging.Handler):
+    """What our logger says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("lightning_cp").addHandler(self)
+        return self.lines
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("lightning_cp").removeHandler(self)

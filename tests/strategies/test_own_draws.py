@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from tests.pool import run_ranks
+from tests.strategies.logs import Told
 from tests.strategies.small import HYBRID, RING, ULYSSES, Batch, Settings, Small, loader, trainer_of
 from tests.strategies.test_fabric import fabric_of, model_of
 
@@ -54,26 +54,9 @@ class Drawing(Small):
         return super().training_step(batch, batch_idx)
 
 
-class Lines(logging.Handler):
-    """What the package says on this rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-    def __enter__(self) -> Lines:
-        logging.getLogger("lightning_cp").addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("lightning_cp").removeHandler(self)
-
-    @property
-    def of_draws(self) -> list[str]:
-        return [line for line in self.said if "drew different random numbers" in line]
+def of_draws(lines: list[str]) -> list[str]:
+    """Those that speak of different draws."""
+    return [line for line in lines if "drew different random numbers" in line]
 
 
 def train(
@@ -81,9 +64,9 @@ def train(
 ) -> tuple[list[str], list[float]]:
     module = Drawing(draw, declared)
     torch.manual_seed(3)
-    with Lines() as lines:
+    with Told() as lines:
         trainer_of(world_size, settings).fit(module, loader(6))
-    return lines.of_draws, module.after
+    return of_draws(lines), module.after
 
 
 def loop(
@@ -97,7 +80,7 @@ def loop(
     strategy: Any = fabric.strategy
     torch.manual_seed(3)
     after = []
-    with Lines() as lines:
+    with Told() as lines:
         for whole in fabric.setup_dataloaders(loader(6), use_distributed_sampler=False):
             batch = strategy.shard_batch(whole)
             logits = model(batch["input_ids"], batch["position_ids"])
@@ -109,7 +92,7 @@ def loop(
             fabric.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-    return lines.of_draws, after
+    return of_draws(lines), after
 
 
 @pytest.mark.quick("ring-*")
@@ -171,10 +154,10 @@ def train_with_check(rank: int, world_size: int) -> tuple[list[str], list[float]
     module = InTheCheck("nothing", False)
     module.calls.clear()
     settings = {**RING, "parity_check": "every_2"}
-    with Lines() as lines:
+    with Told() as lines:
         trainer_of(world_size, settings).fit(module, loader(6))
     assert len(module.calls) > len(module.after) == 3
-    return lines.of_draws, module.after
+    return of_draws(lines), module.after
 
 
 def test_steps_of_a_parity_check_do_not_count() -> None:

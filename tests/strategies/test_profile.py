@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from lightning_cp.named_ranges import PREFIX
 from tests.attention.wire import Wire
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.kinds import KINDS
+from tests.strategies.logs import Told
 from tests.strategies.small import (
     HYBRID,
     LENGTH,
@@ -37,24 +37,6 @@ ROWS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 8
 """Of the small model; it has one attention call."""
 ROUNDED = 1e-7
 """Seconds: moments are large numbers of microseconds."""
-
-
-class Told(logging.Handler):
-    """What our logger says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def __enter__(self) -> list[str]:
-        logging.getLogger("lightning_cp").addHandler(self)
-        return self.lines
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("lightning_cp").removeHandler(self)
 
 
 class Found(NamedTuple):
