@@ -29,16 +29,16 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def _outermost_members(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-            yield from _members(child)
+            yield from members(child)
         else:
             yield from _outermost_members(child)
 
 
-def _members(container: nn.Module) -> Iterator[nn.Module]:
+def members(container: nn.Module) -> Iterator[nn.Module]:
     """A list in a container (nanoGPT's dict of embeddings and a list of blocks) cannot be gathered itself."""
     for member in container.children():
         if isinstance(member, (nn.ModuleList, nn.ModuleDict)):
-            yield from _members(member)
+            yield from members(member)
         else:
             yield member
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.models.blocks import members
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.models.mixing import LOCAL
 from lightning_cp.models.report import ATTENTION
@@ -52,22 +53,13 @@ def watch_calls(model: nn.Module, handle: SwapHandle, skip: Collection[nn.Module
         if not torch.compiler.is_compiling():
             note(module, args)
 
-    outermost, at_once = {model, *_callable_children(model)}, untraced(note)
+    outermost, at_once = {model, *members(model)}, untraced(note)
     for module in model.modules():
         if module not in skip and _may_attend(module):
             hook = (
                 at_once if module in outermost else note_uncompiled
             )  # compiled inside of one, mostly
             handle.on_undo(add_hook(module.register_forward_pre_hook, hook))
-
-
-def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
-    """Those of a module and of its containers, which are no more than lists of them."""
-    for child in module.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _callable_children(child)
-        else:
-            yield child
 
 
 def _may_attend(module: nn.Module) -> bool:
