@@ -80,7 +80,9 @@ def test_ranks_that_wait_for_one_that_failed_are_ended(tmp_path: Path) -> None:
 
 def test_no_checkpoint_is_noticed_before_processes_start(tmp_path: Path) -> None:
     printed = failed(tmp_path, "resume=nope.ckpt")
-    assert "CheckpointError: resume=nope.ckpt is no checkpoint: there is no checkpoint" in printed
+    assert (
+        "CheckpointError: resume=nope.ckpt is no checkpoint: Checkpoint file not found" in printed
+    )
     assert "resume=auto with hydra.run.dir=FOLDER" in printed
     assert "Initializing distributed" not in printed
     assert "Traceback" not in printed

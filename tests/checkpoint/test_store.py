@@ -103,7 +103,7 @@ def test_what_is_damaged_missing_or_a_folder_is_refused() -> None:
     MemoryFileSystem().pipe_file("/saves/a.ckpt", bytes(data))
     with pytest.raises(CheckpointError, match=r"a\.ckpt is damaged"):
         opened()
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint memory://saves/b\. Give the URL"):
+    with pytest.raises(FileNotFoundError, match=r"not found: memory://saves/b\. Give the URL"):
         opened("memory://saves/b")
     with pytest.raises(CheckpointError, match=r"memory://saves is a folder\. A sharded"):
         opened("memory://saves")
@@ -148,7 +148,7 @@ def in_ranks(rank: int, world_size: int) -> None:
     assert fabric.load(path, {"model": model})["step"] == 3
     assert same({name: x.full_tensor() for name, x in model.state_dict().items()}, want)
     assert [x.name for x in Path().iterdir()] == ["a.ckpt"]
-    with pytest.raises(FileNotFoundError, match="no checkpoint shared:"):
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found: shared:"):
         fabric.load(f"{path}.not", {"model": model})
     with pytest.raises(CheckpointError, match="storage_options are for stores"):
         strategy.save_checkpoint("b.ckpt", {"step": 3}, storage_options={"key": "a"})
