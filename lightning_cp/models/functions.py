@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
+
+from lightning_cp.models.handle import SwapHandle
 
 Function = Callable[..., Any]
 
@@ -31,11 +34,22 @@ class Replaced(NamedTuple):
     link: Link
 
 
-def globals_of_all() -> Iterator[tuple[ModuleType, dict[str, Any]]]:
-    """Every loaded module, and a copy of its names."""
-    for module in list(sys.modules.values()):
+def replace_for(handle: SwapHandle, replaced: Sequence[Replaced]) -> None:
+    """Put the replacements in place until the swap is undone, or its handle is gone.
+
+    All of a swap in one call, as a look at every module takes 20 to 50 ms: programs hold 100,000 names.
+    """
+    replace_everywhere({one.link.original: one.ours for one in replaced})
+    undo = weakref.finalize(handle, take_back, replaced)
+    undo.atexit = False
+    handle.on_undo(undo)
+
+
+def globals_of_all(without: tuple[str, ...] = ()) -> Iterator[tuple[ModuleType, dict[str, Any]]]:
+    """Every loaded module whose name does not begin so, and a copy of its names."""
+    for key, module in list(sys.modules.items()):
         names = getattr(module, "__dict__", None)
-        if isinstance(names, dict):
+        if isinstance(names, dict) and not key.startswith(without):
             yield module, names.copy()
 
 

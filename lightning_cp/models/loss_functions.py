@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_cp.loss_terms import Count, note_mean, targets_of
-from lightning_cp.models.functions import LINK, Link, Replaced, replace_everywhere, take_back
+from lightning_cp.models.functions import LINK, Link, Replaced
 from lightning_cp.models.handle import SwapHandle
 
 Counted = Callable[..., Count | None]
@@ -21,24 +21,20 @@ Counted = Callable[..., Count | None]
 SUM = -1.0
 
 
-def follow_losses(handle: SwapHandle) -> None:
-    """While a step is active, note what losses count: of means in the graph that backward comes through, and
-    in evaluation, where there is none, beside what is logged."""
+def noted_losses(handle: SwapHandle) -> list[Replaced]:
+    """Losses that note what they count while a step is active: means in the graph that backward comes
+    through, and in evaluation, where there is none, what is logged."""
     held = weakref.ref(handle)  # what is global must not keep a model alive
     known: list[tuple[Any, str, Counted]]
     known = [(F, name, _counted) for name in ("cross_entropy", "nll_loss")]
     known.append((F, "linear_cross_entropy", _counted_linear))
     known.append((sys.modules.get("litgpt.utils"), "chunked_cross_entropy", _counted_chunked))
-    replaced = [
-        _replace(home, name, counted, held) for home, name, counted in known if hasattr(home, name)
+    return [
+        _noted(home, name, counted, held) for home, name, counted in known if hasattr(home, name)
     ]
-    replace_everywhere({one.link.original: one.ours for one in replaced})
-    undo = weakref.finalize(handle, take_back, replaced)
-    undo.atexit = False
-    handle.on_undo(undo)
 
 
-def _replace(
+def _noted(
     home: Any, name: str, counted: Counted, held: Callable[[], SwapHandle | None]
 ) -> Replaced:
     original = getattr(home, name)

@@ -14,15 +14,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.models.functions import (
-    LINK,
-    Function,
-    Link,
-    Replaced,
-    globals_of_all,
-    replace_everywhere,
-    take_back,
-)
+from lightning_cp.models.functions import LINK, Function, Link, Replaced, globals_of_all
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.untraced import untraced
 
@@ -43,20 +35,15 @@ _WEIGHTS = ("torch.nn.functional", "multi_head_attention_forward")
 """Computes by itself where the weights are asked for, which is the default."""
 
 
-def refuse_others(handle: SwapHandle) -> None:
-    """Have all of them refuse calls that ``handle`` would intercept, until the swap is undone."""
+def refused_others(handle: SwapHandle) -> list[Replaced]:
+    """All of them, refusing calls that ``handle`` would intercept."""
     own = dict(_loaded())
-    news: dict[Function, Function] = {}
     replaced: list[Replaced] = []
     for function, (home, name) in {**own, **_compiled(own)}.items():
         link = Link(function)
         ours = _refusing(f"{home.__name__}.{name}", link, weakref.ref(handle))
-        news[function] = ours
         replaced.append(Replaced(home, name, ours, link))
-    replace_everywhere(news)
-    undo = weakref.finalize(handle, take_back, replaced)
-    undo.atexit = False
-    handle.on_undo(undo)
+    return replaced
 
 
 Place = tuple[ModuleType, str]
@@ -75,8 +62,7 @@ def _compiled(own: Mapping[Function, Place]) -> dict[Function, Place]:
     """The compiled forms of them, where a module's globals hold any."""
     return {
         value: own[vars(value)[_ORIGINAL]]
-        for module, names in globals_of_all()
-        if not module.__name__.startswith(_LIBRARIES)
+        for _, names in globals_of_all(without=_LIBRARIES)
         for value in names.values()
         if type(value) is FunctionType and vars(value).get(_ORIGINAL) in own
     }

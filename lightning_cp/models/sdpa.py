@@ -24,8 +24,8 @@ from lightning_cp.untraced import untraced
 SDPA = "scaled_dot_product_attention"
 
 
-def swap_sdpa(handle: SwapHandle) -> None:
-    """Route calls through ``handle`` while it is active; others go to the original function."""
+def swapped_sdpa(handle: SwapHandle) -> Replaced:
+    """The function that routes calls through ``handle`` while it is active, others to the original."""
     original = F.scaled_dot_product_attention
     link = Link(original)
     held = weakref.ref(
@@ -53,12 +53,8 @@ def swap_sdpa(handle: SwapHandle) -> None:
         return _in_memory_as_theirs(handle.attention(q, k, v, spec), query)
 
     setattr(scaled_dot_product_attention, LINK, link)
-    replace_everywhere({original: scaled_dot_product_attention})
     handle.on_activate(_without_fast_path)
-    replaced = Replaced(F, SDPA, scaled_dot_product_attention, link)
-    undo = weakref.finalize(handle, take_back, [replaced])
-    undo.atexit = False
-    handle.on_undo(undo)
+    return Replaced(F, SDPA, scaled_dot_product_attention, link)
 
 
 def observe_sdpa(tell: Callable[..., None]) -> Callable[[], None]:

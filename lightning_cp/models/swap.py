@@ -13,18 +13,19 @@ from torch import nn
 from lightning_cp.attention.exchange import Exchange
 from lightning_cp.errors import UndeclaredError
 from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.models.functions import replace_for
 from lightning_cp.models.handle import Listener as Listener
 from lightning_cp.models.handle import SwapHandle as SwapHandle
 from lightning_cp.models.held import refuse_held
 from lightning_cp.models.hf import swap_hf
 from lightning_cp.models.litgpt import litgpt_models, require_whole, swap_litgpt
-from lightning_cp.models.loss_functions import follow_losses
+from lightning_cp.models.loss_functions import noted_losses
 from lightning_cp.models.mixing import refuse_mixing
-from lightning_cp.models.others import refuse_others
+from lightning_cp.models.others import refused_others
 from lightning_cp.models.pooling import watch_pooling
 from lightning_cp.models.report import Swap, Swapped, SwapReport, attention_modules
 from lightning_cp.models.scope import follow_calls, left_alone, require_roots
-from lightning_cp.models.sdpa import SDPA, swap_sdpa
+from lightning_cp.models.sdpa import SDPA, swapped_sdpa
 from lightning_cp.models.step_state import StepState as StepState
 from lightning_cp.models.watch import watch_attention, watch_calls
 
@@ -73,9 +74,8 @@ def swap_attention(
     try:
         swaps = {root: swap_hf(root, handle) for root in chosen}
         swaps.update({root: swap_litgpt(root, handle) for root in litgpts})
-        swap_sdpa(handle)
-        follow_losses(handle)
-        refuse_others(handle)
+        own = [swapped_sdpa(handle), *noted_losses(handle), *refused_others(handle)]
+        replace_for(handle, own)
         follow_calls(model, handle, listed, alone)
         watch_attention(model, handle, alone)
         watch_calls(model, handle, alone | _follow_another(model, swaps))

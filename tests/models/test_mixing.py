@@ -13,11 +13,12 @@ from torch import nn
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.models import StepState, SwapHandle, swap_attention
+from lightning_cp.models.functions import replace_for
 from lightning_cp.models.hf import swap_hf
 from lightning_cp.models.mixing import refuse_mixing
 from lightning_cp.models.pooling import watch_pooling
 from lightning_cp.models.scope import left_alone
-from lightning_cp.models.sdpa import swap_sdpa
+from lightning_cp.models.sdpa import swapped_sdpa
 from lightning_cp.models.watch import watch_attention, watch_calls
 from tests.models.later import all_families
 from tests.models.steps import Case, make_model
@@ -150,7 +151,7 @@ def call_around(model: Around) -> None:
     model(X)  # outside of a step nothing is refused
     handle = Calls(MESH)
     try:
-        swap_sdpa(handle)
+        replace_for(handle, [swapped_sdpa(handle)])
         watch_pooling(model, handle)
         handle.activate(state())
         model(X)
@@ -216,7 +217,7 @@ class Calls(SwapHandle):
 
 def watched(model: nn.Module) -> SwapHandle:
     handle = Calls(MESH)
-    swap_sdpa(handle)
+    replace_for(handle, [swapped_sdpa(handle)])
     watch_attention(model, handle, left_alone(model, None))
     watch_calls(model, handle, {model})
     return handle

@@ -15,8 +15,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
+from lightning_cp.models.functions import replace_for
 from lightning_cp.models.handle import SwapHandle
-from lightning_cp.models.others import refuse_others
+from lightning_cp.models.others import refused_others
 from lightning_cp.models.step_state import StepState
 from lightning_cp.models.swap import swap_attention
 from tests.models.test_mixing import MESH
@@ -48,6 +49,9 @@ CALLS = {
 
 def itself(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return q
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
 @pytest.fixture
@@ -90,13 +94,12 @@ NAMES = {
 
 
 @pytest.mark.parametrize("call", NAMES)
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_calls_within_a_step_are_refused(
     call: str, user: types.ModuleType, handle: SwapHandle
 ) -> None:
     want = {name: function(X) for name, function in user.CALLS.items()}
     before = dict(vars(user))
-    refuse_others(handle)
+    replace_for(handle, refused_others(handle))
     begin(handle)
     with pytest.raises(ConfigError, match=f"{NAMES[call]} was called within a step"):
         user.CALLS[call](X)
@@ -110,8 +113,8 @@ def test_calls_within_a_step_are_refused(
 def test_later_swaps_may_be_undone_first(user: types.ModuleType) -> None:
     first, second = SwapHandle(MESH), SwapHandle(MESH)
     own = user.flash_attn_func
-    refuse_others(first)
-    refuse_others(second)
+    replace_for(first, refused_others(first))
+    replace_for(second, refused_others(second))
     first.undo()
     begin(second)
     with pytest.raises(ConfigError, match=r"flash_attn_func was called"):

@@ -288,9 +288,10 @@ class Calls(SwapHandle):
 
 
 def swapped(handle: SwapHandle) -> None:
-    from lightning_cp.models.sdpa import swap_sdpa
+    from lightning_cp.models.functions import replace_for
+    from lightning_cp.models.sdpa import swapped_sdpa
 
-    swap_sdpa(handle)
+    replace_for(handle, [swapped_sdpa(handle)])
 
 
 @pytest.fixture
