@@ -37,7 +37,7 @@ class Replaced(NamedTuple):
 def replace_for(handle: SwapHandle, replaced: Sequence[Replaced]) -> None:
     """Put the replacements in place until the swap is undone, or its handle is gone.
 
-    All of a swap in one call, as a look at every module takes 20 to 50 ms: programs hold 100,000 names.
+    All of a swap in one call, as a look at the names of all modules, about 100,000, takes 10 to 50 ms.
     """
     replace_everywhere({one.link.original: one.ours for one in replaced})
     undo = weakref.finalize(handle, take_back, replaced)
@@ -46,19 +46,21 @@ def replace_for(handle: SwapHandle, replaced: Sequence[Replaced]) -> None:
 
 
 def globals_of_all(without: tuple[str, ...] = ()) -> Iterator[tuple[ModuleType, dict[str, Any]]]:
-    """Every loaded module whose name does not begin so, and a copy of its names."""
+    """Every loaded module whose name does not begin so, and its names; another thread may add to them."""
     for key, module in list(sys.modules.items()):
         names = getattr(module, "__dict__", None)
         if isinstance(names, dict) and not key.startswith(without):
-            yield module, names.copy()
+            yield module, names
 
 
 def replace_everywhere(news: Mapping[Function, Function]) -> None:
     """Put the new functions where the old ones are in modules' globals."""
     by_identity = {id(old): new for old, new in news.items()}
     for module, names in globals_of_all():
-        for name in [name for name, value in names.items() if id(value) in by_identity]:
-            setattr(module, name, by_identity[id(names[name])])
+        if not by_identity.keys().isdisjoint(map(id, list(names.values()))):
+            for name, value in names.copy().items():
+                if id(value) in by_identity:
+                    setattr(module, name, by_identity[id(value)])
 
 
 def take_back(replaced: Sequence[Replaced]) -> None:

@@ -61,10 +61,10 @@ def _loaded() -> Iterator[tuple[Function, Place]]:
 def _compiled(own: Mapping[Function, Place]) -> dict[Function, Place]:
     """The compiled forms of them, where a module's globals hold any."""
     return {
-        value: own[vars(value)[_ORIGINAL]]
+        value: own[getattr(value, _ORIGINAL)]
         for _, names in globals_of_all(without=_LIBRARIES)
-        for value in names.values()
-        if type(value) is FunctionType and vars(value).get(_ORIGINAL) in own
+        for value in list(names.values())
+        if type(value) is FunctionType and getattr(value, _ORIGINAL, None) in own
     }
 
 
