@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,8 +14,16 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.mesh import ContextParallelMesh, Flat
+from lightning_cp.module_hooks import add_hook
 from lightning_cp.strategies.engines.averages import average_present
-from lightning_cp.strategies.engines.torch_fsdp2 import Group, forget_step, groups_of
+from lightning_cp.strategies.engines.torch_fsdp2 import (
+    Group,
+    enter_forward,
+    forget_step,
+    groups_of,
+    is_idle,
+    leave_forward,
+)
 
 
 class Root:
@@ -33,6 +42,7 @@ class Root:
         self._trained = self._trains()
         self.entered = False
         self._manual = False
+        self._called: nn.Module | None = None
 
     @property
     def module(self) -> nn.Module | None:
@@ -75,6 +85,54 @@ class Root:
         finally:
             self.entered = False
             self._shard_again()
+        self.after_forward()
+
+    def shard(self) -> None:
+        """Let whole parameters go that no backward follows to let go.
+
+        Whoever changes weights by hand between steps would change these, and not the shards they came from;
+        and the next forward would compute with them after an optimizer has changed the shards.
+        """
+        module = self.module
+        if isinstance(module, FSDPModule) and not self.entered and is_idle(module):
+            for group in self._groups:
+                group.shard()
+
+    def after_forward(self) -> None:
+        """A forward of the root is over; where it was one of evaluation, no backward follows."""
+        if not torch.is_grad_enabled():
+            self.shard()
+
+    def follow_calls(self, modules: Iterable[nn.Module]) -> None:
+        """Have a call of one of these be a forward of the root, where none is under way.
+
+        The root gathers what is in none of its units (embeddings, the head) for its own forward only. Users
+        call parts of it outside of steps: ``self.model.generate(...)`` in a hook of theirs.
+        """
+        for module in modules:
+            add_hook(module.register_forward_pre_hook, self._enter, prepend=True, with_kwargs=True)
+            add_hook(module.register_forward_hook, self._leave, always_call=True)
+
+    def _enter(self, called: nn.Module, args: Any, kwargs: Any) -> Any:
+        root = self.module
+        if torch.compiler.is_compiling() or not isinstance(root, FSDPModule):
+            return None
+        if self.entered or not is_idle(root):
+            return None
+        self._called = called
+        return enter_forward(root, args, kwargs)
+
+    def _leave(self, called: nn.Module, args: Any, output: Any) -> Any:
+        root = self.module
+        if called is not self._called or not isinstance(root, FSDPModule):
+            return None
+        self._called = None
+        if output is None:  # it has failed
+            forget_step(root)
+            return None
+        output = leave_forward(root, args, output)
+        self.shard()
+        return output
 
     def stay_gathered(self) -> None:
         """A backward within a method: what follows in it may use the parameters again."""
@@ -90,12 +148,13 @@ class Root:
             module.reshard()
         self._manual = False
 
-    def gather_anew(self) -> None:
-        """Within a method, after an optimizer has changed the shards."""
+    def after_step(self) -> None:
+        """An optimizer has changed the shards: what is gathered is out of date."""
         module = self.module
         if self._manual and isinstance(module, FSDPModule):
             module.reshard()
             module.unshard()
+        self.shard()
 
     def unreduced(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Gradients of this rank alone, kept for a later reduction."""

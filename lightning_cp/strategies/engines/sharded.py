@@ -32,6 +32,8 @@ from lightning_cp.comm.local import local_part
 from lightning_cp.comm.reduce import from_first
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import Axis, ContextParallelMesh, Flat
+from lightning_cp.models.swap import hf_models
+from lightning_cp.module_hooks import add_hook
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.engines.checks import precision_of
 from lightning_cp.strategies.engines.fresh import initialise, is_on_meta
@@ -82,6 +84,10 @@ class ShardedEngine:
         self._successors.note(module, before)
         root = Root(module, mesh)
         self._roots = [*self._alive(), root]
+        add_hook(module.register_forward_hook, lambda *_: root.after_forward())
+        root.follow_calls(_callable_parts(module))
+        for model in hf_models(module):
+            model._is_fsdp_managed_module = True  # so its generate ends when that of all ranks does
         for method in methods:
             self._as_forward(root, method)
         return module
@@ -221,7 +227,7 @@ class ShardedEngine:
     def after_step(self) -> None:
         """Within a method, what is gathered is out of date."""
         for root in self._alive():
-            root.gather_anew()
+            root.after_step()
 
     def is_current(self, module: nn.Module) -> bool:
         """True if the same parameters are trained as when this was asked last."""
@@ -247,6 +253,15 @@ class ShardedEngine:
 
     def _alive(self) -> list[Root]:
         return [root for root in self._roots if root.module is not None]
+
+
+def _callable_parts(root: nn.Module) -> Iterator[nn.Module]:
+    """The units of a model, and the modules with parameters that hold units or are in none."""
+    for child in root.children():
+        if any(True for _ in child.parameters()):
+            yield child
+            if not isinstance(child, FSDPModule):
+                yield from _callable_parts(child)
 
 
 def _states(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -30,6 +30,10 @@ class Group:
         self._settle_whenever_sharded()
         self.settle()
 
+    def shard(self) -> None:
+        """Let the whole parameters go; they are gathered from the shards when they are used next."""
+        self._group.reshard()
+
     def parameters(self) -> list[nn.Parameter]:
         """The sharded ones."""
         return [each.sharded_param for each in self._group.fsdp_params]
@@ -162,6 +166,23 @@ def _groups(state: Any) -> list[Any]:
     if several is None:
         several = [state._fsdp_param_group] if state._fsdp_param_group else []
     return several
+
+
+def is_idle(root: FSDPModule) -> bool:
+    """True if neither a forward nor a backward of the root is under way."""
+    return root._get_fsdp_state()._training_state is TrainingState.IDLE
+
+
+def enter_forward(root: FSDPModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Gather the root's own parameters, as its forward does; the arguments, in the dtype of its policy."""
+    state: Any = root._get_fsdp_state()
+    return state._pre_forward(root, args, kwargs)
+
+
+def leave_forward(root: FSDPModule, args: Any, output: Any) -> Any:
+    """End what ``enter_forward`` began; the output, which tells when its backward begins."""
+    state: Any = root._get_fsdp_state()
+    return state._post_forward(root, args, output)
 
 
 def enter_backward(root: FSDPModule, gradient: torch.Tensor) -> None:

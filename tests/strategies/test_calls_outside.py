@@ -1,0 +1,120 @@
+"""A sharded model that is called outside of steps, or whose weights are changed there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_cp.comm.local import local_part
+from tests.pool import run_ranks
+from tests.strategies.small import LENGTH, RING, VOCAB, Staged, close, loader, trainer_of, weights
+
+PROMPT = torch.arange(LENGTH)[None] % VOCAB
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "eos_token_id": None,
+}
+PLACES = ("on_fit_start", "on_train_batch_start", "on_train_batch_end", "on_validation_epoch_end")
+
+
+class CallsOutside(Staged):
+    """Calls its model, with whole rows, in a hook; keeps what it got."""
+
+    def __init__(self, place: str, *, trains: bool = False) -> None:
+        super().__init__()
+        self.got: list[torch.Tensor] = []
+        self.trains = trains
+        setattr(self, place, self.call)
+
+    def call(self, *_: Any) -> None:
+        with torch.set_grad_enabled(self.trains):
+            self.got.append(self.model(PROMPT, torch.arange(LENGTH)[None]).detach().clone())
+
+
+def called(
+    _rank: int, world_size: int, settings: dict[str, Any] | None, place: str, trains: bool
+) -> Any:
+    """The outputs of all calls, and the weights that training led to."""
+    module = CallsOutside(place, trains=trains)
+    trainer = trainer_of(world_size, settings)
+    trainer.fit(module, loader(6), loader(2))
+    return torch.stack(module.got), weights(module)
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1"])
+def test_calls_in_hooks_equal_those_of_one_process(engine: str, place: str, trains: bool) -> None:
+    (want,) = run_ranks(1, called, None, place, trains)
+    for got in run_ranks(2, called, {**RING, "data_parallel": engine}, place, trains):
+        close(got, want)
+
+
+class Generates(pl.LightningModule):
+    """Generates between steps, on each rank another number of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        torch.set_default_dtype(torch.float64)
+        self.model = LlamaForCausalLM(LlamaConfig(**SIZES))
+        self.got: list[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(**batch).loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.got += self.model.generate(
+            PROMPT[:, :6], max_new_tokens=3 + self.global_rank, do_sample=False
+        ).tolist()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def generated(_rank: int, world_size: int, settings: dict[str, Any] | None) -> list[list[int]]:
+    module = Generates()
+    trainer_of(world_size, settings).fit(module, loader(6))
+    return module.got
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "zero1"])
+def test_generate_between_steps_ends_when_that_of_all_ranks_does(engine: str) -> None:
+    (want,) = run_ranks(1, generated, None)
+    settings = {**RING, "data_parallel": engine, "labels": "auto"}
+    first, second = run_ranks(2, generated, settings)
+    assert first == want
+    assert [len(row) for row in second] == [10] * len(want)
+    assert [row[:9] for row in second] == want
+
+
+class ChangesWeights(Staged):
+    """Halves its weights at the end of a validation, as averages of weights are put in and out."""
+
+    def on_validation_epoch_end(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                local_part(parameter).mul_(0.5)
+
+
+def changed(_rank: int, world_size: int, settings: dict[str, Any] | None) -> Any:
+    module = ChangesWeights()
+    trainer = trainer_of(world_size, settings, val_check_interval=1)
+    trainer.fit(module, loader(6), loader(2))
+    return weights(module), trainer.callback_metrics["val_loss"]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1"])
+def test_weights_that_a_validation_changed_are_those_of_the_next_step(engine: str) -> None:
+    (want,) = run_ranks(1, changed, None)
+    for got in run_ranks(2, changed, {**RING, "data_parallel": engine}):
+        close(got, want)
