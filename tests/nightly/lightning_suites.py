@@ -51,9 +51,25 @@ _RESUME = (
     "counts as not begun; DDP begins the epoch's loader again, and counts it twice"
 )
 _NAME = "the text of a warning names the loader's class, which is ours"
+_SIGNAL = (
+    "after a SIGTERM all ranks end with the same step, which they save; DDP ends wherever it is"
+)
+_KEPT = "a checkpoint holds more: keys of ours, by which a run resumes within an epoch"
+_CALLBACKS = "two callbacks of ours are in the Trainer's list as long as a run lasts"
+_NAMES = "our strategies are in Lightning's registry"
+_BACKWARD = "the loss is weighted in fabric.backward, which has to be called"
 BY_DESIGN: dict[str, str] = {
     **dict.fromkeys(
-        ("test_set_timeout", "test_device_id_passed_for_cuda_devices_pytorch"), _MOCKED
+        (
+            "test_set_timeout",
+            "test_device_id_passed_for_cuda_devices_pytorch",
+            "test_device_id_passed_for_cuda_devices",
+            "test_ddp_extra_kwargs",
+            "test_ddp_module_state_dict",
+            "test_setup_with_cuda_stream",
+            "test_fabric.py::test_setup_module",
+        ),
+        _MOCKED,
     ),
     "test_resume_callback_state_saved_by_type_stateful": _CLASS,
     **dict.fromkeys(
@@ -78,10 +94,17 @@ BY_DESIGN: dict[str, str] = {
             "test_resume_mid_epoch_warning",
             "test_loop_state_on_exception",
             "test_fit_can_fail_during_validation",
+            "test_restarting_mid_epoch_raises_warning",
         ),
         _RESUME,
     ),
     "test_warning_on_zero_len_dataloader": _NAME,
+    "test_auto_restart_under_signal": _SIGNAL,
+    "test_load_from_checkpoint_hook_calls": _KEPT,
+    "test_callbacks_state_fit_ckpt_path": _CALLBACKS,
+    "test_available_strategies_in_registry": _NAMES,
+    "test_run_get_supported_strategies": _NAMES,
+    "test_backward_required": _BACKWARD,
 }
 """Tests that fail by design: the end of a test's name -> the reason, which docs/trainer.md gives too."""
 
