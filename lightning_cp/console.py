@@ -354,7 +354,9 @@ class Meeting:
         return found
 
     def _there(self, kind: str) -> list[Path]:
-        return list(self._folder.glob(f"*.{kind}"))
+        with suppress(OSError):  # another rank removes the folder at the end
+            return list(self._folder.glob(f"*.{kind}"))
+        return []
 
     def _leave(self, kind: str, *text: str) -> None:
         """A file, which is there as a whole or not at all."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -34,12 +36,27 @@ class Replaced(NamedTuple):
     link: Link
 
 
-def replace_for(handle: SwapHandle, replaced: Sequence[Replaced]) -> None:
-    """Put the replacements in place until the swap is undone, or its handle is gone.
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Collect no garbage within: a swap that nobody holds any more is undone as it is collected, and what
+    another one is about to replace would change under its hands."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def replace_for(handle: SwapHandle, *kinds: Callable[[SwapHandle], Iterable[Replaced]]) -> None:
+    """Put replacements of these kinds in place until the swap is undone, or its handle is gone.
 
     All of a swap in one call, as a look at the names of all modules, about 100,000, takes 10 to 50 ms.
     """
-    replace_everywhere({one.link.original: one.ours for one in replaced})
+    with undisturbed():
+        replaced = [one for kind in kinds for one in kind(handle)]
+        replace_everywhere({one.link.original: one.ours for one in replaced})
     undo = weakref.finalize(handle, take_back, replaced)
     undo.atexit = False
     handle.on_undo(undo)
@@ -65,10 +82,11 @@ def replace_everywhere(news: Mapping[Function, Function]) -> None:
 
 def take_back(replaced: Sequence[Replaced]) -> None:
     """Restore the originals; where another swap came later, have that one hand over to them."""
-    replace_everywhere({one.ours: one.link.original for one in replaced})
-    for home, name, ours, link in replaced:
-        later: Link | None = getattr(getattr(home, name), LINK, None)
-        while later is not None:
-            if later.original is ours:
-                later.original = link.original
-            later = getattr(later.original, LINK, None)
+    with undisturbed():
+        replace_everywhere({one.ours: one.link.original for one in replaced})
+        for home, name, ours, link in replaced:
+            later: Link | None = getattr(getattr(home, name), LINK, None)
+            while later is not None:
+                if later.original is ours:
+                    later.original = link.original
+                later = getattr(later.original, LINK, None)

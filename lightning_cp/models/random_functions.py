@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_cp.models import counter
-from lightning_cp.models.functions import replace_everywhere
+from lightning_cp.models.functions import replace_everywhere, undisturbed
 from lightning_cp.models.token_draws import Place, current, draw_seed, drops, words
 
 
@@ -268,6 +268,7 @@ _followers: list[object] = []
 _undo: list[Callable[[], None]] = []
 
 
+@undisturbed()
 def follow_draws() -> Callable[[], None]:
     """Have PyTorch's random functions ask the active step; returns what ends that.
 
@@ -278,6 +279,7 @@ def follow_draws() -> Callable[[], None]:
     me = object()
     _followers.append(me)
 
+    @undisturbed()
     def end() -> None:
         if me in _followers:
             _followers.remove(me)

@@ -17,14 +17,21 @@ import torch.nn.functional as F
 
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.errors import ConfigError
-from lightning_cp.models.functions import LINK, Link, Replaced, replace_everywhere, take_back
+from lightning_cp.models.functions import (
+    LINK,
+    Link,
+    Replaced,
+    replace_everywhere,
+    take_back,
+    undisturbed,
+)
 from lightning_cp.models.handle import SwapHandle
 from lightning_cp.untraced import untraced
 
 SDPA = "scaled_dot_product_attention"
 
 
-def swapped_sdpa(handle: SwapHandle) -> Replaced:
+def swapped_sdpa(handle: SwapHandle) -> list[Replaced]:
     """The function that routes calls through ``handle`` while it is active, others to the original."""
     original = F.scaled_dot_product_attention
     link = Link(original)
@@ -54,9 +61,10 @@ def swapped_sdpa(handle: SwapHandle) -> Replaced:
 
     setattr(scaled_dot_product_attention, LINK, link)
     handle.on_activate(_without_fast_path)
-    return Replaced(F, SDPA, scaled_dot_product_attention, link)
+    return [Replaced(F, SDPA, scaled_dot_product_attention, link)]
 
 
+@undisturbed()
 def observe_sdpa(tell: Callable[..., None]) -> Callable[[], None]:
     """Have ``tell(query, key, attn_mask, is_causal, out)`` see the calls; returns what ends that.
 

@@ -74,8 +74,7 @@ def swap_attention(
     try:
         swaps = {root: swap_hf(root, handle) for root in chosen}
         swaps.update({root: swap_litgpt(root, handle) for root in litgpts})
-        own = [swapped_sdpa(handle), *noted_losses(handle), *refused_others(handle)]
-        replace_for(handle, own)
+        replace_for(handle, swapped_sdpa, noted_losses, refused_others)
         follow_calls(model, handle, listed, alone)
         watch_attention(model, handle, alone)
         watch_calls(model, handle, alone | _follow_another(model, swaps))

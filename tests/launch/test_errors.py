@@ -242,6 +242,20 @@ def test_another_message_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_a_rank_ends_as_the_meeting_is_cleared_away(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def gone(folder: Path, pattern: str) -> Any:
+        raise FileNotFoundError(folder)
+
+    meeting = console.Meeting(tmp_path, console.Seat(0, "rank 0 of 1", 1))
+    monkeypatch.setattr(Path, "glob", gone)
+    monkeypatch.setattr(console, "MEETING", 0.0)
+    shown: list[bool] = []
+    meeting.show(ConfigError("sizes"), lambda: shown.append(True))
+    assert shown == [True]
+
+
 def test_an_error_is_shown_where_the_others_do_not_come(
     here: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -151,7 +151,7 @@ def call_around(model: Around) -> None:
     model(X)  # outside of a step nothing is refused
     handle = Calls(MESH)
     try:
-        replace_for(handle, [swapped_sdpa(handle)])
+        replace_for(handle, swapped_sdpa)
         watch_pooling(model, handle)
         handle.activate(state())
         model(X)
@@ -217,7 +217,7 @@ class Calls(SwapHandle):
 
 def watched(model: nn.Module) -> SwapHandle:
     handle = Calls(MESH)
-    replace_for(handle, [swapped_sdpa(handle)])
+    replace_for(handle, swapped_sdpa)
     watch_attention(model, handle, left_alone(model, None))
     watch_calls(model, handle, {model})
     return handle

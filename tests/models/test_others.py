@@ -99,7 +99,7 @@ def test_calls_within_a_step_are_refused(
 ) -> None:
     want = {name: function(X) for name, function in user.CALLS.items()}
     before = dict(vars(user))
-    replace_for(handle, refused_others(handle))
+    replace_for(handle, refused_others)
     begin(handle)
     with pytest.raises(ConfigError, match=f"{NAMES[call]} was called within a step"):
         user.CALLS[call](X)
@@ -113,8 +113,8 @@ def test_calls_within_a_step_are_refused(
 def test_later_swaps_may_be_undone_first(user: types.ModuleType) -> None:
     first, second = SwapHandle(MESH), SwapHandle(MESH)
     own = user.flash_attn_func
-    replace_for(first, refused_others(first))
-    replace_for(second, refused_others(second))
+    replace_for(first, refused_others)
+    replace_for(second, refused_others)
     first.undo()
     begin(second)
     with pytest.raises(ConfigError, match=r"flash_attn_func was called"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import types
@@ -17,6 +18,8 @@ from torch import nn
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.models import StepState, SwapHandle, num_heads_of, swap_attention
+from lightning_cp.models.functions import Replaced, replace_for
+from lightning_cp.models.sdpa import swapped_sdpa
 from tests.models.steps import Case, make_batch, make_model
 from tests.pool import run_ranks
 from tests.strategies.plain_llama import PlainLlama
@@ -288,10 +291,7 @@ class Calls(SwapHandle):
 
 
 def swapped(handle: SwapHandle) -> None:
-    from lightning_cp.models.functions import replace_for
-    from lightning_cp.models.sdpa import swapped_sdpa
-
-    replace_for(handle, [swapped_sdpa(handle)])
+    replace_for(handle, swapped_sdpa)
 
 
 @pytest.fixture
@@ -302,6 +302,27 @@ def styles(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.Mod
     module = importlib.import_module("users_model")
     yield module
     del sys.modules["users_model"]
+
+
+def test_a_swap_that_is_collected_while_another_is_made(styles: types.ModuleType) -> None:
+    held: list[Any] = [Calls()]
+    held[0].itself = held[0]  # for the garbage collector
+    swapped(held[0])
+
+    def collects(handle: SwapHandle) -> list[Replaced]:
+        held.clear()
+        if gc.isenabled():  # as Python may at any moment
+            gc.collect()
+        return []
+
+    q, second = torch.randn(2, 4, 8, 16), Calls()
+    replace_for(second, swapped_sdpa, collects)
+    gc.collect()
+    second.activate(state())
+    F.scaled_dot_product_attention(q, q, q)
+    assert len(second.specs) == 1
+    assert gc.isenabled()
+    second.undo()
 
 
 def test_every_import_style_is_intercepted_and_restored(styles: types.ModuleType) -> None:

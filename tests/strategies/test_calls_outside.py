@@ -66,13 +66,13 @@ class Generates(pl.LightningModule):
         super().__init__()
         torch.manual_seed(3)
         torch.set_default_dtype(torch.float64)
-        self.model = LlamaForCausalLM(LlamaConfig(**SIZES))
+        self.model: Any = LlamaForCausalLM(LlamaConfig(**SIZES))
         self.got: list[list[int]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.model(**batch).loss
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.got += self.model.generate(
             PROMPT[:, :6], max_new_tokens=3 + self.global_rank, do_sample=False
         ).tolist()
