@@ -50,6 +50,14 @@ def called(
     return torch.stack(module.got), weights(module)
 
 
+@pytest.mark.quick(
+    *(
+        "ddp-on_train_batch_end-no_grad",
+        "fsdp-on_train_batch_end-grad",
+        "fsdp-on_fit_start-no_grad",
+    ),
+    *("zero1-on_train_batch_start-no_grad", "zero1-on_validation_epoch_end-grad"),
+)
 @pytest.mark.parametrize("trains", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1"])

@@ -155,7 +155,7 @@ def in_one_process() -> Shown:
     return run_ranks(1, evaluated, None, list(KINDS))[0]
 
 
-@pytest.mark.quick("ring", "ulysses")
+@pytest.mark.quick("ring")
 @pytest.mark.parametrize("grid", GRIDS)
 def test_right_values_without_a_word(grid: str) -> None:
     ranks, settings = GRIDS[grid]

@@ -200,9 +200,7 @@ def alone(kind: str) -> torch.Tensor:
     "in the step-ulysses-",
     "in the step of a window-hybrid-find unused",
     "by hand-ulysses-",
-    "between micro-batches-ulysses-find unused",
     "within a window-hybrid-",
-    "for good-ulysses-",
     "before backward-ulysses-find unused",
 )
 @pytest.mark.parametrize("options", [{}, UNUSED], ids=["", "find unused"])

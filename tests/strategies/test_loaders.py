@@ -76,15 +76,10 @@ def alone(kind: str) -> Any:
 
 @pytest.mark.quick(
     "stream-check",
-    "sized stream-broadcast",
     "iterable-check",
-    "drawing-broadcast",
-    "shuffled-check",
     "shuffled, own generator-broadcast",
-    "with replacement-check",
     "weighted-broadcast",
     "batch sampler-check",
-    "worker-broadcast",
 )
 @IN_A_WORKER
 @pytest.mark.parametrize("settings", [RING, BROADCAST], ids=["check", "broadcast"])
@@ -133,7 +128,7 @@ def combined(rank: int, world_size: int, settings: Settings | None, mode: str) -
     return weights(module), trainer.global_step
 
 
-@pytest.mark.quick("dict-check", "min_size-broadcast", "max_size-check", "max_size_cycle-broadcast")
+@pytest.mark.quick("dict-check", "max_size_cycle-broadcast")
 @pytest.mark.parametrize("settings", [RING, BROADCAST], ids=["check", "broadcast"])
 @pytest.mark.parametrize("mode", ["dict", "min_size", "max_size", "max_size_cycle"])
 def test_training_on_several_loaders(mode: str, settings: Settings) -> None:

@@ -74,7 +74,7 @@ def watch(rank: int, world_size: int, settings: Settings | None, monitor: str) -
     }
 
 
-@pytest.mark.quick("train_mean", "val_loss")
+@pytest.mark.quick("train_mean")
 @pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist=True:UserWarning")
 @pytest.mark.parametrize("monitor", ["train_loss", "train_mean", "val_loss", "val_mean"])
 def test_monitors_act_as_in_one_process(monitor: str) -> None:

@@ -39,7 +39,7 @@ def counted(run: Run) -> tuple[int, int]:
     return tokens, flops + 6 * LLAMA * tokens
 
 
-@pytest.mark.quick("plain", "accumulated")
+@pytest.mark.quick("accumulated")
 @pytest.mark.parametrize(
     "run",
     [
