@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_cp.faults.watch import SWITCH
-from tests.pool import rank_pids, run_ranks
+from tests.pool import master, rank_pids, run_ranks
 
 
 def total(rank: int, world_size: int, scale: float, *, plus: float = 0.0) -> float:
@@ -48,9 +49,17 @@ def test_tensors_travel_both_ways() -> None:
         torch.testing.assert_close(got, given + rank, rtol=0, atol=0)
 
 
-def test_processes_and_group_are_kept_between_cases() -> None:
+def test_processes_and_group_are_kept_between_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(master, "CASES", sys.maxsize)
     assert run_ranks(3, same_group) == run_ranks(3, same_group)
     assert {pid for pid, _, _ in run_ranks(2, same_group)} <= set(rank_pids())
+
+
+def test_new_ranks_take_over_after_a_number_of_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    ((before, _, _),) = run_ranks(1, same_group)
+    monkeypatch.setattr(master, "CASES", 0)
+    ((after, _, _),) = run_ranks(1, same_group)
+    assert before != after
 
 
 def test_world_size_beyond_the_pool_is_refused() -> None:

@@ -39,8 +39,13 @@ PRELOAD = (
     "torch._dynamo",  # any optimizer imports it
     "lightning.pytorch",
     "transformers.models.llama.modeling_llama",
+    "lightning_cp.strategies.trainer",
+    "lightning_cp.strategies.fabric",
 )
 """Imported once, in the fork server; what is not installed is passed over."""
+
+CASES = 150
+"""Cases until new ranks take over: after a thousand, collecting garbage takes half of a case's time."""
 
 OUT_OF_STEP = "in the barrier after the case: the ranks did not call the same collectives"
 
@@ -51,6 +56,7 @@ class Pool:
     def __init__(self) -> None:
         self._workers: list[Worker] = []
         self._world_size = 0  # of the default group that stands; 0 if none can be trusted
+        self._served = 0  # cases, by these ranks
         self._groups = itertools.count()
         self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -94,10 +100,13 @@ class Pool:
         for worker in self._workers:
             worker.kill()
         self._workers.clear()
-        self._world_size = 0
+        self._world_size = self._served = 0
 
     def _prepare(self, world_size: int) -> None:
         """Have the processes and a default group of the right size."""
+        self._served += 1
+        if self._served > CASES:
+            self.kill_ranks()
         self._start(world_size)
         if self._world_size == world_size:
             return

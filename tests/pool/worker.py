@@ -83,7 +83,7 @@ def serve(rank: int, requests: Connection, alive: Connection, log: str, stacks: 
     threading.Thread(target=die_with_parent, args=(alive,), daemon=True).start()
     torch.set_num_threads(1)
     os.environ[SWITCH] = "0"  # the pool sees to ranks that hang, and outlives their errors
-    _collect()
+    gc.freeze()  # what the fork server imported is never garbage; this keeps collections short
     worker = _Worker(rank)
     requests.send_bytes(pickle.dumps(Reply(ok=True)))
     while True:
@@ -156,7 +156,7 @@ class _Worker:
 
     def _regroup(self, request: Regroup) -> bytes:
         self.group = None
-        _collect()  # a case that failed left cycles: its frames and its error
+        gc.collect()  # a case that failed left cycles: its frames and its error
         if dist.is_initialized():
             dist.destroy_process_group()
         if request.world_size:
@@ -174,7 +174,7 @@ class _Worker:
             fn: Callable[..., Any]
             fn, args, kwargs = pickle.loads(request.call)
             result = pickle.dumps(fn(self.rank, dist.get_world_size(), *args, **kwargs))
-            _collect()
+            gc.collect()
         unraisables.check()
         return result
 
@@ -188,13 +188,6 @@ class _Worker:
     @staticmethod
     def _default() -> dist.ProcessGroup | None:
         return dist.group.WORLD
-
-
-def _collect() -> None:
-    """Collect garbage, and do not look at again what is none: caches and modules of a thousand cases, which
-    made every collection take half as long as a case."""
-    gc.collect()
-    gc.freeze()
 
 
 def _pickled_error(error: BaseException) -> bytes:
