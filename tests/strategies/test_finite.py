@@ -106,8 +106,9 @@ class ManualModule(Module):
 
 
 def snapshot(model: torch.nn.Module, optimizer: Any) -> Any:
+    """Whole tensors: within a window of zero1 parameters are whole, and not after an error."""
     state = (dict(model.state_dict()), optimizer.state_dict()["state"])
-    return copy.deepcopy(tree_map_only(DTensor, lambda x: x.to_local(), state))
+    return copy.deepcopy(tree_map_only(DTensor, lambda x: x.full_tensor(), state))
 
 
 def equal(got: Any, want: Any) -> bool:
