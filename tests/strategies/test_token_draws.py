@@ -101,6 +101,8 @@ def test_with_fabric(ranks: int, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+# PyTorch's compiler asks every tensor for its gradient that one graph hands to the next.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("settings", [RING, {**ULYSSES, **KEEP}], ids=["ring", "ulysses, kept"])
 def test_compiled(settings: dict[str, Any]) -> None:
     """Graphs draw with the operators of the package; both ways are compiled, so that seeds are the same."""
