@@ -172,8 +172,8 @@ MORE_TOKENS = (
 ASK = (
     "it is not known what this loss is a mean over: it is more than cross-entropies of PyTorch "
     "(reduction='mean'), times numbers of Python, and values of unshard, so that its gradient could be wrong "
-    "silently. Call {count}(mask or number) before its backward: what this rank's loss counts; or {check}. A "
-    "loss of sums per sequence (DPO, rewards) is computed from {unshard}(values), which are the same on all "
-    "ranks."
+    "silently. Call {count}(mask or number) before its backward, if every term of the loss is a sum over "
+    "that mask, divided by its count; or {check}. A loss of sums per sequence (DPO, rewards) is computed "
+    "from {unshard}(values), which are the same on all ranks."
 )
 """Of a loss that is of no known kind."""
