@@ -74,7 +74,7 @@ class Root:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """In one of the module's methods, with its own parameters gathered."""
-        self.entered = True
+        outermost, self.entered = not self.entered, True  # a step may call another one
         try:
             yield
         except BaseException:
@@ -83,9 +83,11 @@ class Root:
                 forget_step(module)
             raise
         finally:
-            self.entered = False
-            self._shard_again()
-        self.after_forward()
+            if outermost:
+                self.entered = False
+                self._shard_again()
+        if outermost:
+            self.after_forward()
 
     def shard(self) -> None:
         """Let whole parameters go that no backward follows to let go.

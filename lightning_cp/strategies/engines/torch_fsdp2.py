@@ -169,7 +169,9 @@ def _groups(state: Any) -> list[Any]:
 
 
 def is_idle(root: FSDPModule) -> bool:
-    """True if neither a forward nor a backward of the root is under way."""
+    """True if neither a forward of the root nor a backward, which may call modules again, is under way."""
+    if torch._C._current_graph_task_id() != -1:
+        return False
     return root._get_fsdp_state()._training_state is TrainingState.IDLE
 
 
