@@ -38,8 +38,8 @@ class Replaced(NamedTuple):
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Collect no garbage within: a swap that nobody holds any more is undone as it is collected, and what
-    another one is about to replace would change under its hands."""
+    """Collect no garbage within: a swap without a holder is undone as it is collected, which would change
+    functions that another swap is about to replace."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -63,7 +63,7 @@ def replace_for(handle: SwapHandle, *kinds: Callable[[SwapHandle], Iterable[Repl
 
 
 def globals_of_all(without: tuple[str, ...] = ()) -> Iterator[tuple[ModuleType, dict[str, Any]]]:
-    """Every loaded module whose name does not begin so, and its names; another thread may add to them."""
+    """Every loaded module but those with a prefix in ``without``, and its names; threads may add to them."""
     for key, module in list(sys.modules.items()):
         names = getattr(module, "__dict__", None)
         if isinstance(names, dict) and not key.startswith(without):

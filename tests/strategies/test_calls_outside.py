@@ -1,4 +1,4 @@
-"""A sharded model that is called outside of steps, or whose weights are changed there."""
+"""A sharded model that is called outside of steps, or whose weights are changed there or within a step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,24 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_cp.comm.local import local_part
 from tests.pool import run_ranks
-from tests.strategies.small import LENGTH, RING, VOCAB, Staged, close, loader, trainer_of, weights
+from tests.strategies.small import (
+    LENGTH,
+    RING,
+    VOCAB,
+    Small,
+    Staged,
+    close,
+    loader,
+    trainer_of,
+    weights,
+)
+from tests.strategies.test_fabric import fabric_of, model_of
 
 PROMPT = torch.arange(LENGTH)[None] % VOCAB
 SIZES: dict[str, Any] = {
@@ -125,4 +138,128 @@ def changed(_rank: int, world_size: int, settings: dict[str, Any] | None) -> Any
 def test_weights_that_a_validation_changed_are_those_of_the_next_step(engine: str) -> None:
     (want,) = run_ranks(1, changed, None)
     for got in run_ranks(2, changed, {**RING, "data_parallel": engine}):
+        close(got, want)
+
+
+class ChangesAfterCall(Small):
+    """Calls itself between steps, with gradients, and halves its weights."""
+
+    by_part = False
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids, torch.arange(LENGTH)[None])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self(PROMPT) if not self.by_part else self.model(PROMPT, torch.arange(LENGTH)[None])
+        with torch.no_grad():
+            for parameter in self.parameters():
+                local_part(parameter).mul_(0.5)
+
+
+class ChangesAfterPart(ChangesAfterCall):
+    by_part = True
+
+
+class StepsWithin(Small):
+    """Optimizes by hand: looks at its loss before the optimizer's step and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        with torch.no_grad():
+            self.loss(batch)
+        optimizer.step()
+        again = self.loss(batch)
+        self.manual_backward(again)
+        return again.detach()
+
+
+class StepsFirst(Small):
+    """Optimizes by hand: the optimizer steps before the forward of the next batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        if batch_idx:
+            optimizer.step()
+            optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        return loss.detach()
+
+
+class StepWithinStep(Small):
+    """Calls another of its steps, and uses a parameter of the root after it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.test_step(batch, batch_idx)
+        return self.loss(batch) + 0.0 * self.model.head.weight.sum()
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+
+MODULES = [ChangesAfterCall, ChangesAfterPart, StepsWithin, StepsFirst, StepWithinStep]
+
+
+def trained(_rank: int, world_size: int, settings: Any, module: type[Small]) -> torch.Tensor:
+    model = module()
+    trainer_of(world_size, settings).fit(model, loader(6))
+    return weights(model)
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("engine", ["fsdp", "zero1"])
+def test_steps_and_hooks_see_current_weights(engine: str, module: type[Small]) -> None:
+    (want,) = run_ranks(1, trained, None, module)
+    settings = {**RING, "data_parallel": engine, "parity_check": "off"}
+    for got in run_ranks(2, trained, settings, module):
+        close(got, want)
+
+
+class Recomputed(torch.nn.Module):
+    """Keeps its logits, so that backward does not begin at its output; computes its blocks twice."""
+
+    kept: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model_of()
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.inner.embed(ids)
+        for block in self.inner.blocks:
+            x = checkpoint(block, x, positions, use_reentrant=False)
+        self.kept = self.inner.head(self.inner.norm(x))
+        return self.kept.detach()
+
+
+def recomputed(_rank: int, world_size: int, settings: Any) -> torch.Tensor:
+    fabric = fabric_of(world_size, settings)
+    fabric.launch()
+    plain, strategy = Recomputed(), fabric.strategy
+    model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.05))
+    for whole_batch in loader(6):
+        batch: Any = whole_batch if settings is None else strategy.shard_batch(whole_batch)  # type: ignore[attr-defined]
+        model(batch["input_ids"], batch.get("position_ids", torch.arange(LENGTH)[None]))
+        fabric.backward(F.cross_entropy(plain.kept.flatten(0, 1), batch["labels"].flatten()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(plain)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "zero1"])
+def test_recomputation_is_no_call_between_steps(engine: str) -> None:
+    (want,) = run_ranks(1, recomputed, None)
+    for got in run_ranks(2, recomputed, {**RING, "data_parallel": engine}):
         close(got, want)

@@ -90,10 +90,9 @@ class Root:
             self.after_forward()
 
     def shard(self) -> None:
-        """Let whole parameters go that no backward follows to let go.
+        """Free whole parameters that a forward without a backward has left.
 
-        Whoever changes weights by hand between steps would change these, and not the shards they came from;
-        and the next forward would compute with them after an optimizer has changed the shards.
+        A hook that changes weights between steps would change these, and not the shards they came from.
         """
         module = self.module
         if isinstance(module, FSDPModule) and not self.entered and is_idle(module):
@@ -153,10 +152,11 @@ class Root:
     def after_step(self) -> None:
         """An optimizer has changed the shards: what is gathered is out of date."""
         module = self.module
-        if self._manual and isinstance(module, FSDPModule):
-            module.reshard()
-            module.unshard()
-        self.shard()
+        if isinstance(module, FSDPModule) and (self.entered or is_idle(module)):
+            for group in self._groups:
+                group.shard()
+            if self.entered:  # what follows in the method may use the root's own parameters
+                module.unshard()
 
     def unreduced(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Gradients of this rank alone, kept for a later reduction."""

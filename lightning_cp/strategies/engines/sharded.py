@@ -32,7 +32,6 @@ from lightning_cp.comm.local import local_part
 from lightning_cp.comm.reduce import from_first
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import Axis, ContextParallelMesh, Flat
-from lightning_cp.models.swap import hf_models
 from lightning_cp.module_hooks import add_hook
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.engines.checks import precision_of
@@ -84,10 +83,10 @@ class ShardedEngine:
         self._successors.note(module, before)
         root = Root(module, mesh)
         self._roots = [*self._alive(), root]
-        add_hook(module.register_forward_hook, lambda *_: root.after_forward())
+        # The backward of a module with steps follows them; that of a plain module follows its forward.
+        after = root.shard if methods else root.after_forward
+        add_hook(module.register_forward_hook, lambda *_: after())
         root.follow_calls(_callable_parts(module))
-        for model in hf_models(module):
-            model._is_fsdp_managed_module = True  # so its generate ends when that of all ranks does
         for method in methods:
             self._as_forward(root, method)
         return module
@@ -225,7 +224,7 @@ class ShardedEngine:
         return sum(id(p) in asked for p, _ in self.unreduced())
 
     def after_step(self) -> None:
-        """Within a method, what is gathered is out of date."""
+        """What is gathered is out of date."""
         for root in self._alive():
             root.after_step()
 

@@ -31,8 +31,8 @@ class Group:
         self.settle()
 
     def shard(self) -> None:
-        """Let the whole parameters go; they are gathered from the shards when they are used next."""
-        self._group.reshard()
+        """Free the whole parameters, within a forward too; the next use gathers them from the shards."""
+        self._group._to_sharded()
 
     def parameters(self) -> list[nn.Parameter]:
         """The sharded ones."""
