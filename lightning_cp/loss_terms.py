@@ -105,6 +105,41 @@ def leaves_out(loss: torch.Tensor, label: int) -> bool:
     return False
 
 
+class ZeroFactors(NamedTuple):
+    """Factors of 0 between a loss and its model: what they are multiplied with has no say in its gradient."""
+
+    numbers: int
+    tensors: list[torch.Tensor]
+    """Factors of one element, each of which may be 0."""
+
+    def are_at_least(self, count: int) -> bool:
+        """True if so many factors are 0; waits for the device only where tensors decide."""
+        return self.numbers >= count or (bool(self.tensors) and self.total >= count)
+
+    @property
+    def total(self) -> int:
+        """How many there are; waits for the device."""
+        return self.numbers + sum(not x for x in self.tensors)
+
+
+def zero_factors(loss: torch.Tensor) -> ZeroFactors:
+    """Those of a loss: a penalty that is going to be warmed up, say."""
+    numbers, tensors = 0, []
+    ahead, seen = [loss.grad_fn], set()
+    while ahead:
+        node: Any = ahead.pop()
+        if node is None or node in seen or _origin_of(node) is Origin.TOKENS:
+            continue
+        seen.add(node)
+        ahead.extend(_sources(node))
+        for x in _constants(node) if _operator(node) == "Mul" else ():
+            if _is_number(x):
+                numbers += not _value_of(x)
+            elif x.numel() == 1:
+                tensors.append(x)
+    return ZeroFactors(numbers, tensors)
+
+
 DECLARE = (
     "For targets that the step draws or leaves out, and for weights of classes, call count_targets(mask or "
     "number) in the step (of ContextParallelMixin, or of the strategy); compute a further loss of other "

@@ -95,11 +95,9 @@ class UlyssesRingStrategy(FabricSetup):
         self._end_last_step()
         self._core.check_trains()
         with asking_at_once(self._core.settings):
-            line = FabricParity(self._core, self._engine, self._models, self.precision).check(
+            return FabricParity(self._core, self._engine, self._models, self.precision).check(
                 batch, step, partial(super().backward, module=None)
             )
-        self._core.ask_for_counts = None
-        return line
 
     def _end_last_step(self) -> None:
         unused = self._core.is_unused

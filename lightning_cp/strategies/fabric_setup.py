@@ -23,9 +23,9 @@ from lightning_cp.strategies.engines import Engine
 from lightning_cp.strategies.front import ContextParallelFront
 from lightning_cp.strategies.loaders.draws import going_on
 from lightning_cp.strategies.loaders.proxy import LoaderProxy
+from lightning_cp.strategies.parity.fabric import asked_in_fabric
 from lightning_cp.strategies.resume.fabric import RunState
 from lightning_cp.strategies.saves.fabric import FabricSaves
-from lightning_cp.strategies.step.counts import ASK
 from lightning_cp.strategies.step.max_logits import adopted
 from lightning_cp.strategies.trainer_hooks import STEPS
 from lightning_cp.strategies.undeclared import of_run
@@ -44,11 +44,7 @@ class FabricSetup(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStra
     @override
     def _prepare(self) -> None:
         super()._prepare()
-        self._core.ask_for_counts = ASK.format(
-            count="fabric.strategy.count_targets",
-            check="compare the step with one process by fabric.strategy.check_parity(batch, step)",
-            unshard="fabric.strategy.unshard",
-        )
+        self._core.ask_for_counts = asked_in_fabric()
         self._models = nn.ModuleList()
         self._optimizers: list[Optimizer] = []
         self._steps = 0  # of optimizers

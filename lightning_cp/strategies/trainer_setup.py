@@ -103,6 +103,7 @@ class TrainerSetup(
                 refuse_averages(trainer, self._engine.name)
             self._core.check_trains()
         self.parity = TrainerParity(self._core, self._engine)
+        self._guard.look = self.parity.before_step
         self._place_profiles(trainer)
         self._announce(module, swapped)
         self._watch_precision()
@@ -230,6 +231,8 @@ class TrainerSetup(
     @override
     def teardown(self) -> None:
         self._core.detach()
+        if "parity" in vars(self):
+            self.parity.forget()
         self._core.recorder.say_what_is_missing()
         self._replaced.undo()
         module = self.lightning_module

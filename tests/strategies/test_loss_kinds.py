@@ -140,6 +140,18 @@ def test_a_mean_by_hand_is_exact_once_it_was_declared_or_checked(let: str) -> No
         close(got, alone(mean_by_hand))
 
 
+def by_hand_from_the_second_step_on(loop: Loop, batch: Batch) -> torch.Tensor:
+    return (mean_by_hand if loop.optimizer.state else Loop.loss)(loop, batch)
+
+
+def test_a_check_of_a_known_loss_clears_no_other_one() -> None:
+    match = (
+        r"not known what this loss is a mean over.*check_parity\(batch, step\) \(the loss that it"
+    )
+    settings, way = RING, by_hand_from_the_second_step_on
+    expect_on_every_rank(2, trained, settings, way, "checked", error=ConfigError, match=match)
+
+
 def of_fewer_targets(loop: Loop, batch: Batch) -> torch.Tensor:
     """Of labels that are cut in the step, which nothing declares."""
     labels = batch["labels"].where(batch["input_ids"] % 2 > 0, -100)

@@ -18,6 +18,7 @@ from lightning_cp.parity.compare import Comparison, allowing
 from lightning_cp.parity.passes import Part, Pass
 from lightning_cp.parity.prefix import prefix_of
 from lightning_cp.parity.report import begins, healthy
+from lightning_cp.parity.sums import largest
 from lightning_cp.parity.uneven import has_ignored, with_uneven_labels
 from lightning_cp.strategies.parity.comparing import Comparing
 from lightning_cp.strategies.parity.explain import Explaining
@@ -53,10 +54,14 @@ class ParityCheck:
         tokens = self.runner.count(part)
         rank_zero_info(begins(tokens))
         base = self._compared(part)
+        aside, mesh = self.runner.core.loss_aside, self.runner.core.mesh
+        zeros = int(largest(-1 if aside.is_known else aside.zeros, mesh))
         self._require_healthy(part, base, uneven=False)
         uneven = self._uneven(part)
         if uneven is not None:
             self._require_healthy(uneven, self._compared_unevenly(uneven), uneven=True)
+        if zeros >= 0:
+            self.runner.core.clear_unknown(zeros)
         chunked = self.runner.core.settings.loss_chunk_tokens is not None
         seconds, evaluation = time.monotonic() - started, self.runner.evaluation
         modes = {"chunked": chunked, "evaluation": evaluation, "uneven": uneven is not None}
@@ -82,7 +87,7 @@ class ParityCheck:
                 or between ranks that gather parameters.
         """
         core, aside = self.runner.core, self.runner.core.loss_aside
-        if not self.runner.anywhere(not aside.is_known):
+        if not self.runner.anywhere(aside.needs_fewer_labels):
             return None
         whole = core.read(batch)
         layout = core.layout_for(whole)
@@ -90,8 +95,8 @@ class ParityCheck:
         if not self.runner.anywhere(uneven is not None):
             return None
         can_fail = core.mesh.device_type == "cpu" and not self.runner.engine.shards
-        knows = can_fail or aside.is_known or aside.leaves_out or has_ignored(whole, layout)
-        told = None if knows or uneven is None else "no label of the batch is -100"
+        knows = aside.leaves_out or has_ignored(whole, layout) or not aside.needs_fewer_labels
+        told = None if can_fail or knows or uneven is None else "no label of the batch is -100"
         self.runner.require(told, UNKNOWN)
         return batch if uneven is None else uneven
 

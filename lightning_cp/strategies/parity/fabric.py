@@ -18,6 +18,7 @@ from lightning_cp.strategies.parity.check import ParityCheck
 from lightning_cp.strategies.parity.dtypes import dtypes_of
 from lightning_cp.strategies.parity.runner import CannotRun, Runner, Step
 from lightning_cp.strategies.step.core import ContextParallelCore
+from lightning_cp.strategies.step.counts import ASK
 
 
 @dataclass
@@ -37,6 +38,7 @@ class FabricParity:
                 "fabric.setup(model, ...) first."
             )
         if self.core.mesh.sample_size == 1:
+            self.core.clear_unknown()
             return self._told(
                 "parity: no sample is shared between ranks, so there is nothing to compare"
             )
@@ -51,16 +53,25 @@ class FabricParity:
             backward=partial(_as_fabric_does, backward),
         )
         try:
-            return self._told(ParityCheck(runner, self.core.settings.parity_tokens).run(batch))
+            line = self._told(ParityCheck(runner, self.core.settings.parity_tokens).run(batch))
         except CannotRun as why:
             raise ConfigError(
                 f"check_parity cannot compare this step: {why}. "
                 "Pass the whole batch, and a step that returns its loss and calls no backward."
             ) from None
+        self.core.ask_for_counts = asked_in_fabric(" (the loss that it has seen is another one)")
+        return line
 
     def _told(self, line: str) -> str:
         rank_zero_info(line)
         return line
+
+
+def asked_in_fabric(seen: str = "") -> str:
+    """What to say of a loss of no known kind; ``seen``: what a check has seen until now."""
+    check = f"compare the step with one process by fabric.strategy.check_parity(batch, step){seen}"
+    names = {"count": "fabric.strategy.count_targets", "unshard": "fabric.strategy.unshard"}
+    return ASK.format(**names, check=check)
 
 
 def _as_fabric_does(backward: Callable[[torch.Tensor], Any], loss: torch.Tensor) -> None:

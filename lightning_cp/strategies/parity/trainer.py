@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_cp.callback import ContextParallelCallback
+from lightning_cp.errors import ConfigError
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.engines import Engine
 from lightning_cp.strategies.parity.check import ParityCheck
@@ -39,6 +41,8 @@ class TrainerParity:
         """Why it could not be made."""
         self._unsaid: str | None = None
         """The same, until the batch has been sharded: what refuses it says more."""
+        self._whole: tuple[Any, Any, ContextParallelCallback] | None = None
+        """The module, its last batch and who shards it, while a loss of no known kind may need a look."""
         if core.settings.parity_check == "off":
             self._ask(
                 "leave parity_check='off' away, so that the step is compared with one process"
@@ -51,8 +55,28 @@ class TrainerParity:
             ParityError: on every rank, where the model does not compute what it computes in one process.
         """
         self._unsaid = None
-        if not self._is_due(module.trainer):
-            return
+        if self._is_due(module.trainer):
+            self._check(module, batch, callback)
+        asks = self._core.ask_for_counts is None and self._core.cleared_zeros != 0
+        self._whole = (module, batch, callback) if asks else None
+
+    def before_step(self) -> None:
+        """All ranks come here, before they step along a loss that is the run's first of no known kind.
+
+        Raises:
+            ParityError: on every rank, where the loss is not what it is in one process.
+            ConfigError: it cannot be compared.
+        """
+        assert self._whole is not None
+        with self._core.between_steps(), torch.enable_grad():
+            self._check(*self._whole)
+        self._whole = None
+        if self._core.cleared_zeros is None and self._core.ask_for_counts is None:
+            self._leave_out("the step was run again for it, and had a loss of a known kind")
+        if self._core.ask_for_counts is not None:
+            raise ConfigError(self._core.ask_for_counts)
+
+    def _check(self, module: Any, batch: Any, callback: ContextParallelCallback) -> None:
         self._checked = module.trainer.global_step
         if not module.automatic_optimization:
             self._leave_out(
@@ -77,6 +101,10 @@ class TrainerParity:
             return
         self._core.ask_for_counts = None
         rank_zero_info(self.healthy)
+
+    def forget(self) -> None:
+        """The run is over: nothing of its last batch is kept."""
+        self._whole = None
 
     def after_batch(self) -> None:
         """All ranks come here once the batch was sharded: why it was not checked is said now."""

@@ -8,17 +8,20 @@ Nothing here knows of a Trainer. A strategy calls, in this order: ``build_mesh``
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_cp import console
-from lightning_cp.batch import completed
+from lightning_cp.batch import ShardedBatch, completed
 from lightning_cp.containers import tensors_of
 from lightning_cp.errors import ConfigError
 from lightning_cp.labels import are_shifted
 from lightning_cp.layout import LayoutChoice
 from lightning_cp.models.hf_labels import require_taken
+from lightning_cp.models.swap import StepState, SwapHandle
 from lightning_cp.models.token_draws import Tokens
 from lightning_cp.named_ranges import named
 from lightning_cp.strategies.step.aside import StepsAside
@@ -101,12 +104,27 @@ class ContextParallelCore(StepsAside):
                 "a context-parallel step began without a sharded batch. Let the strategy move the "
                 "batch (do not override transfer with a step that takes dataloader_iter)."
             )
-        self._handle.activate(self._state_of(self._part, self._positions, self.mesh.cp_rank))
+        state = self._state_of(self._part, self._positions, self.mesh.cp_rank)
+        self._intercept(self._handle, state, self._part)
+
+    def _intercept(self, handle: SwapHandle, state: StepState, part: ShardedBatch) -> None:
+        handle.activate(state)
         if self._draws is not None:
-            mesh, part = self.mesh, self._part
+            mesh = self.mesh
             data = (mesh.data_rank, mesh.data_size)
             self._draws.begin(Tokens.of(part.layout, mesh.cp_rank, part.rows, data))
         self._patches.begin()
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Within, the current step has ended; afterwards it lasts on."""
+        assert self._handle is not None
+        state, part = self._handle.state, self._part
+        self._handle.deactivate()
+        yield
+        if state is not None and part is not None:
+            self._intercept(self._handle, state, part)
+            state.ended = False
 
     def check_step(self) -> None:
         """Refuse a step in which attention stayed local, or labels were shifted by nobody knows whom; say

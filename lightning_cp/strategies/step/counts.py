@@ -23,9 +23,18 @@ class LossAside:
 
     counts: TargetCounts
     is_known: bool = True
-    """It needs no look: a mean over targets or of whole sequences, declared, or of a rank without targets."""
+    """It is a mean over targets or of whole sequences, or the loss of a rank without targets."""
+    is_declared: bool = False
+    """The step has said what it counts."""
+    zeros: int = 0
+    """How many factors of it are 0; see ``zero_factors``."""
     leaves_out: bool = False
     """Its loss functions know labels that are no targets."""
+
+    @property
+    def needs_fewer_labels(self) -> bool:
+        """It may be right by chance where every token has a target."""
+        return not (self.is_known or self.is_declared)
 
 
 class TargetCounts:
@@ -39,6 +48,8 @@ class TargetCounts:
         """A loss went backward whose counts matter: known to all ranks, while a mean is known to its own."""
         self.beside_other_terms = False
         """The loss has means over targets, and another term."""
+        self.asks = False
+        """A loss of no known kind went backward that no check has looked at."""
 
     def note(self, means: Means, weighted: Count, *, aside: bool = False) -> None:
         """A loss goes backward that is made of ``means``, and has the weight of ``weighted`` targets.
@@ -64,6 +75,7 @@ class TargetCounts:
         taken._numbers, self._numbers = self._numbers, []
         taken._padding, self._padding = self._padding, []
         taken.are_asked, self.are_asked = self.are_asked, False
+        taken.asks, self.asks = self.asks, False
         return taken
 
     @property

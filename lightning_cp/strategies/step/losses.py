@@ -10,7 +10,14 @@ from torch.optim import Optimizer
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.labels import IGNORED_LABEL
-from lightning_cp.loss_terms import Means, counted_means, declared_count, divisor, leaves_out
+from lightning_cp.loss_terms import (
+    Means,
+    counted_means,
+    declared_count,
+    divisor,
+    leaves_out,
+    zero_factors,
+)
 from lightning_cp.strategies.step.accumulation import Unreduced
 from lightning_cp.strategies.step.counts import TRAINS, LossAside, TargetCounts
 from lightning_cp.strategies.step.values import StepValues
@@ -38,13 +45,14 @@ class StepLosses(StepValues):
             checked = partial(self._loss.checked_count, counted)
             count = self._handle.checks.agreed("count_targets", checked)
             self._loss.declare(count)
-            self._counts_declared |= not self._is_aside
         if state is not None:
             state.counted = count
         return divisor(count)
 
     def _require_known(self, loss: torch.Tensor) -> None:
-        """Compare what a loss counts with its weight; refuse one that no check has looked at.
+        """Compare what a loss counts with its weight; refuse one of no known kind, or have it looked at.
+
+        The first one of a run, whichever step it comes in.
 
         Raises:
             ConfigError: saying what to declare.
@@ -53,16 +61,34 @@ class StepLosses(StepValues):
         if self._loss is None or not self._loss.depends_on_counts:
             return
         means = counted_means(loss)
+        is_known = _is_known(means)
         if self._is_aside:
             self.loss_aside = self._aside_of(loss, means, self._loss)
         else:
             self.counts.note(means, self._loss.targets)
         state = self._handle.state if self._handle is not None else None
         asked = state is not None and state.padding_asked
-        self._counts.note_padding(*self._loss.padding(by_hand=not _is_known(means), asked=asked))
-        if not self._is_aside and self.ask_for_counts is not None and not self._counts_declared:
-            error = None if _is_known(means) else ConfigError(self.ask_for_counts)
-            self._loss.require_known(error)
+        self._counts.note_padding(*self._loss.padding(by_hand=not is_known, asked=asked))
+        if not self._is_aside:
+            self._look_at(self._loss, is_known or self._is_cleared(loss, self._loss))
+
+    def _is_cleared(self, loss: torch.Tensor, weight: StepLoss) -> bool:
+        """True of a loss of no known kind that was looked at, or need not be."""
+        if weight.is_declared:
+            self.clear_unknown()
+        cleared = self.cleared_zeros
+        return cleared == 0 or (cleared is not None and zero_factors(loss).are_at_least(cleared))
+
+    def _look_at(self, weight: StepLoss, is_clear: bool) -> None:
+        """Refuse a loss now, or have the ranks look at it before they step, where a check can."""
+        if self.ask_for_counts is None:
+            self.counts.asks |= not (is_clear or weight.is_muted) and self.mesh.sample_size > 1
+        else:
+            weight.require_known(None if is_clear else ConfigError(self.ask_for_counts))
+
+    def clear_unknown(self, zeros: int = 0) -> None:
+        """A loss of no known kind is right: others pass that have as many factors of 0, or more."""
+        self.cleared_zeros = min(zeros, zeros if self.cleared_zeros is None else self.cleared_zeros)
 
     @property
     def _counts(self) -> TargetCounts:
@@ -71,9 +97,11 @@ class StepLosses(StepValues):
     def _aside_of(self, loss: torch.Tensor, means: Means, weight: StepLoss) -> LossAside:
         counts = TargetCounts()
         counts.note(means, weight.targets, aside=True)
-        if _is_known(means) or weight.is_declared or weight.is_muted:
+        if _is_known(means) or weight.is_muted:
             return LossAside(counts)
-        return LossAside(counts, is_known=False, leaves_out=leaves_out(loss, IGNORED_LABEL))
+        leaves = leaves_out(loss, IGNORED_LABEL)
+        zeros, declared = zero_factors(loss).total, weight.is_declared
+        return LossAside(counts, False, is_declared=declared, zeros=zeros, leaves_out=leaves)
 
     def follow_unreduced(self, unreduced: Callable[[], Unreduced]) -> None:
         """Have windows of accumulation know of gradients that an engine keeps elsewhere than in ``grad``."""

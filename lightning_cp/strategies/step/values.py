@@ -42,8 +42,10 @@ class StepValues(RunMesh):
         self.counts = TargetCounts()
         self.loss_aside = LossAside(TargetCounts())
         self.ask_for_counts: str | None = None
-        """What to say of a loss of no known kind; ``None``: a parity check looked at the step, or will."""
-        self._counts_declared = False
+        """What to say of a loss of no known kind; ``None``: a parity check looks at the first one."""
+        self.cleared_zeros: int | None = None
+        """A loss of no known kind was compared with one process, or declared: others pass that have as many
+        factors of 0. ``None``: none was."""
 
     @contextmanager
     def as_one_process(self) -> Iterator[None]:

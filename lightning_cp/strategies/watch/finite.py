@@ -64,6 +64,8 @@ class FiniteGuard:
         self._counts = counts
         self._bad_loss: torch.Tensor | None = None
         self._voted: set[int] = set()  # optimizers, since the last backward
+        self.look: Callable[[], None] | None = None
+        """How all ranks look at a loss of no known kind together."""
         self.wish: Callable[[], int] | None = None
         """What this rank tells the others with every vote: a number."""
         self.wishes = 0
@@ -109,7 +111,7 @@ class FiniteGuard:
             NonFiniteError: on every rank, if there is a loss or a gradient on any that is not finite.
             ConfigError: on every rank, if optimizers have other settings on some, such as a learning rate;
                 if a loss on any counted other targets than it is weighted by; or if ranks that share a
-                sample multiply it by other numbers.
+                sample multiply it by other numbers; or what ``look`` finds.
         """
         if id(step.optimizer) in self._voted:
             return
@@ -148,14 +150,19 @@ class FiniteGuard:
     ) -> int | None:
         """The sum of what ranks wish; ``None`` on all if one does not agree, or has other settings."""
         fact = (WHAT, numbers_of(step.optimizer))
-        vote = partial(tally, fact, group, dissents=not agrees, number=number)
-        total = vote(of=step.sample, own=counts.numbers)
+        vote = partial(tally, fact, group, number=number)
+        dissents = not agrees or counts.asks
+        total = vote(of=step.sample, own=counts.numbers, dissents=dissents)
         if total is not None:
             return total
         tell({"step": step.number}, group, what=WHAT)  # ranks at different calls hear of that
         counts.refuse(step.number, group)  # a mean over no target is NaN, too
         counts.refuse_numbers(step.number, group, step.sample[1])
-        return vote()
+        asks = any(flag for flags in gathered_lists([counts.asks], group) for flag in flags)
+        total = vote(dissents=not agrees)
+        if asks and total is not None and self.look is not None:
+            self.look()
+        return total
 
 
 def _look(

@@ -1,0 +1,129 @@
+"""A loss of no known kind that begins in the middle of a run: checked before its first step, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+from lightning_cp.errors import ConfigError, LightningCPError, ParityError
+from tests.parity import modules
+from tests.parity.test_healthy import CHECKED, Heard
+from tests.pool import expect_on_every_rank, run_ranks
+from tests.strategies.small import RING, RING3, ULYSSES, Settings, close, trainer_of, weights
+
+
+class Changing(modules.Healthy):
+    """Cross-entropy in its first step, and another loss from the second one on."""
+
+    def positions(self, batch: Any) -> torch.Tensor:
+        return batch.get("position_ids", torch.arange(batch["input_ids"].shape[1])[None])
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        return (
+            self.later(logits, batch) if self.trainer.global_step else super().loss(logits, batch)
+        )
+
+    def later(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Beginning(Changing):
+    """A penalty that the first step does not have."""
+
+    def later(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        penalty = logits.logsumexp(-1).square().mean()
+        return modules.Healthy.loss(self, logits, batch) + 0.1 * penalty
+
+
+class Warming(Beginning):
+    """Its weight is 0 in the first step; the gradients of another one always are."""
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        penalty = self.weight() * logits.logsumexp(-1).square().mean()
+        return modules.Healthy.loss(self, logits, batch) + penalty + 0.0 * logits.sum()
+
+    def weight(self) -> Any:
+        return 0.1 * bool(self.trainer.global_step)
+
+
+class WarmingTensor(Warming):
+    """Its weight is a tensor."""
+
+    def weight(self) -> Any:
+        return torch.tensor(super().weight())
+
+
+class ByHand(Changing):
+    """The same mean, in other words."""
+
+    def later(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        labels = batch["labels"].flatten()
+        losses = F.cross_entropy(logits.flatten(0, 1), labels, reduction="none")
+        return losses.sum() / (labels != -100).sum()
+
+
+class AtFullLength(Changing):
+    """A penalty that the tokens of a check do not have."""
+
+    def later(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        short = logits.shape[1] < modules.LENGTH // 2
+        known = modules.Healthy.loss(self, logits, batch)
+        return known if short else known + 0.1 * logits.logsumexp(-1).square().mean()
+
+
+KINDS = {cls.__name__: cls for cls in (Beginning, Warming, WarmingTensor, ByHand, AtFullLength)}
+
+
+def fit(rank: int, world_size: int, name: str, settings: Settings | None, window: int = 1) -> Any:
+    module, rows = KINDS[name](), modules.rows(8)
+    for block in module.blocks:
+        block.mlp[2].p = 0.0  # type: ignore[index, union-attr]
+    for at, row in enumerate(rows):
+        row["labels"][: 5 * at + 1] = -100  # ranks have other numbers of targets
+    before = weights(module)
+    with Heard() as heard:
+        trainer = trainer_of(world_size, settings, accumulate_grad_batches=window)
+        try:
+            trainer.fit(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
+        except LightningCPError:
+            assert trainer.global_step == 1, "the step that is refused is not taken"
+            assert not torch.equal(weights(module), before)
+            raise
+    return weights(module), heard.parity
+
+
+@pytest.mark.parametrize("name", ["Beginning", "Warming", "WarmingTensor"])
+def test_a_penalty_that_begins_later_is_compared_with_one_process(name: str) -> None:
+    match = "does not compute what it computes in one process"
+    settings = {**RING, **CHECKED}
+    expect_on_every_rank(2, fit, name, settings, error=ParityError, match=match)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "window"),
+    [
+        (2, RING, 1),
+        (3, {**RING3, "data_parallel": "fsdp"}, 2),
+        pytest.param(2, {**ULYSSES, "data_parallel": "zero1"}, 1, marks=pytest.mark.slow),
+        pytest.param(3, RING3, 2, marks=pytest.mark.slow),
+        pytest.param(2, {**ULYSSES, "data_parallel": "fsdp"}, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_mean_by_hand_that_begins_later_is_compared_once(
+    ranks: int, settings: Settings, window: int
+) -> None:
+    want, _ = run_ranks(1, fit, "ByHand", None, window)[0]
+    every = run_ranks(ranks, fit, "ByHand", {**settings, **CHECKED}, window, timeout=60)
+    assert ["agree on" in line for line in every[0][1]] == [True, True]
+    for got, _ in every:
+        close(got, want)
+
+
+def test_a_loss_that_the_check_does_not_see_is_refused() -> None:
+    match = "not known what this loss is a mean over.*left out: .*known kind"
+    settings = {**RING, **CHECKED, "parity_tokens": 16}
+    expect_on_every_rank(2, fit, "AtFullLength", settings, error=ConfigError, match=match)
