@@ -8,7 +8,58 @@ ENGINES = "lightning_cp/strategies/engines/"
 TESTS = "tests/strategies/test_engines.py::"
 ODD = TESTS + "test_odd_parameters_are_trained_as_in_one_process[fsdp]"
 
+OUTSIDE = "tests/strategies/test_calls_outside.py::"
+CURRENT = OUTSIDE + "test_steps_and_hooks_see_current_weights"
+
 ENGINE_MUTANTS = (
+    Mutant(
+        "a call between steps is no forward of the root",
+        ENGINES + "root.py",
+        "if self.entered or not is_idle(root):",
+        "if root:",
+        (OUTSIDE + "test_calls_in_hooks_equal_those_of_one_process[fsdp-on_train_batch_end-grad]",),
+        "A hook that calls the model ends in an error of PyTorch's.",
+    ),
+    Mutant(
+        "a call between steps that fails leaves its forward open",
+        ENGINES + "root.py",
+        "        if output is None:  # it has failed\n            forget_step(root)\n",
+        "        if output is None:\n",
+        (CURRENT + "[fsdp-FailsOutside]",),
+        "The next step is taken for a part of the call that failed.",
+    ),
+    Mutant(
+        "parameters stay whole after a call between steps",
+        ENGINES + "root.py",
+        "        output = leave_forward(root, args, output)\n        self.shard()\n",
+        "        output = leave_forward(root, args, output)\n",
+        (CURRENT + "[zero1-ChangesAfterPart]",),
+        "Weights that a hook changes after it are lost.",
+    ),
+    Mutant(
+        "whole parameters outlive a step within a method",
+        ENGINES + "root.py",
+        "            for group in self._groups:\n                group.shard()\n            if self.entered:",
+        "            if self.entered:",
+        (CURRENT + "[zero1-StepsWithin]",),
+        "What follows the optimizer's step is computed with the weights before it.",
+    ),
+    Mutant(
+        "recomputation is a call between steps",
+        ENGINES + "torch_fsdp2.py",
+        "    if torch._C._current_graph_task_id() != -1:\n        return False\n",
+        "",
+        (OUTSIDE + "test_recomputation_is_no_call_between_steps[fsdp]",),
+        "A backward that calls modules again shards what it is about to use.",
+    ),
+    Mutant(
+        "whole parameters are made in inference mode",
+        ENGINES + "torch_fsdp2.py",
+        "            with torch.inference_mode(False), torch.no_grad():\n                own()",
+        "            own()",
+        (CURRENT + "[fsdp-InfersFirst]",),
+        "Training after trainer.validate ends in an error of PyTorch's, on CUDA.",
+    ),
     Mutant(
         "scalars stay on their ranks",
         ENGINES + "averages.py",

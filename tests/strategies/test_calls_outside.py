@@ -118,6 +118,14 @@ def test_generate_between_steps_ends_when_that_of_all_ranks_does(engine: str) ->
     assert [row[:9] for row in second] == want
 
 
+class InfersFirst(Small):
+    """Calls its model in inference mode before anything else has."""
+
+    def on_fit_start(self) -> None:
+        with torch.inference_mode():
+            self.model(PROMPT, torch.arange(LENGTH)[None])
+
+
 class ChangesWeights(Staged):
     """Halves its weights at the end of a validation, as averages of weights are put in and out."""
 
@@ -141,6 +149,32 @@ def test_weights_that_a_validation_changed_are_those_of_the_next_step(engine: st
         close(got, want)
 
 
+class FailsOutside(Small):
+    """Calls its model between steps with tokens that it does not know, and catches the error."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with pytest.raises(IndexError):
+            self.model(PROMPT + VOCAB, torch.arange(LENGTH)[None])
+
+
+class BlockFirst(Small):
+    """Calls one of its blocks before anything else has."""
+
+    def on_fit_start(self) -> None:
+        block, width = self.model.blocks[0], self.model.embed.weight.shape[1]
+        block(torch.ones(1, LENGTH, width), torch.arange(LENGTH)[None])
+
+
+class CallsInWindow(Small):
+    """Calls its model between the batches of an accumulation window, and after it."""
+
+    window = 2
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.model(PROMPT, torch.arange(LENGTH)[None])
+
+
 class ChangesAfterCall(Small):
     """Calls itself between steps, with gradients, and halves its weights."""
 
@@ -161,23 +195,21 @@ class ChangesAfterPart(ChangesAfterCall):
 
 
 class StepsWithin(Small):
-    """Optimizes by hand: looks at its loss before the optimizer's step and after it."""
+    """Optimizes by hand, twice per batch; looks at its loss before the optimizer steps."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
-        loss = self.loss(batch)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        with torch.no_grad():
-            self.loss(batch)
-        optimizer.step()
-        again = self.loss(batch)
-        self.manual_backward(again)
-        return again.detach()
+        for _ in range(2):
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            with torch.no_grad():
+                self.loss(batch)
+            optimizer.step()
 
 
 class StepsFirst(Small):
@@ -209,12 +241,16 @@ class StepWithinStep(Small):
         self.loss(batch)
 
 
-MODULES = [ChangesAfterCall, ChangesAfterPart, StepsWithin, StepsFirst, StepWithinStep]
+MODULES = [
+    *(InfersFirst, FailsOutside, BlockFirst, CallsInWindow, ChangesAfterCall, ChangesAfterPart),
+    *(StepsWithin, StepsFirst, StepWithinStep),
+]
 
 
 def trained(_rank: int, world_size: int, settings: Any, module: type[Small]) -> torch.Tensor:
     model = module()
-    trainer_of(world_size, settings).fit(model, loader(6))
+    window = getattr(module, "window", 1)
+    trainer_of(world_size, settings, accumulate_grad_batches=window).fit(model, loader(8))
     return weights(model)
 
 

@@ -178,7 +178,7 @@ class Inferring(Staged):
 
 
 def inferred(rank: int, world_size: int, settings: Settings | None, hf: bool) -> Any:
-    """All evaluating stages in inference mode, with training before and after."""
+    """All evaluating stages in inference mode, before training and between two of them."""
     utilities._distributed_is_initialized = lambda: False  # type: ignore[attr-defined]
     try:
         if hf:
@@ -191,8 +191,9 @@ def inferred(rank: int, world_size: int, settings: Settings | None, hf: bool) ->
         else:
             module, data = Inferring(), loader(4)
         trainer = trainer_of(world_size, settings, num_sanity_val_steps=1)
-        trainer.fit(module, data, data)
         found = losses_of(trainer.validate(module, data, verbose=False))
+        trainer.fit(module, data, data)
+        found += losses_of(trainer.validate(module, data, verbose=False))
         predicted: Any = trainer.predict(module, data)
         trainer.fit(module, data, data)
         assert {False, True} == set(module.modes), "it was never on, or never off"
@@ -213,6 +214,9 @@ class InferringHF(HFModule):
         return super().inputs(batch)
 
 
+SHARDED: list[tuple[Settings, int]] = [
+    ({**RING, "data_parallel": engine}, 2) for engine in ("fsdp", "zero1")
+]
 utilities_own = utilities._distributed_is_initialized  # type: ignore[attr-defined]
 
 
@@ -220,7 +224,7 @@ utilities_own = utilities._distributed_is_initialized  # type: ignore[attr-defin
 @pytest.mark.parametrize("hf", [False, True], ids=["plain", "hugging face"])
 def test_inference_mode(hf: bool) -> None:
     (want,) = run_ranks(1, inferred, None, hf)
-    for settings, size in ((RING, 2), (HYBRID, 4)):
+    for settings, size in ((RING, 2), (HYBRID, 4), *SHARDED):
         for got in run_ranks(size, inferred, settings, hf):
             torch.testing.assert_close(
                 got, want, rtol=1e-6 if hf else 1e-10, atol=1e-7 if hf else 1e-12

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +43,7 @@ class Root:
         self.entered = False
         self._manual = False
         self._called: nn.Module | None = None
+        self._before_data: Callable[[], object] = list  # nobody wants to know
 
     @property
     def module(self) -> nn.Module | None:
@@ -104,12 +105,17 @@ class Root:
         if not torch.is_grad_enabled():
             self.shard()
 
-    def follow_calls(self, modules: Iterable[nn.Module]) -> None:
+    def follow_calls(self, modules: Iterable[nn.Module], before_data: Callable[[], object]) -> None:
         """Have a call of one of these be a forward of the root, where none is under way.
 
         The root gathers what is in none of its units (embeddings, the head) for its own forward only. Users
         call parts of it outside of steps: ``self.model.generate(...)`` in a hook of theirs.
+
+        Args:
+            modules: parts of the model with parameters that are gathered.
+            before_data: called before the root gathers its own.
         """
+        self._before_data = before_data
         for module in modules:
             add_hook(module.register_forward_pre_hook, self._enter, prepend=True, with_kwargs=True)
             add_hook(module.register_forward_hook, self._leave, always_call=True)
@@ -121,6 +127,7 @@ class Root:
         if self.entered or not is_idle(root):
             return None
         self._called = called
+        self._before_data()
         return enter_forward(root, args, kwargs)
 
     def _leave(self, called: nn.Module, args: Any, output: Any) -> Any:

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_cp.comm.local import local_part
@@ -86,7 +87,7 @@ class ShardedEngine:
         # The backward of a module with steps follows them; that of a plain module follows its forward.
         after = root.shard if methods else root.after_forward
         add_hook(module.register_forward_hook, lambda *_: after())
-        root.follow_calls(_callable_parts(module))
+        root.follow_calls(_callable_parts(module), lambda: self.before_data())
         for method in methods:
             self._as_forward(root, method)
         return module
@@ -255,9 +256,9 @@ class ShardedEngine:
 
 
 def _callable_parts(root: nn.Module) -> Iterator[nn.Module]:
-    """The units of a model, and the modules with parameters that hold units or are in none."""
+    """The units of a model, and the modules with sharded parameters that hold units or are in none."""
     for child in root.children():
-        if any(True for _ in child.parameters()):
+        if any(isinstance(p, DTensor) for p in child.parameters()):
             yield child
             if not isinstance(child, FSDPModule):
                 yield from _callable_parts(child)

@@ -28,6 +28,7 @@ class Group:
         self._trained: list[bool] = []
         self._touched: set[int] = set()
         self._settle_whenever_sharded()
+        self._gather_for_training()
         self.settle()
 
     def shard(self) -> None:
@@ -73,6 +74,16 @@ class Group:
             to_unsharded()
 
         group._to_sharded, group._to_unsharded = shard, unshard
+
+    def _gather_for_training(self) -> None:
+        """Make whole parameters outside of inference mode: training uses those that an evaluation made."""
+        own = self._group.wait_for_unshard
+
+        def wait_for_unshard() -> None:
+            with torch.inference_mode(False), torch.no_grad():
+                own()
+
+        self._group.wait_for_unshard = wait_for_unshard
 
     def complete(self, had: dict[int, bool], filled: set[int]) -> None:
         """Before every reduction: zeros where no gradient came, so that all ranks reduce the same.
