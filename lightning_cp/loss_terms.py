@@ -17,6 +17,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_cp.errors import ConfigError
@@ -57,6 +58,9 @@ class Means(NamedTuple):
     """Factors and divisors that are numbers of Python, in the order of the graph."""
     other_terms: bool = False
     """The loss has another term: a sum or a mean by hand, or a function of a mean."""
+    joined: tuple[torch.Tensor, ...] = ()
+    """The values that terms of parameters compute from where another tensor is added to these: a function of
+    parameters alone has the same ones on all ranks."""
 
 
 def counted_means(loss: torch.Tensor) -> Means:
@@ -64,6 +68,7 @@ def counted_means(loss: torch.Tensor) -> Means:
     counts: list[Count] = []
     numbers: list[float] = []
     own_factor = other_terms = False
+    shared: list[Any] = []
     ahead: list[Any] = [_producer(loss.grad_fn, loss.output_nr)]
     while ahead:
         node = ahead.pop()
@@ -82,13 +87,16 @@ def counted_means(loss: torch.Tensor) -> Means:
                 other_terms = True
                 continue
             other_terms |= not factors and not _is_shared(node)
+            shared += [x for x in (_sources(node) if factors else [node]) if x not in factors]
             constants = _constants(node)
             numbers += [_value_of(x) for x in constants if _is_number(x)]
             own_factor |= bool(factors) and not all(map(_is_number, constants))
             ahead.extend(factors)
-        elif not _is_shared(node):
+        elif _is_shared(node):
+            shared.append(node)
+        else:
             other_terms = True
-    return Means(counts, own_factor, numbers, other_terms)
+    return Means(counts, own_factor, numbers, other_terms, _joined_to(shared))
 
 
 def leaves_out(loss: torch.Tensor, label: int) -> bool:
@@ -324,6 +332,31 @@ def _is_of_parameters(node: Any) -> bool:
         else:
             return False
     return True
+
+
+def _joined_to(terms: Iterable[Any]) -> tuple[torch.Tensor, ...]:
+    """What terms have kept for backward in which a tensor without a graph is added to parameters.
+
+    Their gradients depend on nothing else. Parts of tensors differ between ranks, and are left out.
+    """
+    found: list[torch.Tensor] = []
+    for term in filter(_is_of_parameters, terms):
+        ahead, seen, joins = [term], dict[Any, None](), False
+        while ahead:
+            node = ahead.pop()
+            if node not in seen and not hasattr(node, "variable"):
+                seen[node] = None
+                joins |= _operator(node) in ("Add", "Sub") and len(_sources(node)) < 2
+                ahead.extend(_sources(node))
+        if joins:
+            found += [x for node in seen for x in _kept(node)]
+    return tuple({id(x): x for x in found}.values())
+
+
+def _kept(node: Any) -> list[torch.Tensor]:
+    names = ("_saved_self", "_saved_other", "_saved_result")
+    saved = (getattr(node, name, None) for name in names)
+    return [x for x in saved if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
 
 
 def _joins_another(node: Any) -> bool:

@@ -21,6 +21,7 @@ from lightning_cp.loss_terms import (
     note_sequence,
     note_tokens,
     targets_of,
+    zero_factors,
 )
 
 TARGETS = torch.tensor([[0, 1, -100, 2], [3, -100, 4, 4]])
@@ -177,10 +178,34 @@ def test_a_mean_beside_another_term_is_counted() -> None:
     assert means.other_terms
 
 
+def test_another_tensor_beside_parameters_is_told() -> None:
+    """By what is computed of both, as a gradient has nothing of it but that."""
+    own, zero = torch.full((3,), 0.25), torch.zeros(3)
+    for loss in (
+        lambda x: mean(tokens()) + 0.5 * (a_parameter() - x).square().sum(),
+        lambda x: mean(tokens()) * (x + a_parameter()).norm(),
+        lambda x: (-(a_parameter() + 2 * a_parameter() - x).abs()).mean() + mean(tokens()),
+    ):
+        told, other = (counted_means(loss(x)).joined for x in (own, zero))
+        assert len(told) == len(other) > 0
+        assert any(not torch.equal(a, b) for a, b in zip(told, other, strict=True))
+    regulariser = mean(tokens()) + 0.1 * a_parameter().square().sum().sqrt() + tokens().sum()
+    assert counted_means(regulariser).joined == ()
+
+
+def test_factors_of_zero() -> None:
+    loss = mean(tokens()) + 0.0 * tokens().sum() + (0 * tokens() + HALF * tokens()).exp().sum()
+    assert zero_factors(loss).total == 2
+    found = zero_factors(loss * torch.zeros(()))
+    assert (found.numbers, found.total) == (2, 3)
+    assert found.are_at_least(3)
+    assert not found.are_at_least(4)
+
+
 def test_what_is_noted_of_other_functions() -> None:
     loss = tokens().sum()
     note_mean(loss, 5)
-    assert counted_means(0.5 * loss) == ([5], False, [0.5], False)
+    assert counted_means(0.5 * loss) == ([5], False, [0.5], False, ())
     soft = torch.full((6, 5), 0.2)
     assert targets_of(soft, None, -100, 5) == 6
 

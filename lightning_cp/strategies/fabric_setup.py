@@ -45,6 +45,7 @@ class FabricSetup(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStra
     def _prepare(self) -> None:
         super()._prepare()
         self._core.ask_for_counts = asked_in_fabric()
+        self._guard.look = self._core.refuse_unknown
         self._models = nn.ModuleList()
         self._optimizers: list[Optimizer] = []
         self._steps = 0  # of optimizers

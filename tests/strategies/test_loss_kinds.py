@@ -212,6 +212,41 @@ def test_a_number_of_the_whole_sample_is_exact(ranks: int, settings: Settings) -
         close(got, want)
 
 
+def towards(make: Any) -> Any:
+    """Pulls a parameter to a tensor, besides."""
+
+    def way(loop: Loop, batch: Batch) -> torch.Tensor:
+        first = next(iter(loop.model.parameters()))
+        logits = loop.logits(batch)
+        pull = (first - make(logits.detach()).expand(first.shape)).square().mean()
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()) + 0.5 * pull
+
+    return way
+
+
+def towards_its_tokens(loop: Loop, batch: Batch) -> torch.Tensor:
+    """Their mean logit, which each rank has of its own."""
+    return towards(lambda logits: logits.mean())(loop, batch)
+
+
+def towards_a_number(loop: Loop, batch: Batch) -> torch.Tensor:
+    return towards(lambda logits: torch.tensor(0.1))(loop, batch)
+
+
+@pytest.mark.quick("ring 3", "hybrid")
+@GRIDS
+def test_a_parameter_beside_a_rank_s_own_tensor_is_refused(ranks: int, settings: Settings) -> None:
+    match = r"made of parameters and of another tensor.*rank 0 and.*not known what this loss is"
+    expect_on_every_rank(
+        ranks, stepped, settings, towards_its_tokens, error=ConfigError, match=match
+    )
+
+
+def test_a_parameter_beside_the_same_tensor_everywhere_is_exact() -> None:
+    for got in run_ranks(2, trained, RING, towards_a_number):
+        close(got, alone(towards_a_number))
+
+
 def by_its_sample(loop: Loop, batch: Batch) -> torch.Tensor:
     """Times another number in each data rank."""
     return loop.loss(batch) * (1 + torch.distributed.get_rank() // 2)

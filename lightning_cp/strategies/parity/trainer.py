@@ -60,21 +60,25 @@ class TrainerParity:
         asks = self._core.ask_for_counts is None and self._core.cleared_zeros != 0
         self._whole = (module, batch, callback) if asks else None
 
-    def before_step(self) -> None:
+    def before_step(self, why: str) -> None:
         """All ranks come here, before they step along a loss that is the run's first of no known kind.
+
+        Args:
+            why: it is of none, for an error.
 
         Raises:
             ParityError: on every rank, where the loss is not what it is in one process.
             ConfigError: it cannot be compared.
         """
-        assert self._whole is not None
-        with self._core.between_steps(), torch.enable_grad():
-            self._check(*self._whole)
+        if self._core.ask_for_counts is None:
+            assert self._whole is not None
+            with self._core.between_steps(), torch.enable_grad():
+                self._check(*self._whole)
+            if self._core.cleared_zeros is None and self._core.ask_for_counts is None:
+                self._leave_out("the step was run again for it, and had a loss of a known kind")
         self._whole = None
-        if self._core.cleared_zeros is None and self._core.ask_for_counts is None:
-            self._leave_out("the step was run again for it, and had a loss of a known kind")
         if self._core.ask_for_counts is not None:
-            raise ConfigError(self._core.ask_for_counts)
+            raise ConfigError(why + self._core.ask_for_counts)
 
     def _check(self, module: Any, batch: Any, callback: ContextParallelCallback) -> None:
         self._checked = module.trainer.global_step

@@ -6,8 +6,10 @@ flag, which the vote on a step reads together with whether gradients are finite.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,7 @@ class TargetCounts:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._numbers: list[tuple[Count, list[float] | None]] = []
         self._padding: list[tuple[str, torch.Tensor]] = []
+        self._joined: list[tuple[Count, torch.Tensor]] = []
         self.are_asked = False
         """A loss went backward whose counts matter: known to all ranks, while a mean is known to its own."""
         self.beside_other_terms = False
@@ -63,6 +66,12 @@ class TargetCounts:
             of_mean = torch.as_tensor(count)
             self._pairs.append((of_mean, torch.as_tensor(weighted).to(of_mean.device)))
 
+    def note_joined(self, weighted: Count, joined: Sequence[torch.Tensor]) -> None:
+        """Note how large values are that ranks which share a sample have to have alike; on the device."""
+        if joined:
+            norms = torch._foreach_norm([x.detach() for x in joined], dtype=torch.float64)
+            self._joined.append((weighted, torch.stack([x.to(norms[0].device) for x in norms])))
+
     def note_padding(self, how: str, found: torch.Tensor | None) -> None:
         """Note whether padding was ``found`` in what a loss counts, or in what it trains on; ``None``: no."""
         if found is not None:
@@ -74,14 +83,30 @@ class TargetCounts:
         taken._pairs, self._pairs = self._pairs, []
         taken._numbers, self._numbers = self._numbers, []
         taken._padding, self._padding = self._padding, []
+        taken._joined, self._joined = self._joined, []
         taken.are_asked, self.are_asked = self.are_asked, False
         taken.asks, self.asks = self.asks, False
         return taken
 
     @property
     def numbers(self) -> list[list[float] | None]:
-        """What each loss is multiplied by: numbers that ranks which share a sample have to have alike."""
-        return [numbers for _, numbers in self._numbers]
+        """What ranks which share a sample have to have alike: the numbers that each loss is multiplied by,
+        and values of parameters that another tensor is added to. Waits for the device for these."""
+        joined: list[list[float] | None] = [values.tolist() for _, values in self._joined]
+        return [numbers for _, numbers in self._numbers] + joined
+
+    def joined_apart(self, group: dist.ProcessGroup, sample_size: int) -> str | None:
+        """The values of parameters that differ between ranks that share a sample, but for rounding.
+        Collective."""
+        own = [values.tolist() if float(weighted) else None for weighted, values in self._joined]
+        for first, of_ranks in _by_sample(own, group, sample_size):
+            found = [(first + at, x) for at, x in enumerate(of_ranks) if x is not None]
+            for rank, values in found[1:]:
+                other, others = found[0]
+                for a, b in zip_longest(others, values, fillvalue=0.0):
+                    if not abs(a - b) <= 1e-5 * abs(b):
+                        return f"its norm is {a:g} on rank {other} and {b:g} on rank {rank}"
+        return None
 
     def refuse_numbers(self, step: int, group: dist.ProcessGroup, sample_size: int) -> None:
         """Refuse a step whose losses are multiplied by other numbers on some rank. Collective.
@@ -92,14 +117,11 @@ class TargetCounts:
             ConfigError: on every rank, with both numbers.
         """
         own = [numbers if float(weighted) else None for weighted, numbers in self._numbers]
-        every = gathered_lists(own, group)
-        for first in range(0, len(every), sample_size):
-            ranks = range(first, first + sample_size)
-            for of_ranks in zip(*(every[rank] for rank in ranks), strict=False):
-                found = [(r, x) for r, x in zip(ranks, of_ranks, strict=True) if x is not None]
-                for rank, numbers in found[1:]:
-                    if repr(numbers) != repr(found[0][1]):
-                        raise ConfigError(_say_numbers(step, *found[0], rank, numbers))
+        for first, of_ranks in _by_sample(own, group, sample_size):
+            found = [(first + at, x) for at, x in enumerate(of_ranks) if x is not None]
+            for rank, numbers in found[1:]:
+                if repr(numbers) != repr(found[0][1]):
+                    raise ConfigError(_say_numbers(step, *found[0], rank, numbers))
 
     @property
     def differ(self) -> torch.Tensor | None:
@@ -154,6 +176,16 @@ class TargetCounts:
         )
 
 
+def _by_sample(
+    own: list[Any], group: dist.ProcessGroup, sample_size: int
+) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """Of each loss what the ranks that share a sample have, the first of which is told. Collective."""
+    every = gathered_lists(own, group)
+    for first in range(0, len(every), sample_size):
+        of_ranks = zip(*every[first : first + sample_size], strict=False)
+        yield from ((first, each) for each in of_ranks)
+
+
 def _say_numbers(step: int, rank: int, own: list[float], other: int, others: list[float]) -> str:
     pairs = zip_longest(own, others, fillvalue=1)
     a, b = next((a, b) for a, b in pairs if repr(a) != repr(b))
@@ -180,6 +212,12 @@ MORE_TOKENS = (
     "tokens. Leave them out of what the loss counts and adds up: mask = mask & self.token_mask(mask) (of "
     "ContextParallelMixin, or of the strategy), before count_targets(mask)."
 )
+
+JOINED = (
+    "a term of the loss is made of parameters and of another tensor, which differs between ranks that share "
+    "a sample ({apart}), so "
+)
+"""Before ``ASK``."""
 
 ASK = (
     "it is not known what this loss is a mean over: it is more than cross-entropies of PyTorch "

@@ -69,6 +69,8 @@ class StepLosses(StepValues):
         state = self._handle.state if self._handle is not None else None
         asked = state is not None and state.padding_asked
         self._counts.note_padding(*self._loss.padding(by_hand=not is_known, asked=asked))
+        if not self._loss.is_declared and not self._loss.is_muted and self.cleared_zeros != 0:
+            self._counts.note_joined(self._loss.targets, means.joined)
         if not self._is_aside:
             self._look_at(self._loss, is_known or self._is_cleared(loss, self._loss))
 
@@ -85,6 +87,14 @@ class StepLosses(StepValues):
             self.counts.asks |= not (is_clear or weight.is_muted) and self.mesh.sample_size > 1
         else:
             weight.require_known(None if is_clear else ConfigError(self.ask_for_counts))
+
+    def refuse_unknown(self, why: str) -> None:
+        """Refuse a loss of no known kind, before the optimizer's step.
+
+        Raises:
+            ConfigError: saying what to declare.
+        """
+        raise ConfigError(f"{why}{self.ask_for_counts}")
 
     def clear_unknown(self, zeros: int = 0) -> None:
         """A loss of no known kind is right: others pass that have as many factors of 0, or more."""

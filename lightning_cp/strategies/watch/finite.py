@@ -31,7 +31,7 @@ from lightning_cp.comm.local import local_part
 from lightning_cp.comm.vote import tally
 from lightning_cp.containers import tensors_of
 from lightning_cp.errors import NonFiniteError
-from lightning_cp.strategies.step.counts import TargetCounts
+from lightning_cp.strategies.step.counts import JOINED, TargetCounts
 from lightning_cp.strategies.watch.rates import numbers_of, refuse_settings
 
 WHAT = "end of a step"
@@ -64,8 +64,8 @@ class FiniteGuard:
         self._counts = counts
         self._bad_loss: torch.Tensor | None = None
         self._voted: set[int] = set()  # optimizers, since the last backward
-        self.look: Callable[[], None] | None = None
-        """How all ranks look at a loss of no known kind together."""
+        self.look: Callable[[str], None] | None = None
+        """How all ranks look at a loss of no known kind together, and why, besides."""
         self.wish: Callable[[], int] | None = None
         """What this rank tells the others with every vote: a number."""
         self.wishes = 0
@@ -159,9 +159,10 @@ class FiniteGuard:
         counts.refuse(step.number, group)  # a mean over no target is NaN, too
         counts.refuse_numbers(step.number, group, step.sample[1])
         asks = any(flag for flags in gathered_lists([counts.asks], group) for flag in flags)
+        apart = counts.joined_apart(group, step.sample[1])
         total = vote(dissents=not agrees)
-        if asks and total is not None and self.look is not None:
-            self.look()
+        if (asks or apart) and total is not None and self.look is not None:
+            self.look(JOINED.format(apart=apart) if apart else "")
         return total
 
 
