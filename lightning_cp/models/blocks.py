@@ -22,7 +22,7 @@ _ATTENTION_CHILD = re.compile(
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Members of the model's outermost lists whose class holds attention, in order."""
     members = [m for m in _outermost_members(model) if any(True for _ in m.parameters())]
-    attending = {type(m) for m in members if _attends(m)}
+    attending = {type(m) for m in members if attends(m)}
     return [m for m in dict.fromkeys(members) if type(m) in attending]
 
 
@@ -43,8 +43,8 @@ def members(container: nn.Module) -> Iterator[nn.Module]:
             yield member
 
 
-def _attends(block: nn.Module) -> bool:
-    """True if a module looks like one with attention: by the classes and names of what it holds."""
+def attends(block: nn.Module) -> bool:
+    """True if a module looks like one with attention inside: by the classes and names of what it holds."""
     return any(
         _ATTENTION_CLASS.search(type(m).__name__)
         or any(_ATTENTION_CHILD.search(name) for name, _ in m.named_children())

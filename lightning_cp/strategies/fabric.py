@@ -24,7 +24,8 @@ from lightning_cp.strategies.undeclared import asking_at_once, of_run
 class UlyssesRingStrategy(FabricSetup):
     """The Trainer's strategy of the same name, for Fabric; the arguments are the same, and one more.
 
-    A step begins when a batch is sharded and lasts until the next one is, or until ``end_step``::
+    A step begins when a batch is sharded and lasts until the next one is, until the loop over its loader
+    ends, or until ``end_step``::
 
         model, optimizer = fabric.setup(model, optimizer)
         for batch in fabric.setup_dataloaders(loader):
@@ -74,6 +75,7 @@ class UlyssesRingStrategy(FabricSetup):
         if training:
             self._position.begin_micro_batch()
         self._core.begin_step()
+        self._loops.begin_step()
         return local
 
     def check_parity(self, batch: Any, step: Callable[[Any], Any]) -> str:
@@ -115,11 +117,7 @@ class UlyssesRingStrategy(FabricSetup):
         Raises:
             ConfigError: the models were called in the step, and no attention call was intercepted.
         """
-        try:
-            if self._core.in_step:
-                self._core.check_step()
-        finally:
-            self._core.end_step()
+        self._core.close_step()
 
     @override
     def backward(
@@ -137,7 +135,8 @@ class UlyssesRingStrategy(FabricSetup):
             raise ConfigError(
                 "fabric.backward without a sharded batch, so the loss cannot be weighted. Begin every step "
                 "with batch = fabric.strategy.shard_batch(batch), or let loaders do it: "
-                "shard_dataloaders=True."
+                "shard_dataloaders=True. Go backward before the step ends: with its loop over a loader, or "
+                "when another strategy is set up or begins a step."
             )
         try:
             self._refuse_unfrozen()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from lightning_cp.strategies.arguments.parity import check_asked
 from lightning_cp.strategies.engines import Engine
 from lightning_cp.strategies.front import ContextParallelFront
 from lightning_cp.strategies.loaders.draws import going_on
-from lightning_cp.strategies.loaders.proxy import LoaderProxy
+from lightning_cp.strategies.loaders.loops import FabricLoader, Loops
 from lightning_cp.strategies.parity.fabric import asked_in_fabric
 from lightning_cp.strategies.resume.fabric import RunState
 from lightning_cp.strategies.saves.fabric import FabricSaves
@@ -49,12 +49,13 @@ class FabricSetup(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStra
         self._models = nn.ModuleList()
         self._optimizers: list[Optimizer] = []
         self._steps = 0  # of optimizers
+        self._loops = Loops(self._core)
         if self._engine.shards:
             self._backward_sync_control = _LeaveOnRanks(self._engine)
         self._run_state = RunState(self._core)
 
     _of_a_run = ContextParallelFront._of_a_run | {
-        *("_models", "_optimizers", "_run_state", "_steps")
+        *("_loops", "_models", "_optimizers", "_run_state", "_steps")
     }
 
     def __del__(self) -> None:
@@ -145,7 +146,9 @@ class FabricSetup(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStra
         self._seed_workers(dataloader, overwrite=True)  # Fabric has set one by the global rank
         shared = self._share(super().process_dataloader(dataloader), self._trains)
         self._run_state.follow(shared)
-        return _ShardedLoader(shared, self) if self._shard_dataloaders else shared
+        return FabricLoader(
+            shared, self._loops, partial(_move_and_shard, self) if self._shard_dataloaders else None
+        )
 
     @property
     def run_state(self) -> RunState:
@@ -163,6 +166,10 @@ class FabricSetup(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStra
         return torch.is_grad_enabled() and any(model.training for model in self._models)
 
 
+def _move_and_shard(strategy: Any, batch: Any) -> Any:
+    return strategy.shard_batch(strategy.batch_to_device(batch))
+
+
 class _LeaveOnRanks(_BackwardSyncControl):
     """``fabric.no_backward_sync`` of engines that shard."""
 
@@ -176,18 +183,3 @@ class _LeaveOnRanks(_BackwardSyncControl):
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return self._engine.accumulating(module) if enabled else nullcontext()
-
-
-class _ShardedLoader(LoaderProxy):
-    """A loader whose batches are moved to the device and sharded."""
-
-    __slots__ = ("_strategy",)
-
-    def __init__(self, loader: Any, strategy: Any) -> None:
-        super().__init__(loader)
-        self._strategy = strategy
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            moved = self._strategy.batch_to_device(batch)
-            yield self._strategy.shard_batch(moved)

@@ -59,7 +59,7 @@ def parallel(rank: int, world_size: int, case: Case, ulysses: int, ring: int) ->
         loss = float(core.average(output.loss).detach())
         core.end_step()
         assert "forward" not in vars(model.get_output_embeddings())
-        assert not isinstance(model(input_ids=local["input_ids"]).logits, ChunkedLogits)
+        assert not isinstance(model(input_ids=local["input_ids"].clone()).logits, ChunkedLogits)
         return Outcome(loss, gradients, torch.empty(0), found.numel)
     finally:
         core.detach()

@@ -95,6 +95,7 @@ class Processes:
         if model is not None and is_shared(model):
             model = None  # it tells of a rank's own heads; they were looked at when it was shared
         self._hide_library_warnings()
+        self._core.end_other_steps()
         factors = self._core.build_mesh(
             self.world_size, self.root_device.type, self.num_processes, model, num_heads
         )

@@ -16,10 +16,12 @@ from torch.optim import Optimizer
 
 from lightning_cp.attention.delegate import THEIR_KERNELS
 from lightning_cp.batch import BatchRules, WholeBatch, read_batch
+from lightning_cp.errors import ConfigError
 from lightning_cp.faults.position import Position
 from lightning_cp.kernels.api import Request, explain_kernels
 from lightning_cp.layout import CostModel, SequenceLayout
 from lightning_cp.layout.cost import Heads
+from lightning_cp.models.blocks import attends, members
 from lightning_cp.models.expected import expected_heads, expected_mask
 from lightning_cp.models.hf_positions import take_positions
 from lightning_cp.models.hf_signature import takes_extra
@@ -29,18 +31,25 @@ from lightning_cp.models.random_functions import follow_draws
 from lightning_cp.models.shifts import watch_shifts
 from lightning_cp.models.swap import Listener, SwapHandle, hf_models, swap_attention
 from lightning_cp.models.token_draws import TokenDraws
+from lightning_cp.module_hooks import add_hook
 from lightning_cp.profile.recorder import StepRecorder
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.step.layouts import LayoutRule, layout_of
 from lightning_cp.strategies.step.losses import StepLosses
 from lightning_cp.strategies.step.max_logits import clips_of, collected_modules
 from lightning_cp.strategies.step.patches import patches_of
-from lightning_cp.strategies.step.sharding import label_kind
+from lightning_cp.strategies.step.sharding import label_kind, shared_with
 from lightning_cp.strategies.watch.progress import Progress
 from lightning_cp.strategies.watch.run import RunWatch
-from lightning_cp.untraced import FirstCompile
+from lightning_cp.untraced import FirstCompile, untraced
 
 _log = logging.getLogger("lightning_cp")
+_OUTSIDE = (
+    "{} is called with this rank's part of a batch outside of the step of that batch, so attention would be "
+    "over the part alone. Call it within the step. With Fabric a step ends with the loop over its loader, "
+    "with strategy.end_step(), and when another strategy is set up or begins a step: shard the whole batch "
+    "once more, and have one Fabric set up all models that share a batch."
+)
 _COMPILES = "torch.compile begins: the first steps take longer, often by minutes"
 
 
@@ -137,7 +146,25 @@ class AttachedModel(StepLosses):
             undo.atexit = False
             handle.on_undo(undo)
         watch_shifts(handle, self._when_not_aside())
+        self._watch_shards(model, handle)
         return handle
+
+    def _watch_shards(self, model: nn.Module, handle: SwapHandle) -> None:
+        """Refuse calls of what attends with a rank's part of a batch outside of its step; metrics and losses
+        may be called there."""
+        known = weakref.ref(self)
+
+        @untraced
+        def refuse(module: nn.Module, args: Any, kwargs: Any) -> None:
+            core = known()
+            if core is None or core.in_step or not shared_with([args, kwargs], core.part):
+                return
+            raise ConfigError(_OUTSIDE.format(type(module).__name__))
+
+        for module in {model, *members(model)} - handle.alone:
+            if attends(module):
+                hook = add_hook(module.register_forward_pre_hook, refuse, with_kwargs=True)
+                handle.on_undo(hook)
 
     def clip_for(self, optimizers: Iterable[Optimizer]) -> None:
         """The optimizers of the run are known: those with a QK-clip are told of largest scores.

@@ -8,6 +8,7 @@ Nothing here knows of a Trainer. A strategy calls, in this order: ``build_mesh``
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,8 @@ from lightning_cp.strategies.step.sharding import shard_agreed, shared_with
 from lightning_cp.strategies.step.weighting import StepLoss
 
 _log = logging.getLogger("lightning_cp")
+_begun: list[weakref.ref[ContextParallelCore]] = []
+"""Whose step began last, in this process: attention and random functions are replaced in all of it."""
 
 
 class ContextParallelCore(StepsAside):
@@ -94,6 +97,8 @@ class ContextParallelCore(StepsAside):
 
     def begin_step(self) -> None:
         """Intercept attention from here on."""
+        self.end_other_steps()
+        _begun[:] = [weakref.ref(self)]
         if not self._is_aside:
             self._first_compile.begin()
         if not self.enabled:
@@ -126,6 +131,12 @@ class ContextParallelCore(StepsAside):
             self._intercept(self._handle, state, part)
             state.ended = False
 
+    def end_other_steps(self) -> None:
+        """What begins ends a step that another strategy of this process has left open."""
+        for core in [begun() for begun in _begun]:
+            if core is not None and core is not self:
+                core.end_step()
+
     def check_step(self) -> None:
         """Refuse a step in which attention stayed local, or labels were shifted by nobody knows whom; say
         once if it did not ask for positions. A step that did not call the model has nothing to check."""
@@ -151,12 +162,30 @@ class ContextParallelCore(StepsAside):
         return state is not None and not state.calls and not state.model_called
 
     @property
+    def is_pending(self) -> bool:
+        """True if a step of training is under way that no backward has come to."""
+        state = self._handle.state if self._handle is not None else None
+        return state is not None and state.trains and not state.weighted
+
+    @property
     def positions_ignored(self) -> bool:
         """Nothing has asked for the positions of the step's tokens, as far as can be seen."""
         if self._handle is None or self._part is None:
             return False
         asked = self._positions_taken or self._handle.tells_positions
         return not asked and self._part.positions_ignored
+
+    def close_step(self) -> None:
+        """End the step, if one is under way, once it was checked.
+
+        Raises:
+            ConfigError: the models were called in the step, and no attention call was intercepted.
+        """
+        try:
+            if self.in_step:
+                self.check_step()
+        finally:
+            self.end_step()
 
     def end_step(self) -> None:
         """The model is the plain model again."""

@@ -1,0 +1,86 @@
+"""Loops over Fabric's loaders: a step ends with the loop that gave its batch.
+
+The loop is the user's, and nobody says that it is over; what can be seen is that its loader has no batch
+left, or that its iterator is gone, after ``break``, ``return`` or an error.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning_cp.strategies.loaders.proxy import LoaderProxy
+from lightning_cp.strategies.step.core import ContextParallelCore
+
+
+class Loops:
+    """The loops of one run, and whose batch the current step has."""
+
+    def __init__(self, core: ContextParallelCore) -> None:
+        self._core = core
+        self._last: object = None
+        self._of_step: object = None
+
+    def begin_batch(self, loop: object) -> None:
+        """A loop gives a batch."""
+        self._last = loop
+
+    def begin_step(self) -> None:
+        """A batch is sharded: the one that was given last, as far as can be seen."""
+        self._of_step = self._last
+
+    def end(self, loop: object) -> None:
+        """A loop has no batch left. A loop that reads ahead is here before its last step, or its backward.
+
+        Raises:
+            ConfigError: the models were called in its last step, and no attention call was intercepted.
+        """
+        if self._is_over(loop) and not self._core.is_pending:
+            self._core.close_step()
+
+    def leave(self, loop: object) -> None:
+        """A loop was left, maybe by an error within its step. Nothing is raised, and ranks do nothing
+        together: each collects its garbage when it likes."""
+        if not sys.is_finalizing() and self._is_over(loop):
+            self._core.end_step()
+
+    def _is_over(self, loop: object) -> bool:
+        """True if the current step is this loop's, and its batch was used."""
+        if self._last is loop:
+            self._last = None
+        return self._of_step is loop and self._core.in_step and not self._core.is_unused
+
+
+class FabricLoader(LoaderProxy):
+    """A loader of a run, whose loops are known.
+
+    Args:
+        loader: gives whole batches.
+        loops: of the run; a loader that outlives its strategy is the plain loader again.
+        shard: moves a batch to the device and shards it; ``None``: the script does so.
+    """
+
+    __slots__ = ("__weakref__", "_loops", "_shard")
+
+    def __init__(self, loader: Any, loops: Loops, shard: Callable[[Any], Any] | None) -> None:
+        super().__init__(loader)
+        self._loops = weakref.ref(loops)
+        self._shard = shard
+
+    def __iter__(self) -> Iterator[Any]:
+        loop = object()
+        try:
+            for batch in self._loader:
+                self._tell(Loops.begin_batch, loop)
+                yield batch if self._shard is None else self._shard(batch)
+        except BaseException:  # its end by the garbage collector, too
+            self._tell(Loops.leave, loop)
+            raise
+        self._tell(Loops.end, loop)
+
+    def _tell(self, what: Callable[[Loops, object], None], loop: object) -> None:
+        loops = self._loops()
+        if loops is not None:
+            what(loops, loop)

@@ -1,0 +1,308 @@
+"""Steps of Fabric end with their loop, and when another strategy begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_cp.errors import ConfigError
+from tests.pool import expect_on_every_rank, run_ranks
+from tests.strategies.plain_llama import PlainLlama
+from tests.strategies.small import (
+    LENGTH,
+    RING,
+    RING3,
+    ULYSSES,
+    VOCAB,
+    Batch,
+    Settings,
+    Small,
+    close,
+    loader,
+    samples,
+    trainer_of,
+    weights,
+)
+from tests.strategies.test_fabric import Loop
+
+LENGTHS = range(5, LENGTH + 1)
+"""Of rows that a plain model is called with; a rank's share of a row is among them."""
+SHARDING: Settings = {**RING, "shard_dataloaders": True}
+
+
+class Ending(Loop):
+    """Steps of one batch, in loops that are left in one way or the other."""
+
+    def __init__(self, world_size: int, settings: Settings | None) -> None:
+        super().__init__(world_size, settings)
+        self.shards = bool((settings or {}).get("shard_dataloaders"))
+        torch.manual_seed(5)
+        self.stranger = PlainLlama(VOCAB, num_heads=4, num_kv_heads=4, layers=1)  # never set up
+
+    def local(self, batch: Batch) -> Batch:
+        return batch if self.shards else self.shard(batch)
+
+    def step(self, batch: Batch) -> None:
+        self.fabric.backward(self.loss(self.local(batch)))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def plain_calls(self) -> list[torch.Tensor]:
+        """Outputs of a model that was never set up, and of the trained one, for whole rows."""
+        (row,) = loader(2)
+        with torch.no_grad():
+            found = [
+                self.stranger(row["input_ids"][:, :length], torch.arange(length)[None])
+                for length in LENGTHS
+            ]
+            return [*found, self.logits(row)]
+
+
+def over(run: Ending) -> None:
+    for batch in run.batches(6):
+        run.step(batch)
+
+
+def broken(run: Ending) -> None:
+    for index, batch in enumerate(run.batches(6)):
+        run.step(batch)
+        if index:
+            break
+
+
+def raised(run: Ending) -> None:
+    """An error between forward and backward."""
+    with suppress(ValueError):
+        for batch in run.batches(6):
+            run.loss(run.local(batch))
+            raise ValueError("enough")
+
+
+def evaluated(run: Ending) -> None:
+    run.model.eval()
+    with torch.no_grad():
+        for batch in run.batches(6):
+            run.loss(run.local(batch))
+    run.model.train()
+
+
+def evaluated_once(run: Ending) -> None:
+    run.model.eval()
+    with torch.no_grad():
+        for batch in run.batches(6):
+            run.loss(run.local(batch))
+            break
+    run.model.train()
+
+
+WAYS = (over, broken, raised, evaluated, evaluated_once)
+
+
+def left(rank: int, world_size: int, settings: Settings | None) -> list[list[torch.Tensor]]:
+    run = Ending(world_size, settings)
+    found: list[list[torch.Tensor]] = []
+    for way in WAYS:
+        way(run)
+        found.append(run.plain_calls())
+    return found
+
+
+@lru_cache(maxsize=1)
+def left_by_one() -> list[list[torch.Tensor]]:
+    return run_ranks(1, left, None)[0]
+
+
+@pytest.mark.quick("ring3", "sharding")
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(2, RING), (2, ULYSSES), (3, RING3), (2, SHARDING)],
+    ids=["ring", "ulysses", "ring3", "sharding"],
+)
+def test_models_are_plain_after_a_loop(ranks: int, settings: Settings) -> None:
+    for got in run_ranks(ranks, left, settings):
+        close(got, left_by_one())
+
+
+# -- loops that are not over --------------------------------------------------------------------------
+
+
+def looks_ahead(run: Ending) -> None:
+    """Reads the next batch, or that there is none, before backward."""
+    batches = iter(run.batches(4))
+    batch = next(batches)
+    while batch is not None:
+        loss = run.loss(run.local(batch))
+        batch = next(batches, None)
+        run.fabric.backward(loss)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def reads_another(run: Ending) -> None:
+    """Another loader has no batch left within a step, after a backward; the step goes on."""
+    rows: Any = run.fabric.setup_dataloaders(loader(2))
+    others = iter(rows)
+    for batch in run.batches(4):
+        local = run.local(batch)
+        run.fabric.backward(run.loss(local))
+        next(others, None)
+        run.fabric.backward(run.loss(local))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def takes_one(run: Ending) -> None:
+    """One batch, whose iterator is gone at once."""
+    batch = run.local(next(iter(run.batches(4))))
+    for _ in range(2):
+        run.fabric.backward(run.loss(batch))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def validates_within(run: Ending) -> None:
+    """A whole evaluation after each step."""
+    for batch in run.batches(4):
+        run.step(batch)
+        evaluated(run)
+
+
+Way = Callable[[Ending], None]
+
+
+def trained(
+    rank: int, world_size: int, settings: Settings | None, ways: Sequence[Way]
+) -> list[torch.Tensor]:
+    run = Ending(world_size, settings)
+    found: list[torch.Tensor] = []
+    for way in ways:
+        way(run)
+        found.append(run.weights())
+    run.end()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "ways"),
+    [
+        (RING, (looks_ahead, reads_another, takes_one, validates_within)),
+        (SHARDING, (takes_one, validates_within)),
+    ],
+    ids=["ring", "sharding"],
+)
+def test_a_step_is_not_ended_early(settings: Settings, ways: Sequence[Way]) -> None:
+    (want,) = run_ranks(1, trained, None, ways)
+    for got in run_ranks(2, trained, settings, ways):
+        close(got, want)
+
+
+# -- what begins ends what was left open --------------------------------------------------------------
+
+
+class CallsFirst(Small):
+    """Calls its model, with whole rows, before its first step."""
+
+    def on_fit_start(self) -> None:
+        self.at_start = self.logits(samples_of()).detach()
+
+
+def in_turn(rank: int, world_size: int, settings: Settings | None, engine: str) -> Any:
+    """Loops over the user's own loader, before and after a Trainer, and of two Fabrics, batch by batch."""
+    found: list[torch.Tensor] = []
+    first = Ending(world_size, settings)
+    for batch in loader(4):  # nobody sees its end
+        first.step(batch)
+    found += [first.weights()]
+    module = CallsFirst()
+    trainer = trainer_of(world_size, settings and {**settings, "data_parallel": engine})
+    trainer.fit(module, loader(6))
+    strategy: Any = trainer.strategy
+    assert settings is None or (strategy.parity.healthy and not strategy.parity.left_out)
+    found += [weights(module), module.at_start, *first.plain_calls()]
+    second = Ending(world_size, settings)
+    for batch, other in zip(loader(4), DataLoader(samples(4, 21), batch_size=2), strict=True):  # type: ignore[arg-type]
+        first.step(batch)
+        second.step(other)
+    found += [first.weights(), second.weights()]
+    second.end()
+    return found
+
+
+@lru_cache(maxsize=1)
+def in_turn_by_one() -> Any:
+    return run_ranks(1, in_turn, None, "")[0]
+
+
+@pytest.mark.quick("fsdp-ring3", "ddp-ulysses")
+@pytest.mark.parametrize(
+    ("engine", "ranks", "settings"),
+    [("ddp", 2, ULYSSES), ("fsdp", 2, RING), ("fsdp", 3, RING3), ("zero1", 2, RING)],
+    ids=["ddp-ulysses", "fsdp-ring", "fsdp-ring3", "zero1-ring"],
+)
+def test_runs_in_turn(engine: str, ranks: int, settings: Settings) -> None:
+    for got in run_ranks(ranks, in_turn, settings, engine):
+        close(got, in_turn_by_one())
+
+
+# -- what comes too late ------------------------------------------------------------------------------
+
+
+def too_late(rank: int, world_size: int, how: str) -> None:
+    run = Ending(world_size, RING)
+    local, loss = {}, torch.zeros(())
+    for batch in run.batches(2):
+        local = run.local(batch)
+        loss = run.loss(local)
+        break
+    if how == "model":
+        run.logits(local)
+    if how == "another Fabric":
+        run.loss(run.shard(samples_of()))
+        other = Ending(world_size, RING)
+        other.loss(other.shard(samples_of()))
+    run.fabric.backward(loss)
+
+
+def samples_of() -> Batch:
+    (batch,) = loader(2)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ("model", r"PlainLlama is called with this rank's part of a batch outside of the step"),
+        ("loss", r"without a sharded batch.*Go backward before the step ends"),
+        ("another Fabric", r"without a sharded batch.*when another strategy is set up"),
+    ],
+)
+def test_too_late(how: str, match: str) -> None:
+    expect_on_every_rank(2, too_late, how, error=ConfigError, match=match)
+
+
+class CallsWithParts(Small):
+    """Calls its model with the part of a batch before its step begins; and a table, which does not attend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, 1).requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self.table(batch["input_ids"])
+        self.logits(batch)
+
+
+def calls_with_parts(rank: int, world_size: int) -> None:
+    trainer_of(world_size, RING).fit(CallsWithParts(), loader(2))
+
+
+def test_a_hook_with_a_part_of_a_batch() -> None:
+    match = "PlainLlama is called with this rank's part of a batch outside of the step"
+    expect_on_every_rank(2, calls_with_parts, error=ConfigError, match=match)
