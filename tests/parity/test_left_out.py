@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -68,13 +68,15 @@ class PromptFirst(modules.Healthy):
         return loss[kept].sum() / kept.sum() if kept.any() else logits.sum() * 0
 
 
+lengths_seen: list[int] = []
+"""A global, which the check does not put back."""
+
+
 class Dropping(modules.Attention):
     """Drops out scores, which no config tells; notes the lengths that it is called with."""
 
-    seen: ClassVar[list[int]] = []
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append(x.shape[1])
+        lengths_seen.append(x.shape[1])
         q = x.unflatten(-1, (modules.HEADS, -1)).transpose(1, 2)
         y = F.scaled_dot_product_attention(q, q, q, dropout_p=0.1, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
@@ -110,11 +112,11 @@ def fit(rank: int, world_size: int, name: str, settings: Any) -> tuple[int, list
 
 def refused(rank: int, world_size: int, kind: Any) -> tuple[str, list[int], list[str]]:
     """What is refused; the lengths of its steps until then; and how often a check began."""
-    Dropping.seen.clear()
+    lengths_seen.clear()
     loader: Any = DataLoader(modules.rows(8), batch_size=2)  # type: ignore[arg-type]
     with Heard() as heard, pytest.raises(ConfigError, match="attention dropout") as found:
         trainer_of(world_size, {**RING, **CHECKED}).fit(kind(), loader)
-    return str(found.value), Dropping.seen, heard.begun
+    return str(found.value), lengths_seen, heard.begun
 
 
 def test_what_a_step_refuses_is_refused_before_one_process_runs_it() -> None:

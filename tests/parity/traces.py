@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -119,3 +123,108 @@ class Scaled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.by
+
+
+class Schedule:
+    """A counter in an object of a class of the user's; another one in the class, and in a dict of it."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        self.count, self.notes = 0, {"values": [0.0]}
+
+    def __call__(self) -> float:
+        self.count += 1
+        type(self).calls += 1
+        self.notes["values"].append(0.5**self.count)
+        return 0.5**self.count + self.calls + self.notes["values"][-2]
+
+
+class Slotted:
+    """No ``__dict__``; one slot is empty until the first call."""
+
+    __slots__ = ("count", "last")
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> float:
+        last = getattr(self, "last", 3.0)
+        self.count, self.last = self.count + 1, 0.5 * last
+        return last + self.count
+
+
+class Node:
+    """A cycle; one of a pair is also an attribute by itself."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.value, self.other = name, 1.0, self
+
+    def pair(self) -> Node:
+        self.other = Node("pair")
+        self.other.other = self
+        return self
+
+
+def counter() -> Any:
+    """A function with a count in its cell, and one in an attribute."""
+    count = 0
+
+    def called() -> float:
+        nonlocal count
+        count += 1
+        called.calls += 2  # type: ignore[attr-defined]
+        return count + called.calls  # type: ignore[attr-defined]
+
+    called.calls = 0  # type: ignore[attr-defined]
+    return called
+
+
+def falling() -> Iterator[float]:
+    weight = 1.0
+    while True:
+        yield weight
+        weight *= 0.5
+
+
+class KeepsInObjects(Healthy):
+    """Its loss falls by what objects, functions and iterators of its own have counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        Schedule.calls = 0
+        self.schedule, self.nested = Schedule(), {"of": (Schedule(), [Slotted()])}
+        self.node = Node("first").pair()
+        self.other = self.node.other
+        self.called, self.method = counter(), functools.partial(Schedule().__call__)
+        self.list, self.count, self.falling = (
+            iter([1.0, 2.0, 3.0] * 9),
+            itertools.count(),
+            falling(),
+        )
+        self.zipped = zip(itertools.count(), [1.0, 2.0] * 9, strict=False)
+        self.same = self.falling
+        self.array = np.zeros(2)
+        self.hidden = [nn.BatchNorm1d(3), nn.Linear(2, 2).requires_grad_(False)]
+        self.of_frame, self.drawn = itertools.cycle([0.25, 0.5, 1.0]), list[float]()
+
+        def framed() -> float:
+            return next(self.of_frame)
+
+        self.framed = framed
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        of = self.nested["of"]
+        own = self.schedule() + of[0]() + of[1][0]() + self.called() + self.method() + self.framed()
+        own += next(self.list) + next(self.count) + next(self.falling) + next(self.same)
+        own += sum(next(self.zipped))
+        self.node.value, self.other.value = self.other.value + 1, self.node.value + 2
+        self.array += 1
+        norm, teacher = self.hidden
+        norm(torch.randn(4, 3))
+        teacher.weight.data.add_(1)
+        own += self.node.value + float(
+            self.array[0] + norm.running_mean.sum() + teacher.weight.sum()
+        )  # type: ignore[union-attr,operator]
+        self.drawn.append(own)
+        return super().training_step(batch, batch_idx) * own

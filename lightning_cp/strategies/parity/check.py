@@ -25,6 +25,10 @@ from lightning_cp.strategies.parity.explain import Explaining
 from lightning_cp.strategies.parity.runner import CannotRun, Runner
 
 
+class NotRepeatable(CannotRun):
+    """One process's step is another one when it is repeated, so that no difference says anything."""
+
+
 class _UnlikeNoise(CannotRun):
     """Ranks draw other numbers than one process."""
 
@@ -89,7 +93,7 @@ class ParityCheck:
                 or between ranks that gather parameters.
         """
         core, aside = self.runner.core, self.runner.core.loss_aside
-        if not self.runner.anywhere(aside.needs_fewer_labels):
+        if not self._is_of_no_known_kind:
             return None
         whole = core.read(batch)
         layout = core.layout_for(whole)
@@ -102,9 +106,16 @@ class ParityCheck:
         self.runner.require(told, UNKNOWN)
         return batch if uneven is None else uneven
 
+    @property
+    def _is_of_no_known_kind(self) -> bool:
+        """True if the last loss tells not what it counts, on any rank."""
+        return self.runner.anywhere(self.runner.core.loss_aside.needs_fewer_labels)
+
     def _compared_unevenly(self, batch: Any) -> Comparison:
         try:
             return self._compared(batch)
+        except NotRepeatable:
+            raise
         except CannotRun as why:
             raise CannotRun(f"{UNKNOWN} ({why})") from None
 
@@ -133,19 +144,38 @@ class ParityCheck:
         comparing = Comparing(self.runner)
         alone, parallel = comparing.both(batch)
         base = comparing.of(alone, parallel)
-        if not base.is_fault or base.is_spread:
+        if base.is_spread:
+            return base
+        if not base.is_fault:
+            if self._is_of_no_known_kind:  # a change between both could undo what is wrong with it
+                self._require_repeatable(batch, alone)
             return base
         if self.runner.wide is not None:  # rounding does less without autocast
             step = self.runner.wide
             self.runner = replace(self.runner, step=step, wide=None, dtypes=frozenset())
             return self._base(batch)
+        self._require_repeatable(batch, alone)
         self._require_no_noise(batch, alone, parallel)
         for draw in range(ROUNDINGS):
             other = replace(self.runner, rounding=draw).alone(batch)
             base = allowing(base, comparing.of(alone, self._on_one_rank(other, batch)))
             if not base.is_fault:
+                self._require_repeatable(batch, alone)  # rounding has moved it, and no change since
                 break
         return base
+
+    def _require_repeatable(self, batch: Any, alone: Pass) -> None:
+        """What differs between equal steps of one process is no rounding, and tells nothing of ranks.
+
+        Raises:
+            NotRepeatable: they differ.
+        """
+        again = self._on_one_rank(self.runner.alone(batch), batch)
+        found = Comparing(self.runner).of(alone, again)
+        if found.is_fault:
+            worst = found.loss if found.loss.is_fault else found.worst
+            name = f"gradient of {worst.name}" if worst in found.gradients else worst.name
+            raise NotRepeatable(NO_REPEAT.format(name=name, error=worst.error))
 
     def _require_no_noise(self, batch: Any, alone: Pass, parallel: Pass) -> None:
         """A step that draws numbers for its tokens draws others where it has others.
@@ -182,6 +212,13 @@ class ParityCheck:
 
 
 UNKNOWN = "its loss is of no known kind, and cannot be looked at with some labels left out, as -100"
+
+NO_REPEAT = (
+    "the step is not repeatable: run twice by one process, on the same tokens, its {name} differs by "
+    "{error:.1e}, which is more than rounding. Keep what the step counts in attributes of the module or of "
+    "objects of your own, where the check puts it back (not in globals, files or objects of other packages), "
+    "and seed what it draws; of kernels ask PyTorch for deterministic ones"
+)
 
 FEW = 512
 """Tokens, all rows together, that a difference is looked for in."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.strategies.engines import Engine
-from lightning_cp.strategies.parity.check import ParityCheck
+from lightning_cp.strategies.parity.check import NotRepeatable, ParityCheck
 from lightning_cp.strategies.parity.dtypes import dtypes_of
 from lightning_cp.strategies.parity.runner import CannotRun, Runner, Step
 from lightning_cp.strategies.step.core import ContextParallelCore
@@ -54,6 +54,8 @@ class FabricParity:
         )
         try:
             line = self._told(ParityCheck(runner, self.core.settings.parity_tokens).run(batch))
+        except NotRepeatable as why:
+            raise ConfigError(f"check_parity cannot compare this step: {why}.") from None
         except CannotRun as why:
             raise ConfigError(
                 f"check_parity cannot compare this step: {why}. "

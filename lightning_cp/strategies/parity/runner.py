@@ -94,7 +94,7 @@ class Runner:
         """
         with (
             self.core.alone(batch) as isolated,
-            untouched(self.model, seed=self.seed, evaluation=self.evaluation),
+            untouched(self.model, self.step, seed=self.seed, evaluation=self.evaluation),
             self.engine.aside(self.model),
             Drawn(self.model) as drawn,
         ):
@@ -177,7 +177,7 @@ class Runner:
         core = self.core
         with (
             core.aside(),
-            untouched(self.model, seed=self.seed, evaluation=self.evaluation),
+            untouched(self.model, self.step, seed=self.seed, evaluation=self.evaluation),
             self.engine.aside(self.model),
             Drawn(self.model) as drawn,
         ):

@@ -19,22 +19,23 @@ from lightning_cp.comm.local import local_part
 from lightning_cp.logs.token_mean import RATIO_HOOK
 from lightning_cp.models.random_functions import without_dropout
 from lightning_cp.models.swap import hf_models, told
-from lightning_cp.strategies.parity.kept import keep_attributes, keep_buffers, put_into
+from lightning_cp.strategies.parity.snapshot import Snapshot, put_into
 
 _LOGS = ("log", "log_dict", RATIO_HOOK)
 
 
 @contextmanager
 def untouched(
-    model: nn.Module, *, seed: int | None = None, evaluation: bool = False
+    model: nn.Module, step: Any = None, *, seed: int | None = None, evaluation: bool = False
 ) -> Iterator[None]:
     """Within: no dropout, no gradients yet, nothing is logged. Afterwards all is as it was.
 
-    That are gradients, buffers, modes, metrics, random numbers and other attributes of modules; what these
-    refer to, but containers, tensors and sources of random numbers, is not looked into.
+    That are gradients, buffers, modes, metrics, random numbers and other attributes of modules, and what they
+    and the step refer to, as far as a ``Snapshot`` sees it.
 
     Args:
         model: all of whose modules are looked at.
+        step: the user's, which may close over more.
         seed: added to the run's, for other random numbers.
         evaluation: of all modules, instead of the mode that they are in.
     """
@@ -43,13 +44,13 @@ def untouched(
         stack.enter_context(_unprofiled(model))
         # Nothing is compiled for a prefix's lengths, in what backward recomputes neither.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for module in model.modules():
-            stack.callback(keep_attributes(module))
-            stack.callback(keep_buffers(module))
-        stack.callback(_keep_frozen(model))
+        found = Snapshot(model.modules(), step)
+        stack.callback(found.put_back)
+        parameters = _parameters_of(found.modules)
+        stack.callback(_keep_frozen(parameters))
         stack.callback(_keep_caches(model))
-        stack.callback(_keep_modes(model))
-        stack.callback(_keep_parameters(model))
+        stack.callback(_keep_modes(found.modules))
+        stack.callback(_keep_parameters(parameters))
         stack.callback(_unmute(model))
         if evaluation:
             model.eval()
@@ -129,13 +130,19 @@ def _cuda_devices(model: nn.Module) -> set[int]:
     return {p.device.index for p in model.parameters() if p.device.type == "cuda"}
 
 
-def _keep_frozen(model: nn.Module) -> Any:
+def _parameters_of(modules: list[nn.Module]) -> list[nn.Parameter]:
+    """Each once."""
+    found = (p for module in modules for p in module._parameters.values() if p is not None)
+    return list({id(p): p for p in found}.values())
+
+
+def _keep_frozen(parameters: list[nn.Parameter]) -> Any:
     """Parameters that are not trained, which a step may move by itself: a teacher that follows.
 
     Not where they are more than those that are trained: adapters leave what is below them alone.
     """
-    frozen = [p for p in model.parameters() if not p.requires_grad and not p.is_meta]
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = [p for p in parameters if not p.requires_grad and not p.is_meta]
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
     if sum(p.numel() for p in frozen) > trained:
         return lambda: None
     kept = [(p, local_part(p).detach().clone()) for p in frozen]
@@ -164,8 +171,8 @@ def _keep_caches(model: nn.Module) -> Any:
     return put_back
 
 
-def _keep_modes(model: nn.Module) -> Any:
-    kept = [(module, module.training) for module in model.modules()]
+def _keep_modes(modules: list[nn.Module]) -> Any:
+    kept = [(module, module.training) for module in modules]
 
     def put_back() -> None:
         for module, training in kept:
@@ -174,10 +181,10 @@ def _keep_modes(model: nn.Module) -> Any:
     return put_back
 
 
-def _keep_parameters(model: nn.Module) -> Any:
+def _keep_parameters(parameters: list[nn.Parameter]) -> Any:
     """Their gradients, which of them are trained, and what is called when a gradient has come."""
-    kept = [(p, p.grad, p.requires_grad) for p in model.parameters()]
-    hooks = [p._post_accumulate_grad_hooks for p, *_ in kept]
+    kept = [(p, p.grad, p.requires_grad) for p in parameters]
+    hooks = [p._post_accumulate_grad_hooks for p in parameters]
     called = [(each, dict(each)) for each in hooks if each]
     for p, *_ in kept:
         p.grad = None
