@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_cp.errors import ConfigError
@@ -161,14 +162,25 @@ class ContextParallelMixin:
 
 
 def _strategy_of(module: Any) -> Any:
-    """The Trainer's.
+    """The Trainer's, or Fabric's; ``None`` without any, in one process.
 
     Raises:
-        ConfigError: it is DeepSpeed's.
+        ConfigError: it is DeepSpeed's; or there is none, and several processes may share a sample.
     """
+    if module._trainer is None and module._fabric is None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigError(_NO_TRAINER.format(name=type(module).__name__))
+        return None
     strategy = module.trainer.strategy
     refuse_deepspeed(strategy, "ContextParallelMixin")
     return strategy
+
+
+_NO_TRAINER = (
+    "{name} is attached to neither a Trainer nor Fabric, and there are several ranks, so that its methods do "
+    "not know which tokens this one has. Call them on the module that is given to trainer.fit or "
+    "fabric.setup; with Fabric those of fabric.strategy do the same."
+)
 
 
 def refuse_deepspeed(strategy: object, what: str) -> None:

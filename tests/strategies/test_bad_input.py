@@ -709,3 +709,20 @@ def fit_declared(rank: int, world_size: int) -> list[int]:
 
 def test_the_mixin_declares_keys_and_labels() -> None:
     assert run_ranks(2, fit_declared) == [[16, 32], [16, 32]]
+
+
+def asked_without_a_trainer(rank: int, world_size: int, name: str) -> torch.Tensor:
+    if world_size > 1:
+        dist.barrier()  # ranks that are connected
+    return getattr(Declared(), name)(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("name", ["unshard", "average", "token_mask"])
+def test_the_mixin_without_a_trainer(name: str) -> None:
+    """One process has all tokens; several ranks do not know which they have."""
+    (got,) = run_ranks(1, asked_without_a_trainer, name)
+    assert torch.equal(
+        got, torch.ones(1, 3, dtype=torch.bool) if "mask" in name else torch.ones(2, 3)
+    )
+    match = "Declared is attached to neither a Trainer nor Fabric.*trainer.fit or fabric.setup"
+    expect_on_every_rank(2, asked_without_a_trainer, name, error=ConfigError, match=match)
