@@ -46,10 +46,14 @@ class Recording:
     events: list[Event] = field(default_factory=list)
     everything: bool = True
     """Or only the last output that may be logits."""
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    """Of what went into modules and came out of them."""
     _turns: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def note(self, kind: str, name: str, module: str, tensor: Any, parent: str = "") -> None:
         """One event more; a tensor is copied, since a model may change its own."""
+        if isinstance(tensor, torch.Tensor):
+            self.dtypes.add(tensor.dtype)
         turn = self._turns[kind, name]
         self._turns[kind, name] += 1
         if not self.everything:

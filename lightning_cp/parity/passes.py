@@ -33,6 +33,8 @@ class Pass:
     """Where the CPU's source of random numbers stood at its end."""
     drawn_on_cuda: bool = False
     """Random numbers were drawn there."""
+    dtypes: frozenset[torch.dtype] = frozenset()
+    """Of the loss, and of what passed through modules."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def tolerance_of(dtypes: Iterable[torch.dtype]) -> Tolerance:
     """That of the coarsest dtype.
 
     Args:
-        dtypes: of parameters, and of autocast where that is on.
+        dtypes: of parameters, of autocast where that is on, and half precision that a step computes in.
     """
     coarsest = max(
         (dtype for dtype in dtypes if dtype.is_floating_point),
@@ -44,3 +44,9 @@ def tolerance_of(dtypes: Iterable[torch.dtype]) -> Tolerance:
         default=torch.float32,
     )
     return TOLERANCES.get(coarsest, TOLERANCES[torch.bfloat16])
+
+
+def half_of(dtypes: Iterable[torch.dtype]) -> set[torch.dtype]:
+    """Those below float32, whose rounding a float64 model's tolerance does not allow for."""
+    limit = torch.finfo(torch.float32).eps
+    return {x for x in dtypes if x.is_floating_point and torch.finfo(x).eps > limit}

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lightning_cp.labels import IGNORED_LABEL
@@ -132,3 +133,33 @@ class Pairs(Healthy):
         positions = self.token_positions(ids)  # type: ignore[operator]
         logits = self.logits({"input_ids": ids, "position_ids": positions})
         return self.loss(logits, {"labels": labels})
+
+
+class HalfLoss(Healthy):
+    """A float32 model whose loss is computed in bfloat16."""
+
+    reduction = "mean"
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        tokens, targets = logits.flatten(0, 1).bfloat16(), batch["labels"].flatten()
+        return F.cross_entropy(tokens, targets, reduction=self.reduction)
+
+
+class HalfSum(HalfLoss):
+    """The same as a sum over what a rank has."""
+
+    reduction = "sum"
+
+
+class OwnAutocast(Healthy):
+    """A float32 model that goes to bfloat16 by itself, whatever the Trainer's precision."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+
+    def logits(self, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().logits(batch).float()

@@ -113,6 +113,18 @@ def test_the_run_is_the_one_without(name: str, engine: str) -> None:
         assert told == told_without
 
 
+@pytest.mark.parametrize("name", ["HalfLoss", "OwnAutocast"])
+def test_half_precision_within_a_step(name: str) -> None:
+    """Its rounding is no fault, although the parameters are float32."""
+    (line,) = run_ranks(2, fit, name, {**RING, **CHECKED}, timeout=60)[0][2]
+    assert "agree on 96 tokens (bfloat16;" in line
+
+
+def test_a_fault_in_half_precision() -> None:
+    match = "Likely cause: unscaled loss"
+    expect_on_every_rank(2, fit, "HalfSum", {**RING, **CHECKED}, error=ParityError, match=match)
+
+
 def test_noise_of_each_token_is_the_same_on_both_sides() -> None:
     (line,) = run_ranks(2, fit, "Noisy", {**RING, **CHECKED}, timeout=60)[0][2]
     assert worst(line) < 1e-10, line

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_cp.parity.compare import Comparison, compare
 from lightning_cp.parity.passes import Pass
-from lightning_cp.parity.tolerance import Tolerance, tolerance_of
+from lightning_cp.parity.tolerance import Tolerance, half_of, tolerance_of
 from lightning_cp.strategies.parity.runner import Runner, StepFailed
 
 
@@ -41,14 +41,13 @@ class Comparing:
 
     def of(self, alone: Pass, other: Pass) -> Comparison:
         """Of one process's pass and another one that knows which tokens it has."""
-        return compare(alone, other, self.runner.core.mesh, self.tolerance)
+        return compare(alone, other, self.runner.core.mesh, self.tolerance(alone))
 
     def run(self, batch: Any) -> Comparison:
         """Both, compared."""
         return self.of(*self.both(batch))
 
-    @property
-    def tolerance(self) -> Tolerance:
+    def tolerance(self, alone: Pass) -> Tolerance:
         """By the dtypes of parameters, and those that the step computes in."""
         own = {p.dtype for p in self.runner.model.parameters()}
-        return tolerance_of(own | self.runner.dtypes)
+        return tolerance_of(own | self.runner.dtypes | half_of(alone.dtypes))

@@ -49,7 +49,7 @@ class Explaining(Comparing):
         counts = core.loss_aside.counts
         other_counts = counts.difference(core.mesh.control_group(Flat.LOSS))
         beginning = self._beginning(batch, runner, alone, parallel)
-        tokens = token_gradients(alone, parallel, core.mesh, self.tolerance)
+        tokens = token_gradients(alone, parallel, core.mesh, self.tolerance(alone))
         ignored = parallel.positions_ignored
         made = self._experiments(batch)
         diagnosis = diagnose(
@@ -65,7 +65,7 @@ class Explaining(Comparing):
     def _beginning(
         self, batch: Any, runner: Runner, alone: Pass, parallel: Pass
     ) -> Beginning | None:
-        event = first_deviation(alone, parallel, runner.core.mesh, self.tolerance)
+        event = first_deviation(alone, parallel, runner.core.mesh, self.tolerance(alone))
         if event is None:
             return None
         before = parallel.events[: parallel.events.index(event)]

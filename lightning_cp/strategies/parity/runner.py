@@ -108,6 +108,7 @@ class Runner:
             at_output=at_output,
             drawn=drawn.on_cpu,
             drawn_on_cuda=drawn.on_cuda,
+            dtypes=frozenset(found.dtypes | {loss.dtype}),
         )
 
     def _forward_alone(self, batch: Any) -> tuple[torch.Tensor, Recording]:
