@@ -61,6 +61,8 @@ class Means(NamedTuple):
     joined: tuple[torch.Tensor, ...] = ()
     """The values that terms of parameters compute from where another tensor is added to these: a function of
     parameters alone has the same ones on all ranks."""
+    gathered: tuple[Any, ...] = ()
+    """The nodes of what ``unshard`` has returned that terms are computed from."""
 
 
 def counted_means(loss: torch.Tensor) -> Means:
@@ -96,7 +98,7 @@ def counted_means(loss: torch.Tensor) -> Means:
             shared.append(node)
         else:
             other_terms = True
-    return Means(counts, own_factor, numbers, other_terms, _joined_to(shared))
+    return Means(counts, own_factor, numbers, other_terms, _joined_to(shared), _gathered(shared))
 
 
 def leaves_out(loss: torch.Tensor, label: int) -> bool:
@@ -351,6 +353,18 @@ def _joined_to(terms: Iterable[Any]) -> tuple[torch.Tensor, ...]:
         if joins:
             found += [x for node in seen for x in _kept(node)]
     return tuple({id(x): x for x in found}.values())
+
+
+def _gathered(terms: Iterable[Any]) -> tuple[Any, ...]:
+    """The values of ``unshard`` that terms are computed from, in the order of the graph."""
+    ahead, seen, found = list(terms), set(), []
+    while ahead:
+        node = ahead.pop()
+        if node not in seen:
+            seen.add(node)
+            found += [node] if _origin_of(node) is Origin.SEQUENCE else []
+            ahead.extend(_inputs(node))
+    return tuple(found)
 
 
 def _kept(node: Any) -> list[torch.Tensor]:

@@ -205,7 +205,7 @@ def test_factors_of_zero() -> None:
 def test_what_is_noted_of_other_functions() -> None:
     loss = tokens().sum()
     note_mean(loss, 5)
-    assert counted_means(0.5 * loss) == ([5], False, [0.5], False, ())
+    assert counted_means(0.5 * loss) == ([5], False, [0.5], False, (), ())
     soft = torch.full((6, 5), 0.2)
     assert targets_of(soft, None, -100, 5) == 6
 

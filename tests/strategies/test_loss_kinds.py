@@ -247,6 +247,50 @@ def test_a_parameter_beside_the_same_tensor_everywhere_is_exact() -> None:
         close(got, alone(towards_a_number))
 
 
+def whole_losses(loop: Loop, batch: Batch) -> torch.Tensor:
+    losses = token_losses(loop, batch)
+    strategy: Any = loop.fabric.strategy
+    return strategy.unshard(losses) if loop.parallel else losses
+
+
+def whole_by_its_count(loop: Loop, batch: Batch) -> torch.Tensor:
+    """A whole sum over the number of a rank's targets."""
+    return whole_losses(loop, batch).sum() / (batch["labels"] != -100).sum()
+
+
+def whole_with_its_baseline(loop: Loop, batch: Batch) -> torch.Tensor:
+    """Rows weighted by how far their reward is from a mean over the rank's own tokens."""
+    rewards = torch.tensor([1.0, 2.0]) - loop.logits(batch).detach().mean()
+    return (whole_losses(loop, batch).sum(1) * rewards).mean()
+
+
+def whole_with_a_baseline(loop: Loop, batch: Batch) -> torch.Tensor:
+    """The same by a mean over all tokens, beside a mean over targets."""
+    logits = loop.logits(batch).detach().mean(-1)
+    strategy: Any = loop.fabric.strategy
+    rewards = torch.tensor([1.0, 2.0])
+    rewards = rewards - (strategy.unshard(logits) if loop.parallel else logits).mean()
+    return loop.loss(batch) + (whole_losses(loop, batch).sum(1) * rewards).mean()
+
+
+@pytest.mark.quick("ring 3-whole_by_its_count", "hybrid-whole_with_its_baseline")
+@pytest.mark.parametrize("way", [whole_by_its_count, whole_with_its_baseline])
+@GRIDS
+def test_whole_rows_with_a_rank_s_own_tensor_are_refused(
+    ranks: int, settings: Settings, way: Any
+) -> None:
+    match = r"values of unshard with something.*on rank 0 and.*not known what this loss is"
+    expect_on_every_rank(ranks, stepped, settings, way, error=ConfigError, match=match)
+
+
+@pytest.mark.quick("hybrid")
+@GRIDS
+def test_whole_rows_with_a_tensor_of_whole_rows_are_exact(ranks: int, settings: Settings) -> None:
+    want = alone(whole_with_a_baseline)
+    for got in run_ranks(ranks, trained, settings, whole_with_a_baseline):
+        close(got, want)
+
+
 def by_its_sample(loop: Loop, batch: Batch) -> torch.Tensor:
     """Times another number in each data rank."""
     return loop.loss(batch) * (1 + torch.distributed.get_rank() // 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -137,26 +137,27 @@ def test_with_other_data_ranks() -> None:
     assert [len(said) for said, _ in results] == [1, 0, 0, 0]
 
 
+CALLS: list[int] = []
+"""Steps: the check sets back what a module and its class have."""
+
+
 class InTheCheck(Drawing):
     """Rank 1 draws once more in the first step, which is the check's."""
 
-    calls: ClassVar[list[int]] = []
-    """Of the class: the check sets back what the module has."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        if not self.calls:
+        if not CALLS:
             one_rank_more(batch["input_ids"])
-        self.calls.append(batch_idx)
+        CALLS.append(batch_idx)
         return super().training_step(batch, batch_idx)
 
 
 def train_with_check(rank: int, world_size: int) -> tuple[list[str], list[float]]:
     module = InTheCheck("nothing", False)
-    module.calls.clear()
+    CALLS.clear()
     settings = {**RING, "parity_check": "every_2"}
     with Told() as lines:
         trainer_of(world_size, settings).fit(module, loader(6))
-    assert len(module.calls) > len(module.after) == 3
+    assert len(CALLS) > len(module.after) == 3
     return of_draws(lines), module.after
 
 

@@ -60,7 +60,7 @@ class ParityCheck:
         base = self._compared(part)
         aside, mesh = self.runner.core.loss_aside, self.runner.core.mesh
         group = mesh.control_group(Flat.LOSS)
-        aside.is_known &= aside.counts.joined_apart(group, mesh.cp_size) is None
+        aside.is_known &= aside.counts.shared_apart(group, mesh.cp_size) is None
         zeros = int(largest(-1 if aside.is_known else aside.zeros, mesh))
         self._require_healthy(part, base, uneven=False)
         uneven = self._uneven(part)

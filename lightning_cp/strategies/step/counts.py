@@ -6,6 +6,7 @@ flag, which the vote on a step reads together with whether gradients are finite.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.agreement import gathered_lists
 from lightning_cp.errors import ConfigError
@@ -39,6 +41,42 @@ class LossAside:
         return not (self.is_known or self.is_declared)
 
 
+@dataclass
+class SharedNorms:
+    """How large values are that ranks which share a sample have to have alike; on the device."""
+
+    weighted: Count
+    """This rank's targets; 0: its loss adds nothing, and may be another one."""
+    said: str
+    """Where they differ: a sentence that ``ASK`` ends, with two norms and their ranks."""
+    norms: torch.Tensor | None = None
+    """float64 [N]; ``None``: no backward has come there."""
+    digits: int = 17
+    """By how many digits they are compared in every step."""
+
+    def take_gradient(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """A hook of what ``unshard`` has returned: its gradient is as large as its rank's weight."""
+        x = gradients[0]
+        if x is not None and not isinstance(x, DTensor):
+            self.norms = (
+                torch.linalg.vector_norm(x.detach(), dtype=torch.float64)[None] / self.weighted
+            )
+            self.digits = 5 if torch.finfo(x.dtype).eps < 1e-6 else 2
+
+    @property
+    def told(self) -> list[str] | None:
+        """What is compared in every step; waits for the device."""
+        if not float(self.weighted) or self.norms is None:
+            return None
+        return [f"{x:.{self.digits - 1}e}" for x in self.norms.tolist()]
+
+    def far(self, a: str, b: str) -> bool:
+        """True if two norms differ by more than rounding; what is not finite is looked at elsewhere."""
+        own, other = float(a), float(b)
+        limit = 0.05 if self.digits < 3 else 1e-5 if self.digits > 5 else 1e-4
+        return math.isfinite(own - other) and abs(own - other) > limit * abs(other)
+
+
 class TargetCounts:
     """The counts of all means since the last step of an optimizer."""
 
@@ -46,7 +84,7 @@ class TargetCounts:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._numbers: list[tuple[Count, list[float] | None]] = []
         self._padding: list[tuple[str, torch.Tensor]] = []
-        self._joined: list[tuple[Count, torch.Tensor]] = []
+        self._shared: list[SharedNorms] = []
         self.are_asked = False
         """A loss went backward whose counts matter: known to all ranks, while a mean is known to its own."""
         self.beside_other_terms = False
@@ -66,11 +104,15 @@ class TargetCounts:
             of_mean = torch.as_tensor(count)
             self._pairs.append((of_mean, torch.as_tensor(weighted).to(of_mean.device)))
 
-    def note_joined(self, weighted: Count, joined: Sequence[torch.Tensor]) -> None:
-        """Note how large values are that ranks which share a sample have to have alike; on the device."""
-        if joined:
-            norms = torch._foreach_norm([x.detach() for x in joined], dtype=torch.float64)
-            self._joined.append((weighted, torch.stack([x.to(norms[0].device) for x in norms])))
+    def note_shared(self, weighted: Count, means: Means) -> None:
+        """Follow what ranks which share a sample have to have alike, in the backward that is about to run."""
+        if means.joined:
+            norms = torch._foreach_norm([x.detach() for x in means.joined], dtype=torch.float64)
+            own = torch.stack([x.to(norms[0].device) for x in norms])
+            self._shared.append(SharedNorms(weighted, JOINED, own))
+        for node in means.gathered:
+            self._shared.append(SharedNorms(weighted, GATHERED))
+            node.register_prehook(self._shared[-1].take_gradient)
 
     def note_padding(self, how: str, found: torch.Tensor | None) -> None:
         """Note whether padding was ``found`` in what a loss counts, or in what it trains on; ``None``: no."""
@@ -83,29 +125,28 @@ class TargetCounts:
         taken._pairs, self._pairs = self._pairs, []
         taken._numbers, self._numbers = self._numbers, []
         taken._padding, self._padding = self._padding, []
-        taken._joined, self._joined = self._joined, []
+        taken._shared, self._shared = self._shared, []
         taken.are_asked, self.are_asked = self.are_asked, False
         taken.asks, self.asks = self.asks, False
         return taken
 
     @property
-    def numbers(self) -> list[list[float] | None]:
+    def numbers(self) -> list[Any]:
         """What ranks which share a sample have to have alike: the numbers that each loss is multiplied by,
-        and values of parameters that another tensor is added to. Waits for the device for these."""
-        joined: list[list[float] | None] = [values.tolist() for _, values in self._joined]
-        return [numbers for _, numbers in self._numbers] + joined
+        and norms of what they share. Waits for the device for these."""
+        return [numbers for _, numbers in self._numbers] + [each.told for each in self._shared]
 
-    def joined_apart(self, group: dist.ProcessGroup, sample_size: int) -> str | None:
-        """The values of parameters that differ between ranks that share a sample, but for rounding.
+    def shared_apart(self, group: dist.ProcessGroup, sample_size: int) -> str | None:
+        """The beginning of an error, if ranks that share a sample have other norms than rounding explains.
         Collective."""
-        own = [values.tolist() if float(weighted) else None for weighted, values in self._joined]
-        for first, of_ranks in _by_sample(own, group, sample_size):
-            found = [(first + at, x) for at, x in enumerate(of_ranks) if x is not None]
-            for rank, values in found[1:]:
+        own = [each.told for each in self._shared]
+        for at, (first, of_ranks) in _by_sample(own, group, sample_size):
+            found = [(first + rank, x) for rank, x in enumerate(of_ranks) if x is not None]
+            for rank, norms in found[1:]:
                 other, others = found[0]
-                for a, b in zip_longest(others, values, fillvalue=0.0):
-                    if not abs(a - b) <= 1e-5 * abs(b):
-                        return f"its norm is {a:g} on rank {other} and {b:g} on rank {rank}"
+                for a, b in zip(others, norms, strict=False):
+                    if self._shared[at].far(a, b):
+                        return self._shared[at].said.format(*(float(a), other, float(b), rank))
         return None
 
     def refuse_numbers(self, step: int, group: dist.ProcessGroup, sample_size: int) -> None:
@@ -117,7 +158,7 @@ class TargetCounts:
             ConfigError: on every rank, with both numbers.
         """
         own = [numbers if float(weighted) else None for weighted, numbers in self._numbers]
-        for first, of_ranks in _by_sample(own, group, sample_size):
+        for _, (first, of_ranks) in _by_sample(own, group, sample_size):
             found = [(first + at, x) for at, x in enumerate(of_ranks) if x is not None]
             for rank, numbers in found[1:]:
                 if repr(numbers) != repr(found[0][1]):
@@ -178,12 +219,13 @@ class TargetCounts:
 
 def _by_sample(
     own: list[Any], group: dist.ProcessGroup, sample_size: int
-) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """Of each loss what the ranks that share a sample have, the first of which is told. Collective."""
+) -> Iterator[tuple[int, tuple[int, tuple[Any, ...]]]]:
+    """Of each loss its place, and what the ranks that share a sample have, the first of which is told.
+    Collective."""
     every = gathered_lists(own, group)
     for first in range(0, len(every), sample_size):
         of_ranks = zip(*every[first : first + sample_size], strict=False)
-        yield from ((first, each) for each in of_ranks)
+        yield from enumerate((first, each) for each in of_ranks)
 
 
 def _say_numbers(step: int, rank: int, own: list[float], other: int, others: list[float]) -> str:
@@ -215,7 +257,14 @@ MORE_TOKENS = (
 
 JOINED = (
     "a term of the loss is made of parameters and of another tensor, which differs between ranks that share "
-    "a sample ({apart}), so "
+    "a sample (its norm is {:g} on rank {} and {:g} on rank {}), so "
+)
+"""Before ``ASK``."""
+
+GATHERED = (
+    "the loss combines values of unshard with something that each rank computes of its own tokens (the norm "
+    "of their gradient, by target, is {:g} on rank {} and {:g} on rank {}), which has to come from unshard, "
+    "too; so "
 )
 """Before ``ASK``."""
 

@@ -70,7 +70,7 @@ class StepLosses(StepValues):
         asked = state is not None and state.padding_asked
         self._counts.note_padding(*self._loss.padding(by_hand=not is_known, asked=asked))
         if not self._loss.is_declared and not self._loss.is_muted and self.cleared_zeros != 0:
-            self._counts.note_joined(self._loss.targets, means.joined)
+            self._counts.note_shared(self._loss.targets, means)
         if not self._is_aside:
             self._look_at(self._loss, is_known or self._is_cleared(loss, self._loss))
 

@@ -31,7 +31,7 @@ from lightning_cp.comm.local import local_part
 from lightning_cp.comm.vote import tally
 from lightning_cp.containers import tensors_of
 from lightning_cp.errors import NonFiniteError
-from lightning_cp.strategies.step.counts import JOINED, TargetCounts
+from lightning_cp.strategies.step.counts import TargetCounts
 from lightning_cp.strategies.watch.rates import numbers_of, refuse_settings
 
 WHAT = "end of a step"
@@ -159,10 +159,10 @@ class FiniteGuard:
         counts.refuse(step.number, group)  # a mean over no target is NaN, too
         counts.refuse_numbers(step.number, group, step.sample[1])
         asks = any(flag for flags in gathered_lists([counts.asks], group) for flag in flags)
-        apart = counts.joined_apart(group, step.sample[1])
+        apart = counts.shared_apart(group, step.sample[1])
         total = vote(dissents=not agrees)
         if (asks or apart) and total is not None and self.look is not None:
-            self.look(JOINED.format(apart=apart) if apart else "")
+            self.look(apart or "")
         return total
 
 
