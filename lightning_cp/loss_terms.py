@@ -17,7 +17,6 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_cp.errors import ConfigError
@@ -368,6 +367,9 @@ def _gathered(terms: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _kept(node: Any) -> list[torch.Tensor]:
+    # Here: where it is imported before a mesh is made, PyTorch keeps the mesh's groups until Python exits.
+    from torch.distributed.tensor import DTensor
+
     names = ("_saved_self", "_saved_other", "_saved_result")
     saved = (getattr(node, name, None) for name in names)
     return [x for x in saved if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
