@@ -207,7 +207,9 @@ class TrainerSetup(
         """
         assert self.lightning_module is not None
         automatic = self.lightning_module.automatic_optimization
-        return self._core.scale_loss(loss, self.optimizers, automatic=automatic)
+        scaled = self._core.scale_loss(loss, self.optimizers, automatic=automatic)
+        self.parity.after_loss(loss)
+        return scaled
 
     def _watch_precision(self) -> None:
         """Come before the hooks of a batch; between hooks and autograd; and before gradients are clipped."""

@@ -75,15 +75,45 @@ class AtFullLength(Changing):
         return known if short else known + 0.1 * logits.logsumexp(-1).square().mean()
 
 
+class OfWindows(Changing):
+    """Windows of three micro-batches: cross-entropies, then means by hand, declared or not, beside one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.kind = "kkkudk"[batch_idx]
+        return super().training_step(batch, batch_idx)
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        if self.kind == "k":
+            return modules.Healthy.loss(self, logits, batch)
+        labels = batch["labels"].flatten()
+        losses = F.cross_entropy(logits.flatten(0, 1), labels, reduction="none").sum()
+        counted: Any = (labels != -100).sum()
+        strategy: Any = self.trainer.strategy
+        if self.kind == "d" and hasattr(strategy, "count_targets"):
+            counted = strategy.count_targets(labels != -100)
+        return losses * self.factor / counted
+
+    factor = 1.0
+
+
+class WrongOfWindows(OfWindows):
+    """What is looked at is wrong: a rank counts its own tokens."""
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        self.factor = float(logits.shape[1])
+        return super().loss(logits, batch)
+
+
 KINDS = {cls.__name__: cls for cls in (Beginning, Warming, WarmingTensor, ByHand, AtFullLength)}
+WINDOWS = {cls.__name__: cls for cls in (OfWindows, WrongOfWindows)}
 
 
 def fit(rank: int, world_size: int, name: str, settings: Settings | None, window: int = 1) -> Any:
-    module, rows = KINDS[name](), modules.rows(8)
+    module, rows = {**KINDS, **WINDOWS}[name](), modules.rows(12 if name in WINDOWS else 8)
     for block in module.blocks:
         block.mlp[2].p = 0.0  # type: ignore[index, union-attr]
     for at, row in enumerate(rows):
-        row["labels"][: 5 * at + 1] = -100  # ranks have other numbers of targets
+        row["labels"][: 3 * at + 1] = -100  # ranks have other numbers of targets
     before = weights(module)
     with Heard() as heard:
         trainer = trainer_of(world_size, settings, accumulate_grad_batches=window)
@@ -127,3 +157,22 @@ def test_a_loss_that_the_check_does_not_see_is_refused() -> None:
     match = "not known what this loss is a mean over.*left out: .*known kind"
     settings = {**RING, **CHECKED, "parity_tokens": 16}
     expect_on_every_rank(2, fit, "AtFullLength", settings, error=ConfigError, match=match)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"), [(2, ULYSSES), (3, {**RING3, "data_parallel": "fsdp"})]
+)
+def test_the_micro_batch_that_asks_is_looked_at(ranks: int, settings: Settings) -> None:
+    """It is not the last one of its window."""
+    want, _ = run_ranks(1, fit, "OfWindows", None, 3)[0]
+    every = run_ranks(ranks, fit, "OfWindows", {**settings, **CHECKED}, 3, timeout=60)
+    assert ["agree on" in line for line in every[0][1]] == [True, True]
+    for got, _ in every:
+        close(got, want)
+
+
+def test_a_wrong_micro_batch_within_a_window_is_refused() -> None:
+    match = "does not compute what it computes in one process"
+    expect_on_every_rank(
+        2, fit, "WrongOfWindows", {**RING, **CHECKED}, 3, error=ParityError, match=match
+    )

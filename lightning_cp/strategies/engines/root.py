@@ -43,7 +43,7 @@ class Root:
         self.entered = False
         self._manual = False
         self._called: nn.Module | None = None
-        self._before_data: Callable[[], object] = list  # nobody wants to know
+        self._before_data: Callable[[], object] = list  # no listener
 
     @property
     def module(self) -> nn.Module | None:

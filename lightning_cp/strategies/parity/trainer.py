@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_cp.callback import ContextParallelCallback
+from lightning_cp.comm.agreement import gathered_lists
 from lightning_cp.errors import ConfigError
+from lightning_cp.mesh import Flat
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.engines import Engine
 from lightning_cp.strategies.parity.check import ParityCheck
@@ -24,7 +27,20 @@ from lightning_cp.strategies.step.core import ContextParallelCore
 from lightning_cp.strategies.step.counts import ASK
 
 _log = logging.getLogger("lightning_cp")
+_UNKNOWN, _SHARED = "a loss is of no known kind", "ranks that share a sample share values"
+"""Why a micro-batch may need a look: in the order of the alphabet, which ``_look`` takes."""
 _WAY_ON = "To train all the same: parity_check='off'."
+
+
+@dataclass
+class _MicroBatch:
+    """A whole batch, as it would be sharded, and its step."""
+
+    module: Any
+    batch: Any
+    callback: ContextParallelCallback
+    number: int
+    """The ``batch_idx`` of its step."""
 
 
 class TrainerParity:
@@ -41,8 +57,12 @@ class TrainerParity:
         """Why it could not be made."""
         self._unsaid: str | None = None
         """The same, until the batch has been sharded: what refuses it says more."""
-        self._whole: tuple[Any, Any, ContextParallelCallback] | None = None
-        """The module, its last batch and who shards it, while a loss of no known kind may need a look."""
+        self._current: _MicroBatch | None = None
+        """The last one, until its loss is known; ``None`` where no loss needs a look."""
+        self._kept: dict[int, _MicroBatch] = {}
+        """Of the window: those whose loss may need a look before the optimizer's step, by number."""
+        self._wanted: dict[str, int] = {}
+        """The first one of the window for each reason of a look."""
         if core.settings.parity_check == "off":
             self._ask(
                 "leave parity_check='off' away, so that the step is compared with one process"
@@ -55,10 +75,28 @@ class TrainerParity:
             ParityError: on every rank, where the model does not compute what it computes in one process.
         """
         self._unsaid = None
+        number = (
+            int(module.trainer.fit_loop.epoch_loop.batch_idx) + 1
+        )  # the loop counts it afterwards
+        micro_batch = _MicroBatch(module, batch, callback, number)
         if self._is_due(module.trainer):
-            self._check(module, batch, callback)
+            self._check(micro_batch)
+        if not self._core.counts.are_asked:  # a window begins
+            self.forget()
         asks = self._core.ask_for_counts is None and self._core.cleared_zeros != 0
-        self._whole = (module, batch, callback) if asks else None
+        self._current = micro_batch if asks else None
+
+    def after_loss(self, loss: torch.Tensor) -> None:
+        """A loss is about to go backward: its batch is kept for ``before_step``, if that may need it."""
+        micro_batch, self._current = self._current, None
+        if micro_batch is None:
+            return
+        counts = self._core.counts
+        reasons = {_UNKNOWN: counts.asks, _SHARED: bool(counts._shared)}
+        found = [reason for reason, asks in reasons.items() if asks and reason not in self._wanted]
+        self._wanted.update(dict.fromkeys(found, micro_batch.number))
+        if found or self._core.own_loss(loss) is None:  # without targets: as other ranks have it
+            self._kept[micro_batch.number] = micro_batch
 
     def before_step(self, why: str) -> None:
         """All ranks come here, before they step along a loss that is the run's first of no known kind.
@@ -71,16 +109,27 @@ class TrainerParity:
             ConfigError: it cannot be compared.
         """
         if self._core.ask_for_counts is None:
-            assert self._whole is not None
-            with self._core.between_steps(), torch.enable_grad():
-                self._check(*self._whole)
-            if self._core.cleared_zeros is None and self._core.ask_for_counts is None:
-                self._leave_out("the step was run again for it, and had a loss of a known kind")
-        self._whole = None
+            self._look()
+        self.forget()
         if self._core.ask_for_counts is not None:
             raise ConfigError(why + self._core.ask_for_counts)
 
-    def _check(self, module: Any, batch: Any, callback: ContextParallelCallback) -> None:
+    def _look(self) -> None:
+        """Check the first micro-batch of the window whose loss needs it. Collective."""
+        group = self._core.mesh.control_group(Flat.LOSS)
+        kept = set.intersection(*map(set, gathered_lists(list(self._kept), group)))
+        every = gathered_lists(list(self._wanted.items()), group)
+        wanted = sorted((reason, at) for each in every for reason, at in each if at in kept)
+        if not wanted:
+            self._leave_out("ranks have losses of other kinds than each other in a batch")
+            return
+        with self._core.between_steps(), torch.enable_grad():
+            self._check(self._kept[wanted[0][1]])
+        if self._core.cleared_zeros is None and self._core.ask_for_counts is None:
+            self._leave_out("the step was run again for it, and had a loss of a known kind")
+
+    def _check(self, micro_batch: _MicroBatch) -> None:
+        module, callback = micro_batch.module, micro_batch.callback
         self._checked = module.trainer.global_step
         if not module.automatic_optimization:
             self._leave_out(
@@ -92,14 +141,14 @@ class TrainerParity:
             return
         plugin = module.trainer.precision_plugin
         dtypes = dtypes_of(str(plugin.precision), self._core.settings)
-        step, wide = _step_of(module, plugin.train_step_context), None
+        step, wide = _step_of(micro_batch, plugin.train_step_context), None
         if dtypes and self._core.settings.mixed_precision is None:
-            wide = _step_of(module, nullcontext)
+            wide = _step_of(micro_batch, nullcontext)
         runner = Runner(self._core, self._engine, module, step, dtypes, wide)
         try:
             with _unwatched(module.trainer):
                 check = ParityCheck(runner, self._core.settings.parity_tokens, _WAY_ON)
-                self.healthy = check.run(batch)
+                self.healthy = check.run(micro_batch.batch)
         except CannotRun as why:
             self._leave_out(str(why))
             return
@@ -107,8 +156,9 @@ class TrainerParity:
         rank_zero_info(self.healthy)
 
     def forget(self) -> None:
-        """The run is over: nothing of its last batch is kept."""
-        self._whole = None
+        """A window is over: nothing of its batches is kept."""
+        self._current = None
+        self._kept, self._wanted = {}, {}
 
     def after_batch(self) -> None:
         """All ranks come here once the batch was sharded: why it was not checked is said now."""
@@ -158,10 +208,9 @@ def _unwatched(trainer: Any) -> Iterator[None]:
         trainer.loggers, trainer.profiler = loggers, profiler
 
 
-def _step_of(module: Any, context: Callable[[], AbstractContextManager[Any]]) -> Step:
+def _step_of(micro_batch: _MicroBatch, context: Callable[[], AbstractContextManager[Any]]) -> Step:
     """The user's ``training_step``, called as the Trainer calls it, with autocast or without."""
-    trainer = module.trainer
-    number = max(0, int(trainer.fit_loop.epoch_loop.batch_idx))
+    module, number = micro_batch.module, micro_batch.number
     takes_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
     def step(batch: Any) -> Any:

@@ -126,10 +126,12 @@ class ContextParallelCore(StepsAside):
         assert self._handle is not None
         state, part = self._handle.state, self._part
         self._handle.deactivate()
-        yield
-        if state is not None and part is not None:
-            self._intercept(self._handle, state, part)
-            state.ended = False
+        try:
+            yield
+        finally:
+            if state is not None and part is not None:
+                self._intercept(self._handle, state, part)
+                state.ended = False
 
     def end_other_steps(self) -> None:
         """What begins ends a step that another strategy of this process has left open."""
