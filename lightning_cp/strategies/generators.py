@@ -29,3 +29,22 @@ def set_state(generator: Any, state: Any) -> None:
         generator.setstate(state)
     else:
         generator.set_state(state)
+
+
+def shared() -> list[Any]:
+    """The sources of all functions that are given none."""
+    sources: list[Any] = [torch.default_generator, random._inst, np.random.mtrand._rand]
+    if torch.cuda.is_initialized():
+        sources.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return sources
+
+
+def is_same(state: Any, other: Any) -> bool:
+    """True if two states of one generator are equal."""
+    if isinstance(state, dict):
+        return is_same(tuple(state.values()), tuple(other.values()))
+    if isinstance(state, tuple):
+        return all(map(is_same, state, other))
+    if isinstance(state, (np.ndarray, torch.Tensor)):
+        return np.array_equal(state, other)
+    return state == other

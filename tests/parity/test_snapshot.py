@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import operator
+import queue
+import random
 import sys
 import threading
 import types
+import warnings
+import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_cp.strategies.parity.snapshot import OBJECTS, Snapshot
+from lightning_cp.strategies.parity.untouched import untouched
 
 
 class Holder(nn.Module):
@@ -50,6 +57,20 @@ class Guarded:
 
     def __init__(self) -> None:
         self.lock, self.ready = threading.Lock(), [1]
+
+
+class GuardedInSlots:
+    __slots__ = ("lock", "ready")
+
+    def __init__(self) -> None:
+        self.lock, self.ready = threading.Lock(), [1]
+
+
+class Pooled:
+    """What its thread has done is done."""
+
+    def __init__(self, of: Any) -> None:
+        self.of, self.ready = of, [1]
 
 
 class Own(pl.Trainer):
@@ -129,11 +150,160 @@ def test_iterators(make: Callable[[], Iterator[Any]], is_replayed: bool) -> None
 
 
 def test_what_cannot_be_put_back_is_left_alone() -> None:
-    assert after(Guarded(), lambda x: x.ready.append(2)).ready == [1, 2]
+    with ThreadPoolExecutor(1) as pool:
+        locked: dict[str, Any] = {"of": threading.Lock()}
+        holders = [pool, queue.SimpleQueue(), locked, [Future()]]
+        objects = [Guarded(), GuardedInSlots(), *map(Pooled, holders)]
+        for each in objects:
+            assert after(each, lambda x: x.ready.append(2)).ready == [1, 2]
+        assert after(locked, lambda x: x.update(ready=1))["ready"] == 1
     assert after(Own(), lambda x: setattr(x, "count", 1)).count == 1
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter])
     assert after(optimizer, lambda x: x.param_groups[0].update(lr=3.0)).param_groups[0]["lr"] == 3.0
+
+
+def sparse() -> list[torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that they are young
+        eye, parts = torch.eye(2), [torch.ones(2), torch.ones(3)]
+        nested = [torch.nested.nested_tensor(parts, layout=x) for x in (None, torch.jagged)]
+        return [eye.to_sparse(), eye.to_sparse_csr(), *nested]
+
+
+def test_tensors_that_cannot_be_compared_end_nothing() -> None:
+    for x in sparse():
+        after([x], lambda x: x.append(1))
+        holder = Holder(None)
+        holder.register_buffer("of", x)
+        Snapshot([holder]).put_back()
+        assert holder.of is x
+
+
+def test_weak_references() -> None:
+    """One is called and drawn from as before, and is left alone when its object is gone."""
+    target, gone = Pooled(None), Pooled(None)
+    proxies = [weakref.proxy(target), weakref.proxy(Guarded.__init__), weakref.proxy(gone)]
+    holder = Holder(list(proxies))
+    Pooled.proxy = proxies[2]  # type: ignore[attr-defined]
+    holder.target = target  # type: ignore[assignment]
+    del gone
+    snapshot = Snapshot([holder])
+    assert all(map(operator.is_, holder.value, proxies))
+    snapshot.put_back()
+    assert all(map(operator.is_, holder.value, proxies))
+    del Pooled.proxy  # type: ignore[attr-defined]
+
+
+class Counting(nn.Module):
+    """Counts in an attribute that it makes."""
+
+    def forward(self) -> int:
+        kind: Any = type(self)
+        if not hasattr(kind, "count"):
+            kind.count = 0
+        kind.count += 1
+        return kind.count
+
+
+def test_attributes_of_a_class_that_a_step_makes() -> None:
+    module = Counting()
+    for _ in range(2):
+        snapshot = Snapshot([module])
+        assert module() == 1
+        snapshot.put_back()
+    assert not hasattr(Counting, "count")
+
+
+def test_an_iterator_that_was_drawn_from_is_what_it_was() -> None:
+    holder = Holder(iter(DataLoader(range(6), batch_size=2)))  # type: ignore[arg-type]
+    snapshot = Snapshot([holder])
+    next(holder.value)
+    snapshot.put_back()
+    assert len(holder.value) == 3
+    holder.value = endless()
+    snapshot = Snapshot([holder])
+    assert (bool(holder.value), list(itertools.islice(holder.value, 2))) == (True, [0, 1])
+    snapshot.put_back()
+    with pytest.raises(TypeError):
+        len(holder.value)  # type: ignore[arg-type]
+
+
+def draws(of: str, generator: Any) -> Iterator[float]:
+    kinds: dict[str, Callable[[], Any]] = {
+        "torch": lambda: torch.rand(()),
+        "python": random.random,
+        "numpy": np.random.rand,
+        "own": lambda: torch.rand((), generator=generator),
+        "numpy's own": generator.random if of == "numpy's own" else list,
+    }
+    while True:
+        yield float(kinds[of]())
+
+
+@pytest.mark.parametrize("of", ["torch", "python", "numpy", "own", "numpy's own"])
+def test_random_numbers_of_an_iterator(of: str) -> None:
+    """Numbers that an iterator draws in two checks are drawn for the run."""
+
+    def run(checks: int) -> list[float]:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        holder = Holder(np.random.default_rng(1) if of == "numpy's own" else torch.Generator())
+        holder.it = draws(of, holder.value)  # type: ignore[assignment]
+
+        def step() -> list[float]:
+            return [next(holder.it), next(holder.it), next(draws(of, holder.value))]  # type: ignore[call-overload]
+
+        for _ in range(checks):
+            with untouched(holder):
+                step()
+        return step() + step()
+
+    assert run(2) == run(0)
+
+
+def test_values_that_a_step_changes_come_unchanged() -> None:
+    """The same objects too: a step may write to a memory that it goes around."""
+    memory, drawn = [torch.ones(2), torch.ones(2)], list[Any]()
+    holder = Holder(itertools.cycle(memory))
+    holder.batches = ({"x": torch.ones(2), "n": np.ones(2)} for _ in range(9))  # type: ignore[assignment]
+    holder.parameters_ = itertools.cycle([nn.Parameter(torch.ones(1))])  # type: ignore[assignment]
+    for _ in range(2):
+        snapshot = Snapshot([holder])
+        next(holder.value).mul_(3)
+        batch = next(holder.batches)
+        assert float(batch.pop("x").mul_(2).sum() + batch["n"].sum()) == 6
+        batch["n"] *= 2
+        drawn.append(next(holder.parameters_))
+        snapshot.put_back()
+    assert next(holder.value) is memory[0]
+    assert torch.equal(memory[0], torch.ones(2))
+    batch = next(holder.batches)
+    assert float(batch["x"].sum() + batch["n"].sum()) == 4
+    parameter = next(holder.parameters_)
+    assert all(x is parameter for x in drawn)
+
+    def scales() -> Iterator[torch.Tensor]:
+        while True:
+            yield holder.scale.mul_(0.5)  # type: ignore[operator]
+
+    holder.scale, holder.it = torch.ones(()), scales()  # type: ignore[assignment]
+    snapshot = Snapshot([holder])
+    assert float(next(holder.it)) == 0.5
+    snapshot.put_back()
+    assert float(next(holder.it)) == 0.5
+
+
+def test_a_large_teacher_in_a_list_takes_no_room() -> None:
+    """Frozen parameters are put back up to as many numbers as are trained, submodules first."""
+    holder = Holder([nn.Linear(64, 64).requires_grad_(False)])
+    holder.net, holder.ema = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+    before = [x.clone() for x in holder.ema.parameters()]
+    with untouched(holder):
+        for x in (*holder.ema.parameters(), *holder.value[0].parameters()):
+            x.data.add_(1)
+    assert all(map(torch.equal, holder.ema.parameters(), before))
 
 
 def test_packages_have_numbers_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

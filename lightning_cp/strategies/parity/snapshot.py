@@ -12,16 +12,18 @@ import argparse
 import copy
 import functools
 import io
-import itertools
 import operator
 import queue
 import socket
+import subprocess
 import sys
 import threading
 import types
-import warnings
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future
+from multiprocessing.pool import Pool
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -40,6 +42,7 @@ from torchmetrics import Metric
 
 from lightning_cp.console import is_library
 from lightning_cp.strategies.generators import GENERATORS, set_state, state_of
+from lightning_cp.strategies.parity.replay import Replay, has_numbers, is_strided, stand_in_for
 
 _PARTS = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict)}
 """Dicts that every module has: of its hooks, submodules, parameters and buffers."""
@@ -60,60 +63,16 @@ _WRAPPERS = (DistributedDataParallel, _FabricModule)
 _ALIVE = (
     *(threading.Thread, BaseProcess, io.IOBase, socket.socket, queue.Queue, threading.Event),
     *(type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore),
+    *(threading.Barrier, queue.SimpleQueue, Executor, Future, Pool, subprocess.Popen),
 )
 """An object that holds one is left alone: threads and files cannot be put back, nor what belongs to them."""
+_HOLDERS = (list, tuple, deque, dict, set)
+_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+"""They answer for another object, or raise where it is gone."""
 LARGEST, TENSORS = 2**26, 2**28
 """Bytes of a tensor that is copied, and of all: what a step changes in place is small; data is not."""
 OBJECTS = 2**14
 """Containers and objects that are looked into, the nearest to the modules first."""
-
-
-class Replay:
-    """An iterator in another one's place, whose values can come again.
-
-    Args:
-        source: what it draws from.
-    """
-
-    def __init__(self, source: Iterator[Any]) -> None:
-        self.source = source
-        self._ahead: deque[Any] = deque()
-        self._drawn: list[Any] | None = None
-        self.is_ahead = False
-        """The source has been drawn from while values were kept."""
-
-    def begin(self) -> None:
-        """Keep what is drawn from now on."""
-        self._drawn = []
-
-    def rewind(self) -> None:
-        """What was drawn since comes next."""
-        drawn, self._drawn = self._drawn or [], None
-        self._ahead.extendleft(reversed(drawn))
-
-    def __iter__(self) -> Replay:
-        return self
-
-    def __next__(self) -> Any:
-        if not self._ahead:
-            self.is_ahead |= self._drawn is not None
-        value = self._ahead.popleft() if self._ahead else next(self.source)
-        if self._drawn is not None:
-            self._drawn.append(value)
-        return value
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "source":
-            raise AttributeError(name)
-        return getattr(self.source, name)
-
-
-_COPIED = {
-    *(type(iter(x)) for x in ([], (), range(0), range(2**65), "", "é", b"", bytearray())),
-    *(type(reversed([])), type(reversed(range(0))), itertools.count, itertools.repeat),
-    type(itertools.tee([], 1)[0]),
-}
-"""Iterators that have a place in what they run over, and nothing else; the original is not drawn from."""
 
 
 class Snapshot:
@@ -129,6 +88,8 @@ class Snapshot:
         self._held: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
         self._put_back: list[Callable[[], None]] = []
         self._iterators: dict[int, tuple[Any, Any]] = {}
+        self._generators: list[Any] = []
+        self._alive: dict[int, bool] = {}
         self._kinds: dict[type, Callable[[Any], None] | None] = dict.fromkeys(_SIMPLE)
         self._slots: dict[type, dict[str, Any]] = {}
         self._left, self._bytes = OBJECTS, TENSORS
@@ -138,6 +99,7 @@ class Snapshot:
         while self._next:
             self._look(self._next.popleft())
         self._kinds.clear()  # which refers to this object
+        self._alive.clear()
 
     @property
     def size(self) -> int:
@@ -152,6 +114,7 @@ class Snapshot:
             run()
         for each in (self._held, self._put_back, self._seen, self._iterators, self.modules):
             each.clear()
+        self._generators.clear()
 
     # -- kinds of values ---------------------------------------------------------------------------------
 
@@ -165,7 +128,7 @@ class Snapshot:
             reader(x)
 
     def _reader_of(self, kind: type) -> Callable[[Any], None] | None:
-        if issubclass(kind, (*_OF_A_RUN, *_ALIVE, *_WRAPPERS)):
+        if issubclass(kind, (*_OF_A_RUN, *_ALIVE, *_WRAPPERS, *_PROXIES)):
             return None
         is_container = kind in _CONTAINERS or (_is_users(kind) and issubclass(kind, _TYPES))
         readers: list[tuple[bool, Callable[[Any], None]]] = [
@@ -182,21 +145,22 @@ class Snapshot:
 
     def _look_at_numbers(self, x: Any) -> None:
         """A tensor or an array; parameters are the engine's matter."""
-        if x.nbytes > min(LARGEST, self._bytes):
+        if not has_numbers(x) or x.nbytes > min(LARGEST, self._bytes):
             return
-        if type(x) is torch.Tensor and not x.requires_grad and not x.is_meta:
-            had, write = x.clone(), put_into
-        elif type(x) is np.ndarray and not x.dtype.hasobject and x.flags.writeable:
+        if isinstance(x, np.ndarray):
             had, write = x.copy(), _fill
         else:
-            return
+            had, write = x.clone(), put_into
         self._bytes -= x.nbytes
         self._held.append((write, x, had))
 
     def _look_at_generator(self, x: Any) -> None:
         self._held.append((set_state, x, state_of(x)))
+        self._generators.append(x)
 
     def _look_at_container(self, x: Any) -> None:
+        if self._is_alive(x):
+            return
         self._hold(*_container(x))
         if type(x) not in _CONTAINERS:
             self._look_at_object(x)
@@ -222,14 +186,15 @@ class Snapshot:
         kind, own = type(x), getattr(x, "__dict__", None)
         values = own.values() if type(own) is dict else ()
         if _is_users(kind):
-            if any(issubclass(type(value), _ALIVE) for value in values):
-                return
-            self._next.extend(base for base in kind.__mro__ if _is_users(base))
             if kind not in self._slots:
                 self._slots[kind] = _slots_of(kind)
             slots = self._slots[kind]
+            in_slots = _read(x, slots)
+            if any(map(self._is_alive, (*values, *in_slots.values()))):
+                return
+            self._next.extend(base for base in kind.__mro__ if _is_users(base))
             if slots:
-                self._hold(x, _read(x, slots), functools.partial(_write_slots, slots=slots))
+                self._hold(x, in_slots, functools.partial(_write_slots, slots=slots))
         elif kind not in _NAMESPACES and not _is_simple(kind, values):
             return
         if type(own) is dict:
@@ -239,17 +204,17 @@ class Snapshot:
         """The values of a class, and what its functions close over."""
         if not _is_users(cls):
             return
-        values = {name: x for name, x in vars(cls).items() if not name.startswith("__")}
-        functions = [getattr(x, "__func__", x) for x in vars(cls).values()]
-        properties = [x for x in functions if isinstance(x, property)]
+        functions = [x.__func__ if type(x) in _METHODS else x for x in vars(cls).values()]
+        properties = [x for x in functions if issubclass(type(x), property)]
         functions += [of for x in properties for of in (x.fget, x.fset) if of is not None]
         self._follow([x for x in functions if type(x) is types.FunctionType])
+        names = set(vars(cls))
         notes = {
             name: x
-            for name, x in values.items()
-            if not callable(x) and not hasattr(type(x), "__get__")
+            for name, x in vars(cls).items()
+            if not name.startswith("__") and not callable(x) and not hasattr(type(x), "__get__")
         }
-        self._hold(cls, notes, _write_class)
+        self._hold(cls, notes, functools.partial(_write_class, names=names))
 
     def _look_at_function(self, x: Any) -> None:
         """What functions close over, have for defaults, and have been given as attributes."""
@@ -281,6 +246,17 @@ class Snapshot:
         if not kinds <= _SIMPLE:
             self._follow(values, counted=counted)
 
+    def _is_alive(self, x: Any) -> bool:
+        """True if a thread or the like, or a container with one in it."""
+        if issubclass(type(x), _ALIVE):
+            return True
+        if not issubclass(type(x), _HOLDERS):
+            return False
+        if id(x) not in self._alive:
+            values = dict.values(x) if isinstance(x, dict) else x
+            self._alive[id(x)] = any(issubclass(kind, _ALIVE) for kind in set(map(type, values)))
+        return self._alive[id(x)]
+
     def _follow(self, values: Iterable[Any] | None, *, counted: bool = True) -> None:
         for value in values or ():
             if type(value) in _SIMPLE or id(value) in self._seen:
@@ -295,7 +271,7 @@ class Snapshot:
         if not _is_iterator(type(x)):
             return x
         if id(x) not in self._iterators:
-            self._iterators[id(x)] = x, _copied(x)
+            self._iterators[id(x)] = x, stand_in_for(x) if _is_its_iterator(x) else x
         stand_in = self._iterators[id(x)][1]
         if type(stand_in) is Replay:
             self._replay(stand_in)
@@ -304,7 +280,7 @@ class Snapshot:
     def _replay(self, x: Replay) -> None:
         if id(x) not in self._iterators:
             self._iterators[id(x)] = x, x
-            x.begin()
+            x.begin(self._generators)
             self._put_back.append(x.rewind)
 
     def _after(self, x: Any) -> Any:
@@ -313,6 +289,7 @@ class Snapshot:
         return stand_in if type(stand_in) is Replay and stand_in.is_ahead else x
 
 
+_METHODS = {staticmethod, classmethod}
 _FUNCTIONS = {types.FunctionType, types.MethodType, types.CellType, functools.partial}
 _CELL = {"cell_contents": vars(types.CellType)["cell_contents"]}
 
@@ -343,22 +320,21 @@ def _is_simple(kind: type, values: Iterable[Any]) -> bool:
 
 def _is_iterator(kind: type) -> bool:
     """True if an iterator that does not keep its place in attributes of the user's class."""
-    if not hasattr(kind, "__next__") or kind is Replay or issubclass(kind, (io.IOBase, *_OF_A_RUN)):
+    if not hasattr(kind, "__next__") or not hasattr(kind, "__iter__") or kind is Replay:
+        return False
+    if issubclass(kind, (io.IOBase, *_OF_A_RUN, *_PROXIES)):
         return False
     return not _is_users(kind) and not kind.__module__.startswith(
         ("lightning", "pytorch_lightning")
     )
 
 
-def _copied(x: Iterator[Any]) -> Iterator[Any]:
-    if type(x) in _COPIED:
-        with warnings.catch_warnings():  # Python 3.14 copies no iterators of itertools
-            warnings.simplefilter("ignore", DeprecationWarning)
-            try:
-                return copy.copy(x)
-            except TypeError:
-                return Replay(x)
-    return Replay(x)
+def _is_its_iterator(x: Any) -> bool:
+    """True if a loop over it draws from it, not from another: a proxy of a package answers for an object."""
+    try:
+        return iter(x) is x
+    except Exception:  # any: it is the user's
+        return False
 
 
 # -- reading and writing -------------------------------------------------------------------------------
@@ -449,7 +425,10 @@ def _write_slots(x: Any, had: dict[str, Any], slots: dict[str, Any]) -> None:
             slot.__set__(x, had[name])
 
 
-def _write_class(cls: type, had: dict[str, Any]) -> None:
+def _write_class(cls: type, had: dict[str, Any], names: set[str]) -> None:
+    for name in vars(cls).keys() - names:
+        if not name.startswith("__"):
+            type.__delattr__(cls, name)
     for name, value in had.items():
         if vars(cls).get(name, cls) is not value:
             type.__setattr__(cls, name, value)
@@ -471,7 +450,7 @@ def keep_buffers(module: nn.Module) -> Callable[[], None]:
     """A module's buffers, where a step puts other tensors in their place too; returns what puts them back."""
     kept = dict(module._buffers)
     copies = {
-        name: x.detach().clone() for name, x in kept.items() if x is not None and not x.is_meta
+        name: x.detach().clone() for name, x in kept.items() if x is not None and is_strided(x)
     }
 
     def put_back() -> None:

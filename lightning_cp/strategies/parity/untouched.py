@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ from lightning_cp.comm.local import local_part
 from lightning_cp.logs.token_mean import RATIO_HOOK
 from lightning_cp.models.random_functions import without_dropout
 from lightning_cp.models.swap import hf_models, told
+from lightning_cp.strategies.parity.replay import is_strided
 from lightning_cp.strategies.parity.snapshot import Snapshot, put_into
 
 _LOGS = ("log", "log_dict", RATIO_HOOK)
@@ -47,7 +49,7 @@ def untouched(
         found = Snapshot(model.modules(), step)
         stack.callback(found.put_back)
         parameters = _parameters_of(found.modules)
-        stack.callback(_keep_frozen(parameters))
+        stack.callback(_keep_frozen(model, parameters))
         stack.callback(_keep_caches(model))
         stack.callback(_keep_modes(found.modules))
         stack.callback(_keep_parameters(parameters))
@@ -136,15 +138,18 @@ def _parameters_of(modules: list[nn.Module]) -> list[nn.Parameter]:
     return list({id(p): p for p in found}.values())
 
 
-def _keep_frozen(parameters: list[nn.Parameter]) -> Any:
+def _keep_frozen(model: nn.Module, parameters: list[nn.Parameter]) -> Any:
     """Parameters that are not trained, which a step may move by itself: a teacher that follows.
 
-    Not where they are more than those that are trained: adapters leave what is below them alone.
+    As many numbers as are trained, the model's own first and then the smallest: adapters leave what is below
+    them alone, and a large teacher in a list takes no room from the model's.
     """
-    frozen = [p for p in parameters if not p.requires_grad and not p.is_meta]
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    if sum(p.numel() for p in frozen) > trained:
-        return lambda: None
+    own = set(map(id, model.parameters()))
+    frozen = [p for p in parameters if not p.requires_grad and is_strided(p)]
+    frozen.sort(key=lambda p: (id(p) not in own, p.numel()))
+    room = sum(p.numel() for p in parameters if p.requires_grad)
+    sizes = itertools.accumulate(p.numel() for p in frozen)
+    frozen = [p for p, size in zip(frozen, sizes, strict=True) if size <= room]
     kept = [(p, local_part(p).detach().clone()) for p in frozen]
 
     def put_back() -> None:
