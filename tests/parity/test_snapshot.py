@@ -267,17 +267,22 @@ def test_values_that_a_step_changes_come_unchanged() -> None:
     """The same objects too: a step may write to a memory that it goes around."""
     memory, drawn = [torch.ones(2), torch.ones(2)], list[Any]()
     holder = Holder(itertools.cycle(memory))
+    listed = [torch.ones(2)]
+    holder.listed = iter(listed)  # type: ignore[assignment]
     holder.batches = ({"x": torch.ones(2), "n": np.ones(2)} for _ in range(9))  # type: ignore[assignment]
     holder.parameters_ = itertools.cycle([nn.Parameter(torch.ones(1))])  # type: ignore[assignment]
     for _ in range(2):
         snapshot = Snapshot([holder])
         next(holder.value).mul_(3)
+        next(holder.listed).mul_(3)
         batch = next(holder.batches)
         assert float(batch.pop("x").mul_(2).sum() + batch["n"].sum()) == 6
         batch["n"] *= 2
         drawn.append(next(holder.parameters_))
         snapshot.put_back()
     assert next(holder.value) is memory[0]
+    assert next(holder.listed) is listed[0]
+    assert torch.equal(listed[0], torch.ones(2))
     assert torch.equal(memory[0], torch.ones(2))
     batch = next(holder.batches)
     assert float(batch["x"].sum() + batch["n"].sum()) == 4

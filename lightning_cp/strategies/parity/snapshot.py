@@ -275,6 +275,8 @@ class Snapshot:
         stand_in = self._iterators[id(x)][1]
         if type(stand_in) is Replay:
             self._replay(stand_in)
+        elif stand_in is not x:
+            self._follow(x.__reduce__()[1])  # what it runs over
         return stand_in
 
     def _replay(self, x: Replay) -> None:
