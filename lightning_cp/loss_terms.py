@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -114,39 +115,44 @@ def leaves_out(loss: torch.Tensor, label: int) -> bool:
     return False
 
 
-class ZeroFactors(NamedTuple):
-    """Factors of 0 between a loss and its model: what they are multiplied with has no say in its gradient."""
+class Factors(NamedTuple):
+    """Numbers and tensors of one element that terms of a loss are multiplied by, in the order of the graph.
 
-    numbers: int
-    tensors: list[torch.Tensor]
-    """Factors of one element, each of which may be 0."""
+    What is multiplied by 0 has no say in its gradient: a penalty that is going to be warmed up, say.
+    """
 
-    def are_at_least(self, count: int) -> bool:
-        """True if so many factors are 0; waits for the device only where tensors decide."""
-        return self.numbers >= count or (bool(self.tensors) and self.total >= count)
+    values: list[float | torch.Tensor]
 
     @property
-    def total(self) -> int:
-        """How many there are; waits for the device."""
-        return self.numbers + sum(not x for x in self.tensors)
+    def zeros(self) -> tuple[bool, ...]:
+        """Which are 0; waits for the device."""
+        return tuple(not x for x in self.values)
+
+    def have(self, zeros: tuple[bool, ...]) -> bool:
+        """True if all that are 0 there are 0 here; waits for the device only where these are tensors."""
+        if not any(zeros):
+            return True
+        pairs = zip(zeros, self.values, strict=False)
+        return len(zeros) == len(self.values) and all(not x for zero, x in pairs if zero)
 
 
-def zero_factors(loss: torch.Tensor) -> ZeroFactors:
-    """Those of a loss: a penalty that is going to be warmed up, say."""
-    numbers, tensors = 0, []
+def factors_of(loss: torch.Tensor, tokens: int) -> Factors:
+    """Those of a loss, as far down as what has a number for each of ``tokens`` and no features.
+
+    Below, autograd could compute a layer again to tell a factor, where it is checkpointed.
+    """
+    values: list[float | torch.Tensor] = []
     ahead, seen = [loss.grad_fn], set()
     while ahead:
         node: Any = ahead.pop()
-        if node is None or node in seen or _origin_of(node) is Origin.TOKENS:
+        if node is None or node in seen or prod(node._input_metadata[0].shape) > tokens:
             continue
         seen.add(node)
         ahead.extend(_sources(node))
         for x in _constants(node) if _operator(node) == "Mul" else ():
-            if _is_number(x):
-                numbers += not _value_of(x)
-            elif x.numel() == 1:
-                tensors.append(x)
-    return ZeroFactors(numbers, tensors)
+            if _is_number(x) or x.numel() == 1:
+                values.append(_value_of(x) if _is_number(x) else x.detach())
+    return Factors(values)
 
 
 DECLARE = (
@@ -371,8 +377,9 @@ def _kept(node: Any) -> list[torch.Tensor]:
     from torch.distributed.tensor import DTensor
 
     names = ("_saved_self", "_saved_other", "_saved_result")
-    saved = (getattr(node, name, None) for name in names)
-    return [x for x in saved if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
+    saved = [getattr(node, name, None) for name in names]
+    tensors = [x for x in saved if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
+    return [x for x in tensors if x.is_floating_point() and not _is_number(x)]
 
 
 def _joins_another(node: Any) -> bool:

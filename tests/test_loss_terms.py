@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,13 @@ from lightning_cp.loss_terms import (
     counted_means,
     declared_count,
     divisor,
+    factors_of,
     note_mean,
     note_sequence,
     note_tokens,
     targets_of,
-    zero_factors,
 )
+from lightning_cp.strategies.step.counts import TargetCounts
 
 TARGETS = torch.tensor([[0, 1, -100, 2], [3, -100, 4, 4]])
 CLASSES = torch.tensor([1.0, 2.0, 0.5, 0.5, 3.0])
@@ -193,13 +195,36 @@ def test_another_tensor_beside_parameters_is_told() -> None:
     assert counted_means(regulariser).joined == ()
 
 
+@pytest.mark.parametrize(
+    "term",
+    [
+        lambda w, x: (w - x).square().sum() / w.numel(),
+        lambda w, x: (2 * (w - x)).square().sum(),
+        lambda w, x: ((w - x) / 2).square().sum(),
+        lambda w, x: (w - x).norm(),
+    ],
+)
+def test_a_small_part_of_another_tensor_is_told(term: Any) -> None:
+    """One row of many: the norm of all hardly moves."""
+    parameter, own, other = nn.Parameter(torch.zeros(4000, 8)), torch.randn(4000, 8), []
+    for x in (own, own.index_fill(0, torch.tensor([7]), 0.0)):
+        counts = TargetCounts()
+        counts.note_shared(3, counted_means(mean(tokens()) + 0.1 * term(parameter, x)))
+        other.append(counts.numbers[-1][0])
+    a, b = ([float(number) for number in each] for each in other)
+    assert len(a) == len(b) > 0
+    assert any(abs(x - y) > 1e-3 * abs(y) for x, y in zip(a, b, strict=True))
+
+
 def test_factors_of_zero() -> None:
     loss = mean(tokens()) + 0.0 * tokens().sum() + (0 * tokens() + HALF * tokens()).exp().sum()
-    assert zero_factors(loss).total == 2
-    found = zero_factors(loss * torch.zeros(()))
-    assert (found.numbers, found.total) == (2, 3)
-    assert found.are_at_least(3)
-    assert not found.are_at_least(4)
+    assert sum(factors_of(loss, 100).zeros) == 2
+    found = factors_of(loss * torch.zeros(()), 100)
+    assert sum(found.zeros) == 3
+    assert found.have(found.zeros)
+    assert not factors_of(loss * torch.ones(()), 100).have(found.zeros)
+    assert not factors_of(loss, 100).have(found.zeros)
+    assert sum(factors_of(loss, 1).zeros) == 1, "what has features is not looked into"
 
 
 def test_what_is_noted_of_other_functions() -> None:

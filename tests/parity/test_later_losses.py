@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_cp.errors import ConfigError, LightningCPError, ParityError
@@ -57,6 +58,24 @@ class WarmingTensor(Warming):
         return torch.tensor(super().weight())
 
 
+class Switching(Changing):
+    """As many factors are 0 in the first step as later, and others."""
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        on = bool(self.trainer.global_step)
+        penalty = logits.logsumexp(-1).square().mean()
+        return (1 - on) * modules.Healthy.loss(self, logits, batch) + on * penalty
+
+
+class Pulling(Changing):
+    """A parameter is pulled to a mean of a rank's own tokens, with a weight of 0 in the first step."""
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        pull = (self.head.bias - logits.detach().mean((0, 1))).square().sum()
+        known = modules.Healthy.loss(self, logits, batch)
+        return known + 0.5 * bool(self.trainer.global_step) * pull
+
+
 class ByHand(Changing):
     """The same mean, in other words."""
 
@@ -104,7 +123,44 @@ class WrongOfWindows(OfWindows):
         return super().loss(logits, batch)
 
 
-KINDS = {cls.__name__: cls for cls in (Beginning, Warming, WarmingTensor, ByHand, AtFullLength)}
+class ScaledBlock(modules.Block):
+    """A frozen factor, which autograd keeps for backward."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__(modules.Attention(), torch.nn.Identity())
+        self.scale = torch.nn.Parameter(torch.ones(modules.FEATURES), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ScaledBlock.calls += 1
+        x = x + self.attention(self.norm_1(x))
+        return x + self.scale * self.mlp(self.norm_2(x))
+
+
+class Recomputing(ByHand):
+    """Blocks are computed again in backward; the loss is by hand, and one rank has no targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(ScaledBlock() for _ in range(2))
+
+    def logits(self, batch: Any) -> torch.Tensor:
+        x = self.tokens(batch["input_ids"]) + self.places(self.positions(batch))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        if (batch["labels"] == -100).all():
+            return 0 * logits.sum()
+        return self.later(logits, batch)
+
+
+KINDS = {
+    cls.__name__: cls
+    for cls in (Beginning, Warming, WarmingTensor, Switching, Pulling, ByHand, AtFullLength)
+}
 WINDOWS = {cls.__name__: cls for cls in (OfWindows, WrongOfWindows)}
 
 
@@ -126,7 +182,7 @@ def fit(rank: int, world_size: int, name: str, settings: Settings | None, window
     return weights(module), heard.parity
 
 
-@pytest.mark.parametrize("name", ["Beginning", "Warming", "WarmingTensor"])
+@pytest.mark.parametrize("name", ["Beginning", "Warming", "WarmingTensor", "Switching", "Pulling"])
 def test_a_penalty_that_begins_later_is_compared_with_one_process(name: str) -> None:
     match = "does not compute what it computes in one process"
     settings = {**RING, **CHECKED}
@@ -176,3 +232,20 @@ def test_a_wrong_micro_batch_within_a_window_is_refused() -> None:
     expect_on_every_rank(
         2, fit, "WrongOfWindows", {**RING, **CHECKED}, 3, error=ParityError, match=match
     )
+
+
+def recomputed(rank: int, world_size: int) -> tuple[int, int]:
+    module, rows = Recomputing(), modules.rows(4)
+    for row in rows:
+        row["labels"][len(row["labels"]) // 4 : 3 * len(row["labels"]) // 4] = -100  # of rank 1
+    ScaledBlock.calls = 0
+    trainer = trainer_of(world_size, {**RING, **CHECKED})
+    trainer.fit(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
+    return trainer.global_step, ScaledBlock.calls
+
+
+def test_a_look_at_a_loss_computes_no_layer_again() -> None:
+    """A rank without targets does not look: the others would wait for it."""
+    first, second = run_ranks(2, recomputed)
+    assert first == second
+    assert first[0] == 2

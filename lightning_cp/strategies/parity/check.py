@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_cp.batch.documents import padding_mask_of
+from lightning_cp.comm.agreement import gathered_lists
 from lightning_cp.containers import tensors_of
 from lightning_cp.errors import ConfigError, ParityError
 from lightning_cp.layout import SequenceLayout
@@ -18,7 +19,6 @@ from lightning_cp.parity.compare import Comparison, allowing
 from lightning_cp.parity.passes import Part, Pass
 from lightning_cp.parity.prefix import prefix_of
 from lightning_cp.parity.report import begins, healthy
-from lightning_cp.parity.sums import largest
 from lightning_cp.parity.uneven import has_ignored, with_uneven_labels
 from lightning_cp.strategies.parity.comparing import Comparing
 from lightning_cp.strategies.parity.explain import Explaining
@@ -61,12 +61,12 @@ class ParityCheck:
         aside, mesh = self.runner.core.loss_aside, self.runner.core.mesh
         group = mesh.control_group(Flat.LOSS)
         aside.is_known &= aside.counts.shared_apart(group, mesh.cp_size) is None
-        zeros = int(largest(-1 if aside.is_known else aside.zeros, mesh))
+        unknown = gathered_lists([] if aside.is_known else [aside.zeros], group)
         self._require_healthy(part, base, uneven=False)
         uneven = self._uneven(part)
         if uneven is not None:
             self._require_healthy(uneven, self._compared_unevenly(uneven), uneven=True)
-        if zeros >= 0:
+        for zeros in {each for of_rank in unknown for each in of_rank}:
             self.runner.core.clear_unknown(zeros)
         chunked = self.runner.core.settings.loss_chunk_tokens is not None
         seconds, evaluation = time.monotonic() - started, self.runner.evaluation

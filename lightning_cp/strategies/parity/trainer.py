@@ -83,7 +83,7 @@ class TrainerParity:
             self._check(micro_batch)
         if not self._core.counts.are_asked:  # a window begins
             self.forget()
-        asks = self._core.ask_for_counts is None and self._core.cleared_zeros != 0
+        asks = self._core.ask_for_counts is None and not self._core.passes_all
         self._current = micro_batch if asks else None
 
     def after_loss(self, loss: torch.Tensor) -> None:
@@ -92,7 +92,7 @@ class TrainerParity:
         if micro_batch is None:
             return
         counts = self._core.counts
-        reasons = {_UNKNOWN: counts.asks, _SHARED: bool(counts._shared)}
+        reasons = {_UNKNOWN: counts.asks, _SHARED: counts.shares}
         found = [reason for reason, asks in reasons.items() if asks and reason not in self._wanted]
         self._wanted.update(dict.fromkeys(found, micro_batch.number))
         if found or self._core.own_loss(loss) is None:  # without targets: as other ranks have it
@@ -123,9 +123,10 @@ class TrainerParity:
         if not wanted:
             self._leave_out("ranks have losses of other kinds than each other in a batch")
             return
+        before = set(self._core.cleared)
         with self._core.between_steps(), torch.enable_grad():
             self._check(self._kept[wanted[0][1]])
-        if self._core.cleared_zeros is None and self._core.ask_for_counts is None:
+        if self._core.cleared == before and self._core.ask_for_counts is None:
             self._leave_out("the step was run again for it, and had a loss of a known kind")
 
     def _check(self, micro_batch: _MicroBatch) -> None:

@@ -91,7 +91,7 @@ class AttachedModel(StepLosses):
             ConfigError: attention that cannot be swapped, or labels of unknown kind.
         """
         self._say_if_nothing_is_profiled()
-        self.cleared_zeros = None  # of another model's steps, maybe
+        self.cleared.clear()  # of another model's steps, maybe
         self._attached = model, options, needs_labels
         settings = self.settings.with_sequence_dims(options.get("sequence_dims") or {})
         self._patches.end()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -30,8 +30,8 @@ class LossAside:
     """It is a mean over targets or of whole sequences, or the loss of a rank without targets."""
     is_declared: bool = False
     """The step has said what it counts."""
-    zeros: int = 0
-    """How many factors of it are 0; see ``zero_factors``."""
+    zeros: tuple[bool, ...] = ()
+    """Which factors of it are 0; see ``factors_of``."""
     leaves_out: bool = False
     """Its loss functions know labels that are no targets."""
 
@@ -42,39 +42,61 @@ class LossAside:
 
 
 @dataclass
-class SharedNorms:
-    """How large values are that ranks which share a sample have to have alike; on the device."""
+class SharedValues:
+    """Of a loss, what ranks that share a sample have to have alike: norms and projections, on the device."""
 
     weighted: Count
-    """This rank's targets; 0: its loss adds nothing, and may be another one."""
-    said: str
-    """Where they differ: a sentence that ``ASK`` ends, with two norms and their ranks."""
-    norms: torch.Tensor | None = None
-    """float64 [N]; ``None``: no backward has come there."""
+    """This rank's targets; 0: its loss adds nothing."""
+    joined: Sequence[torch.Tensor] = ()
+    """float64 [2] each: of what terms of parameters compute with another tensor."""
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    """float64 [2] each: of gradients of what ``unshard`` has returned, by target."""
     digits: int = 17
-    """By how many digits they are compared in every step."""
+    """By how many digits gradients are compared in every step; what is joined is equal to the last one."""
+    is_followed: bool = False
+    """The loss has any of these."""
 
     def take_gradient(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """A hook of what ``unshard`` has returned: its gradient is as large as its rank's weight."""
         x = gradients[0]
         if x is not None and not isinstance(x, DTensor):
-            self.norms = (
-                torch.linalg.vector_norm(x.detach(), dtype=torch.float64)[None] / self.weighted
-            )
+            self.gradients.append(_norm_and_projection(x) / self.weighted)
             self.digits = 5 if torch.finfo(x.dtype).eps < 1e-6 else 2
 
     @property
-    def told(self) -> list[str] | None:
+    def told(self) -> tuple[list[str], list[str]]:
         """What is compared in every step; waits for the device."""
-        if not float(self.weighted) or self.norms is None:
-            return None
-        return [f"{x:.{self.digits - 1}e}" for x in self.norms.tolist()]
+        gradients = self.gradients if self.gradients and float(self.weighted) else []
+        return _written(self.joined, 17), _written(gradients, self.digits)
 
-    def far(self, a: str, b: str) -> bool:
-        """True if two norms differ by more than rounding; what is not finite is looked at elsewhere."""
-        own, other = float(a), float(b)
-        limit = 0.05 if self.digits < 3 else 1e-5 if self.digits > 5 else 1e-4
-        return math.isfinite(own - other) and abs(own - other) > limit * abs(other)
+
+def _written(values: Sequence[torch.Tensor], digits: int) -> list[str]:
+    numbers = torch.cat([x.to(values[0].device) for x in values]).tolist() if values else []
+    return [f"{x:.{digits - 1}e}" for x in numbers]
+
+
+def _norm_and_projection(x: torch.Tensor) -> torch.Tensor:
+    """float64 [2]: the norm hardly moves where a small part differs; a sum weighted by place does."""
+    x = x.detach().reshape(-1, x.shape[-1]) if x.dim() else x.detach().reshape(1, 1)
+    norm = torch.linalg.vector_norm(x, dtype=torch.float64)
+    rows, columns = (x.sum(dim, dtype=torch.float64) for dim in (1, 0))
+    return torch.stack([norm, rows @ _places(rows) + columns @ _places(columns)])
+
+
+def _places(x: torch.Tensor) -> torch.Tensor:
+    """Weights in (0, 1], none of them equal."""
+    return torch.arange(1, len(x) + 1, dtype=x.dtype, device=x.device) / len(x)
+
+
+def _far(own: Sequence[str], others: Sequence[str], digits: int) -> tuple[float, float] | None:
+    """The norms of the first value that differs by more than rounding; not finite: looked at elsewhere."""
+    limit = 0.05 if digits < 3 else 1e-5 if digits > 5 else 1e-4
+    pairs = [(float(a), float(b)) for a, b in zip(own, others, strict=False)]
+    for (norm, other), *more in (pairs[at : at + 2] for at in range(0, len(pairs), 2)):
+        apart = max(abs(a - b) for a, b in [(norm, other), *more])
+        if math.isfinite(apart) and apart > limit * abs(other):
+            return norm, other
+    return None
 
 
 class TargetCounts:
@@ -84,7 +106,7 @@ class TargetCounts:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._numbers: list[tuple[Count, list[float] | None]] = []
         self._padding: list[tuple[str, torch.Tensor]] = []
-        self._shared: list[SharedNorms] = []
+        self._shared: list[SharedValues] = []
         self.are_asked = False
         """A loss went backward whose counts matter: known to all ranks, while a mean is known to its own."""
         self.beside_other_terms = False
@@ -104,15 +126,23 @@ class TargetCounts:
             of_mean = torch.as_tensor(count)
             self._pairs.append((of_mean, torch.as_tensor(weighted).to(of_mean.device)))
 
-    def note_shared(self, weighted: Count, means: Means) -> None:
-        """Follow what ranks which share a sample have to have alike, in the backward that is about to run."""
-        if means.joined:
-            norms = torch._foreach_norm([x.detach() for x in means.joined], dtype=torch.float64)
-            own = torch.stack([x.to(norms[0].device) for x in norms])
-            self._shared.append(SharedNorms(weighted, JOINED, own))
-        for node in means.gathered:
-            self._shared.append(SharedNorms(weighted, GATHERED))
-            node.register_prehook(self._shared[-1].take_gradient)
+    def note_shared(self, weighted: Count, means: Means | None) -> None:
+        """Follow what ranks which share a sample have to have alike, in the backward that is about to run.
+
+        Every rank notes every loss, so that the same ones are compared; ``None``: nothing of it.
+        """
+        values = SharedValues(weighted)
+        self._shared.append(values)
+        if means is not None:
+            values.is_followed = bool(means.joined or means.gathered)
+            values.joined = [_norm_and_projection(x) for x in means.joined]
+            for node in means.gathered:
+                node.register_prehook(values.take_gradient)
+
+    @property
+    def shares(self) -> bool:
+        """True if a loss has values that ranks have to have alike."""
+        return any(each.is_followed for each in self._shared)
 
     def note_padding(self, how: str, found: torch.Tensor | None) -> None:
         """Note whether padding was ``found`` in what a loss counts, or in what it trains on; ``None``: no."""
@@ -137,16 +167,16 @@ class TargetCounts:
         return [numbers for _, numbers in self._numbers] + [each.told for each in self._shared]
 
     def shared_apart(self, group: dist.ProcessGroup, sample_size: int) -> str | None:
-        """The beginning of an error, if ranks that share a sample have other norms than rounding explains.
+        """The beginning of an error, if ranks that share a sample have other values than rounding explains.
         Collective."""
         own = [each.told for each in self._shared]
         for at, (first, of_ranks) in _by_sample(own, group, sample_size):
-            found = [(first + rank, x) for rank, x in enumerate(of_ranks) if x is not None]
-            for rank, norms in found[1:]:
-                other, others = found[0]
-                for a, b in zip(others, norms, strict=False):
-                    if self._shared[at].far(a, b):
-                        return self._shared[at].said.format(*(float(a), other, float(b), rank))
+            for kind, said, digits in ((0, JOINED, 17), (1, GATHERED, self._shared[at].digits)):
+                found = [(first + rank, x[kind]) for rank, x in enumerate(of_ranks) if x[kind]]
+                for rank, values in found[1:]:
+                    apart = _far(found[0][1], values, digits)
+                    if apart is not None:
+                        return said.format(apart[0], found[0][0], apart[1], rank)
         return None
 
     def refuse_numbers(self, step: int, group: dist.ProcessGroup, sample_size: int) -> None:

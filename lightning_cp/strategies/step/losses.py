@@ -15,8 +15,8 @@ from lightning_cp.loss_terms import (
     counted_means,
     declared_count,
     divisor,
+    factors_of,
     leaves_out,
-    zero_factors,
 )
 from lightning_cp.strategies.step.accumulation import Unreduced
 from lightning_cp.strategies.step.counts import TRAINS, LossAside, TargetCounts
@@ -69,17 +69,23 @@ class StepLosses(StepValues):
         state = self._handle.state if self._handle is not None else None
         asked = state is not None and state.padding_asked
         self._counts.note_padding(*self._loss.padding(by_hand=not is_known, asked=asked))
-        if not self._loss.is_declared and not self._loss.is_muted and self.cleared_zeros != 0:
-            self._counts.note_shared(self._loss.targets, means)
+        passes = self._loss.is_declared or self._is_cleared(loss, self._loss)
+        self._counts.note_shared(self._loss.targets, None if passes else means)
         if not self._is_aside:
-            self._look_at(self._loss, is_known or self._is_cleared(loss, self._loss))
+            if self._loss.is_declared and not is_known:
+                self.clear_unknown()
+            self._look_at(self._loss, is_known or passes)
 
     def _is_cleared(self, loss: torch.Tensor, weight: StepLoss) -> bool:
-        """True of a loss of no known kind that was looked at, or need not be."""
-        if weight.is_declared:
-            self.clear_unknown()
-        cleared = self.cleared_zeros
-        return cleared == 0 or (cleared is not None and zero_factors(loss).are_at_least(cleared))
+        """True of a loss like one of no known kind that was looked at."""
+        if not self.cleared or self.passes_all:
+            return bool(self.cleared)
+        return any(map(factors_of(loss, weight.tokens).have, self.cleared))
+
+    @property
+    def passes_all(self) -> bool:
+        """A loss was cleared that had all its terms."""
+        return any(not any(zeros) for zeros in self.cleared)
 
     def _look_at(self, weight: StepLoss, is_clear: bool) -> None:
         """Refuse a loss now, or have the ranks look at it before they step, where a check can."""
@@ -96,9 +102,9 @@ class StepLosses(StepValues):
         """
         raise ConfigError(f"{why}{self.ask_for_counts}")
 
-    def clear_unknown(self, zeros: int = 0) -> None:
-        """A loss of no known kind is right: others pass that have as many factors of 0, or more."""
-        self.cleared_zeros = min(zeros, zeros if self.cleared_zeros is None else self.cleared_zeros)
+    def clear_unknown(self, zeros: tuple[bool, ...] = ()) -> None:
+        """A loss of no known kind is right: others pass of which the same factors are 0, at least."""
+        self.cleared.add(zeros)
 
     @property
     def _counts(self) -> TargetCounts:
@@ -107,10 +113,11 @@ class StepLosses(StepValues):
     def _aside_of(self, loss: torch.Tensor, means: Means, weight: StepLoss) -> LossAside:
         counts = TargetCounts()
         counts.note(means, weight.targets, aside=True)
+        shared = means.joined or means.gathered
+        zeros = factors_of(loss, weight.tokens).zeros if shared or not _is_known(means) else ()
         if _is_known(means) or weight.is_muted:
-            return LossAside(counts)
-        leaves = leaves_out(loss, IGNORED_LABEL)
-        zeros, declared = zero_factors(loss).total, weight.is_declared
+            return LossAside(counts, zeros=zeros)
+        leaves, declared = leaves_out(loss, IGNORED_LABEL), weight.is_declared
         return LossAside(counts, False, is_declared=declared, zeros=zeros, leaves_out=leaves)
 
     def follow_unreduced(self, unreduced: Callable[[], Unreduced]) -> None:

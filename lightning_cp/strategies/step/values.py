@@ -43,9 +43,9 @@ class StepValues(RunMesh):
         self.loss_aside = LossAside(TargetCounts())
         self.ask_for_counts: str | None = None
         """What to say of a loss of no known kind; ``None``: a parity check looks at the first one."""
-        self.cleared_zeros: int | None = None
-        """A loss of no known kind was compared with one process, or declared: others pass that have as many
-        factors of 0. ``None``: none was."""
+        self.cleared: set[tuple[bool, ...]] = set()
+        """Of each loss of no known kind that was compared with one process, or declared, which factors were
+        0: others pass of which the same ones are."""
 
     @contextmanager
     def as_one_process(self) -> Iterator[None]:

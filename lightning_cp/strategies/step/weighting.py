@@ -66,6 +66,11 @@ class StepLoss:
         return counts[self._mesh.cp_rank]
 
     @property
+    def tokens(self) -> int:
+        """Of this rank, all rows together, padding too."""
+        return self._rows * self._layout.local_len
+
+    @property
     def is_declared(self) -> bool:
         """True if the step has said what its loss counts."""
         return self._declared is not None
