@@ -78,7 +78,12 @@ class SwapHandle:
     @property
     def intercepts(self) -> bool:
         """True if an attention call that is made now is the sequence's."""
-        return self.active and not self.in_local
+        return self.active and not self.in_local and not self.is_left
+
+    @property
+    def is_left(self) -> bool:
+        """True if the step waits for a call of the model, and its loop is over."""
+        return self.state is not None and self.state.left and not self.state.model_called
 
     @property
     def in_local(self) -> bool:

@@ -49,6 +49,8 @@ class StepState:
     """A model was given them, and computes the loss."""
     model_called: bool = False
     """Something of the model was called that could attend."""
+    left: bool = False
+    """The loop that gave the batch was left before anything of the model was called."""
     calls: int = 0
     """Attention calls that were intercepted."""
     need_gradients: list[bool] = field(default_factory=list)

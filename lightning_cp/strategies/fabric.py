@@ -61,6 +61,7 @@ class UlyssesRingStrategy(FabricSetup):
         """
         if training is None:
             training = self._trains()
+        self._loops.begin_step()
         if not self._core.was_sharded(batch):
             self._end_last_step()
         try:
@@ -75,7 +76,6 @@ class UlyssesRingStrategy(FabricSetup):
         if training:
             self._position.begin_micro_batch()
         self._core.begin_step()
-        self._loops.begin_step()
         return local
 
     def check_parity(self, batch: Any, step: Callable[[Any], Any]) -> str:
@@ -102,7 +102,7 @@ class UlyssesRingStrategy(FabricSetup):
             )
 
     def _end_last_step(self) -> None:
-        unused = self._core.is_unused
+        unused = self._core.is_unused and not self._core.is_left
         self.end_step()
         if unused:
             raise ConfigError(

@@ -57,12 +57,22 @@ class Ending(Loop):
     def plain_calls(self) -> list[torch.Tensor]:
         """Outputs of a model that was never set up, and of the trained one, for whole rows."""
         (row,) = loader(2)
+        found = self.calls_of_stranger(row)
+        if self.core_is_left():
+            self.end()  # a call of the trained one would be the step's
         with torch.no_grad():
-            found = [
+            return [*found, self.logits(row)]
+
+    def core_is_left(self) -> bool:
+        strategy: Any = self.fabric.strategy
+        return self.parallel and strategy._core.is_left
+
+    def calls_of_stranger(self, row: Batch) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [
                 self.stranger(row["input_ids"][:, :length], torch.arange(length)[None])
                 for length in LENGTHS
             ]
-            return [*found, self.logits(row)]
 
 
 def over(run: Ending) -> None:
@@ -102,7 +112,19 @@ def evaluated_once(run: Ending) -> None:
     run.model.train()
 
 
-WAYS = (over, broken, raised, evaluated, evaluated_once)
+def peeked(run: Ending) -> None:
+    """The batch that was given last is not used; afterwards another loop begins, and is left at once."""
+    for index, batch in enumerate(run.batches(6)):
+        if index:
+            break
+        run.step(batch)
+    for batch, _ in zip(run.batches(6), (1,), strict=False):
+        run.step(batch)
+    for _ in run.batches(2):
+        break
+
+
+WAYS = (over, peeked, broken, raised, evaluated, evaluated_once)
 
 
 def left(rank: int, world_size: int, settings: Settings | None) -> list[list[torch.Tensor]]:
@@ -143,6 +165,33 @@ def looks_ahead(run: Ending) -> None:
         run.fabric.backward(loss)
         run.optimizer.step()
         run.optimizer.zero_grad()
+
+
+def looks_ahead_within(run: Ending) -> None:
+    """Two losses of each batch; the next one is read between them."""
+    batches = iter(run.batches(4))
+    batch = next(batches)
+    while batch is not None:
+        local = run.local(batch)
+        run.fabric.backward(run.loss(local))
+        batch = next(batches, None)
+        run.fabric.backward(run.loss(local))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def evaluates_ahead(run: Ending) -> None:
+    """Two forwards of each batch; the next one is read between them."""
+    batches = iter(run.batches(4))
+    batch = next(batches)
+    run.model.eval()
+    with torch.no_grad():
+        while batch is not None:
+            local = run.local(batch)
+            run.loss(local)
+            batch = next(batches, None)
+            run.loss(local)
+    run.model.train()
 
 
 def reads_another(run: Ending) -> None:
@@ -192,7 +241,17 @@ def trained(
 @pytest.mark.parametrize(
     ("settings", "ways"),
     [
-        (RING, (looks_ahead, reads_another, takes_one, validates_within)),
+        (
+            RING,
+            (
+                looks_ahead,
+                looks_ahead_within,
+                evaluates_ahead,
+                reads_another,
+                takes_one,
+                validates_within,
+            ),
+        ),
         (SHARDING, (takes_one, validates_within)),
     ],
     ids=["ring", "sharding"],

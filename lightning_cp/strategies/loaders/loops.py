@@ -1,6 +1,6 @@
 """Loops over Fabric's loaders: a step ends with the loop that gave its batch.
 
-The loop is the user's, and nobody says that it is over; what can be seen is that its loader has no batch
+The loop is the user's, and does not say that it is over; what can be seen is that its loader has no batch
 left, or that its iterator is gone, after ``break``, ``return`` or an error.
 """
 
@@ -22,35 +22,40 @@ class Loops:
         self._core = core
         self._last: object = None
         self._of_step: object = None
+        self._ahead: object = None
+        """A loop whose body called a model with a batch after it had asked for the next one."""
+        self._calls = 0
+        """Of the current step, when the last batch was given."""
 
     def begin_batch(self, loop: object) -> None:
         """A loop gives a batch."""
-        self._last = loop
+        self._last, self._calls = loop, self._core.step_calls
 
     def begin_step(self) -> None:
-        """A batch is sharded: the one that was given last, as far as can be seen."""
+        """A batch is about to be sharded: the one that was given last, as far as can be seen."""
+        if self._of_step is self._last and self._core.step_calls > self._calls:
+            self._ahead = self._last
         self._of_step = self._last
 
     def end(self, loop: object) -> None:
-        """A loop has no batch left. A loop that reads ahead is here before its last step, or its backward.
+        """A loop has no batch left. A loop that reads ahead is here within its last step, which lasts on.
 
         Raises:
             ConfigError: the models were called in its last step, and no attention call was intercepted.
         """
-        if self._is_over(loop) and not self._core.is_pending:
-            self._core.close_step()
+        core = self._core
+        if self._has_step(loop) and not (core.is_unused or core.is_pending or self._ahead is loop):
+            core.close_step()
 
     def leave(self, loop: object) -> None:
         """A loop was left, maybe by an error within its step. Nothing is raised, and ranks do nothing
         together: each collects its garbage when it likes."""
-        if not sys.is_finalizing() and self._is_over(loop):
-            self._core.end_step()
+        if not sys.is_finalizing() and self._has_step(loop):
+            self._core.leave_step()
 
-    def _is_over(self, loop: object) -> bool:
-        """True if the current step is this loop's, and its batch was used."""
-        if self._last is loop:
-            self._last = None
-        return self._of_step is loop and self._core.in_step and not self._core.is_unused
+    def _has_step(self, loop: object) -> bool:
+        """True if the current step is this loop's."""
+        return self._of_step is loop and self._core.in_step
 
 
 class FabricLoader(LoaderProxy):

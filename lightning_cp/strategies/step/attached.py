@@ -47,8 +47,9 @@ _log = logging.getLogger("lightning_cp")
 _OUTSIDE = (
     "{} is called with this rank's part of a batch outside of the step of that batch, so attention would be "
     "over the part alone. Call it within the step. With Fabric a step ends with the loop over its loader, "
-    "with strategy.end_step(), and when another strategy is set up or begins a step: shard the whole batch "
-    "once more, and have one Fabric set up all models that share a batch."
+    "with strategy.end_step(), and when another strategy is set up or begins a step: ask the loader for the "
+    "next batch after the last call, or shard the whole batch once more, and have one Fabric set up all "
+    "models that share a batch."
 )
 _COMPILES = "torch.compile begins: the first steps take longer, often by minutes"
 

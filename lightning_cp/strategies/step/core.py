@@ -164,6 +164,17 @@ class ContextParallelCore(StepsAside):
         return state is not None and not state.calls and not state.model_called
 
     @property
+    def is_left(self) -> bool:
+        """True if a step is under way that is unused, and the loop that gave its batch is gone."""
+        return self.is_unused and self._handle is not None and self._handle.is_left
+
+    @property
+    def step_calls(self) -> int:
+        """Attention calls that were intercepted in the current step."""
+        state = self._handle.state if self._handle is not None else None
+        return 0 if state is None else state.calls
+
+    @property
     def is_pending(self) -> bool:
         """True if a step of training is under way that no backward has come to."""
         state = self._handle.state if self._handle is not None else None
@@ -187,6 +198,15 @@ class ContextParallelCore(StepsAside):
             if self.in_step:
                 self.check_step()
         finally:
+            self.end_step()
+
+    def leave_step(self) -> None:
+        """End the step; one that is unused waits for a call of the model, if that comes, and other models are
+        plain until then."""
+        state = self._handle.state if self._handle is not None else None
+        if self.is_unused and state is not None:
+            state.left = True
+        else:
             self.end_step()
 
     def end_step(self) -> None:
