@@ -7,7 +7,53 @@ from tests.mutants.mutant import Mutant
 FINITE = "lightning_cp/strategies/watch/finite.py"
 TRAINER = "tests/strategies/test_finite.py::test_a_trainer_stops"
 
+COUNTS = "lightning_cp/strategies/step/counts.py"
+KINDS = "tests/strategies/test_loss_kinds.py::test_"
+
 GUARD_MUTANTS = (
+    Mutant(
+        "gradients of whole rows are not followed",
+        COUNTS,
+        "                node.register_prehook(values.take_gradient)\n",
+        "                pass\n",
+        (f"{KINDS}whole_rows_with_a_rank_s_own_tensor_are_refused[ring 3-whole_by_its_count]",),
+        "A whole sum over the number of a rank's own targets trains on, without a word.",
+    ),
+    Mutant(
+        "the weight of a rank is left in its gradient",
+        COUNTS,
+        "_norm_and_projection(x) / self.weighted",
+        "_norm_and_projection(x)",
+        (f"{KINDS}whole_rows_with_a_tensor_of_whole_rows_are_exact[hybrid]",),
+        "Right losses of whole rows beside a mean over targets are refused.",
+    ),
+    Mutant(
+        "norms alone",
+        COUNTS,
+        "rows @ _places(rows) + columns @ _places(columns)",
+        "norm",
+        ("tests/test_loss_terms.py::test_a_small_part_of_another_tensor_is_told",),
+        "A regulariser that is wrong in one row of a large table trains on.",
+    ),
+    Mutant(
+        "factors of 0 are counted",
+        "lightning_cp/loss_terms.py",
+        "all(not x for zero, x in pairs if zero)",
+        "sum(zeros) <= sum(self.zeros)",
+        (
+            "tests/parity/test_later_losses.py"
+            "::test_a_penalty_that_begins_later_is_compared_with_one_process[Switching]",
+        ),
+        "A loss that switches from one term to another is not looked at.",
+    ),
+    Mutant(
+        "a loop that ends leaves its step open",
+        "lightning_cp/strategies/loaders/loops.py",
+        "            core.close_step()\n",
+        "            pass\n",
+        ("tests/strategies/test_fabric_ends.py::test_models_are_plain_after_a_loop[ring]",),
+        "A model that no run knows attends over the ranks.",
+    ),
     Mutant(
         "own losses unseen",
         "lightning_cp/strategies/step/weighting.py",

@@ -101,11 +101,6 @@ class Snapshot:
         self._kinds.clear()  # which refers to this object
         self._alive.clear()
 
-    @property
-    def size(self) -> int:
-        """The number of things that are put back."""
-        return len(self._held)
-
     def put_back(self) -> None:
         """Give everything the contents that it had, once; the snapshot is empty then."""
         for write, x, had in reversed(self._held):
