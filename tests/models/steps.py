@@ -270,16 +270,24 @@ def run_step(
     core.check_step()
     core.scale_loss(loss).backward()
     core.after_backward(model.parameters())
-    gradients: dict[str, torch.Tensor] = {}
-    for name, p in model.named_parameters():
-        if p.grad is None:
-            continue
-        dist.all_reduce(p.grad)
-        gradients[name] = p.grad / world_size
+    gradients = mean_gradients(model, world_size)
     whole = core.unshard(logits.detach(), {})
     state = core._handle.state if core._handle else None
     calls = state.calls if state is not None else 0
     return Outcome(float(core.average(loss).detach()), gradients, whole, calls)
+
+
+def mean_gradients(model: nn.Module, world_size: int) -> dict[str, torch.Tensor]:
+    """The mean over ranks, as an engine takes it: an expert may have tokens on some ranks only."""
+    have = torch.tensor([p.grad is not None for p in model.parameters()], dtype=torch.uint8)
+    dist.all_reduce(have, dist.ReduceOp.MAX)
+    gradients: dict[str, torch.Tensor] = {}
+    for (name, p), any_has in zip(model.named_parameters(), have.tolist(), strict=True):
+        if any_has:
+            gradients[name] = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(gradients[name])
+            gradients[name] /= world_size
+    return gradients
 
 
 def mesh_of(ulysses: int, ring: int) -> ContextParallelMesh:

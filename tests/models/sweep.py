@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_cp.models.hf import label_alignment
 from lightning_cp.strategies.arguments.settings import Settings
 from lightning_cp.strategies.step.core import ContextParallelCore
-from tests.models.steps import Case, Outcome, make_batch
+from tests.models.steps import Case, Outcome, make_batch, run_step
 from tests.models.zoo import LATENT
 
 SIZES: dict[str, Any] = {
@@ -118,13 +117,8 @@ def one_process(name: str) -> Outcome:
     return Outcome(float(loss.detach()), gradients, logits.detach())
 
 
-def two_ranks(rank: int, world_size: int, name: str) -> Outcome:
-    """The same in a ring of two."""
-    return some_ranks(rank, world_size, name, ring_size=2)
-
-
 def some_ranks(
-    rank: int, world_size: int, name: str, ring_size: int = 1, ulysses_size: int = 1
+    rank: int, world_size: int, name: str, ring_size: int = 2, ulysses_size: int = 1
 ) -> Outcome:
     """The same on a mesh, gradients averaged as an engine does."""
     model = make_tiny(name)
@@ -134,18 +128,6 @@ def some_ranks(
     core.build_mesh(world_size, "cpu", None, model)
     try:
         core.attach(model, {}, needs_labels=True)
-        local = core.shard(batch(), needs_labels=True)
-        core.begin_step()
-        loss, logits = step(model, local)
-        core.check_step()
-        core.scale_loss(loss).backward()
-        core.after_backward(model.parameters())
-        gradients: dict[str, torch.Tensor] = {}
-        for key, p in model.named_parameters():
-            if p.grad is not None:
-                dist.all_reduce(p.grad)
-                gradients[key] = p.grad / world_size
-        whole = core.unshard(logits.detach(), {})
-        return Outcome(float(core.average(loss)), gradients, whole)
+        return run_step(core, model, world_size, batch(), step)
     finally:
         core.detach()
