@@ -7,6 +7,7 @@ thread-local: recomputation runs inside backward, on CUDA in autograd's own thre
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_cp.attention.attend import attend, attend_and_note
 from lightning_cp.attention.exchange import Exchange
@@ -29,6 +31,7 @@ from lightning_cp.models.checks import Checks
 from lightning_cp.models.max_logits import Collector, Inputs, Tell, plan_by_kernel, plan_of_pass
 from lightning_cp.models.report import SwapReport
 from lightning_cp.models.step_state import StepState
+from lightning_cp.untraced import untraced
 
 Listener = Callable[[AttentionPlan, torch.Tensor, torch.Tensor], None]
 
@@ -66,6 +69,8 @@ class SwapHandle:
         self.checks = Checks(mesh)
         self.collector = Collector({})
         """Who is told of largest scores."""
+        self.has_batch: Callable[[Any], bool] = bool
+        """Whether arguments of a call hold a tensor of the step's batch."""
         self._enter: list[Callable[[], Callable[[], None]]] = []
         self._leave: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
@@ -78,12 +83,7 @@ class SwapHandle:
     @property
     def intercepts(self) -> bool:
         """True if an attention call that is made now is the sequence's."""
-        return self.active and not self.in_local and not self.is_left
-
-    @property
-    def is_left(self) -> bool:
-        """True if the step waits for a call of the model, and its loop is over."""
-        return self.state is not None and self.state.left and not self.state.model_called
+        return self.state is not None and not self.state.waits and not self.in_local
 
     @property
     def in_local(self) -> bool:
@@ -110,6 +110,42 @@ class SwapHandle:
         self.checks.drop()
         while self._leave:
             self._leave.pop()()
+
+    def leave(self) -> None:
+        """The loop of an unused step is over: models are plain until one is called with the step's batch.
+
+        The first call with a tensor of it, of a module of any kind, takes the step up again.
+        """
+        state, known = self.state, weakref.ref(self)
+        if state is None or state.left:
+            return
+        state.left = state.waits = True
+
+        @untraced
+        def look(module: nn.Module, args: Any) -> None:
+            handle = known()
+            if handle is not None:
+                handle.take_up(args)
+
+        self._leave.append(register_module_forward_pre_hook(look).remove)
+
+    def take_up(self, given: Any) -> None:
+        """Something is called: with a tensor of its batch, the step waits no longer."""
+        if self.state is not None and self.state.waits and self.has_batch(given):
+            self.state.waits = False
+
+    def note_call(self, module: nn.Module, given: Any) -> None:
+        """Something of the model is called in a step that could attend.
+
+        Raises:
+            ConfigError: the step waits for a call with its batch, and this is none.
+        """
+        if self.state is None:
+            return
+        self.take_up(given)
+        if self.state.waits:
+            raise ConfigError(_OTHER.format(type(module).__name__))
+        self.state.model_called = True
 
     def attention(
         self, q_BLHD: torch.Tensor, k_BLKD: torch.Tensor, v_BLKD: torch.Tensor, spec: AttentionSpec
@@ -240,6 +276,14 @@ class SwapHandle:
         self.collector.end()
         while self._undo:
             self._undo.pop()()
+
+
+_OTHER = (
+    "{} is called with no tensor of the batch that its loop over a loader gave last and did not use, so it "
+    "is not known whether the call belongs to the step of that batch. Call fabric.strategy.end_step() first, "
+    "if its rows are whole. If they are computed from that batch, keep the loop's iterator until the step is "
+    "over: batches = iter(loader), then batch = next(batches)."
+)
 
 
 def _attend(*call: Any) -> tuple[torch.Tensor, None]:

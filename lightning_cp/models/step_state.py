@@ -51,6 +51,8 @@ class StepState:
     """Something of the model was called that could attend."""
     left: bool = False
     """The loop that gave the batch was left before anything of the model was called."""
+    waits: bool = False
+    """Since then nothing was called with a tensor of the batch."""
     calls: int = 0
     """Attention calls that were intercepted."""
     need_gradients: list[bool] = field(default_factory=list)

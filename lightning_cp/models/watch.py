@@ -45,13 +45,12 @@ def watch_calls(model: nn.Module, handle: SwapHandle, skip: Collection[nn.Module
         skip: modules of which a call says nothing.
     """
 
-    def note(module: nn.Module, args: Any) -> None:
-        if handle.state is not None:
-            handle.state.model_called = True
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        handle.note_call(module, [args, kwargs])
 
-    def note_uncompiled(module: nn.Module, args: Any) -> None:
+    def note_uncompiled(module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            note(module, args)
+            note(module, args, kwargs)
 
     outermost, at_once = {model, *members(model)}, untraced(note)
     for module in model.modules():
@@ -59,7 +58,7 @@ def watch_calls(model: nn.Module, handle: SwapHandle, skip: Collection[nn.Module
             hook = (
                 at_once if module in outermost else note_uncompiled
             )  # compiled inside of one, mostly
-            handle.on_undo(add_hook(module.register_forward_pre_hook, hook))
+            handle.on_undo(add_hook(module.register_forward_pre_hook, hook, with_kwargs=True))
 
 
 def _may_attend(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ TRAINER = "tests/strategies/test_finite.py::test_a_trainer_stops"
 
 COUNTS = "lightning_cp/strategies/step/counts.py"
 KINDS = "tests/strategies/test_loss_kinds.py::test_"
+ENDS = "tests/strategies/test_fabric_ends.py::test_"
 
 GUARD_MUTANTS = (
     Mutant(
@@ -51,8 +52,24 @@ GUARD_MUTANTS = (
         "lightning_cp/strategies/loaders/loops.py",
         "            core.close_step()\n",
         "            pass\n",
-        ("tests/strategies/test_fabric_ends.py::test_models_are_plain_after_a_loop[ring]",),
+        (f"{ENDS}models_are_plain_after_a_loop[ring]",),
         "A model that no run knows attends over the ranks.",
+    ),
+    Mutant(
+        "whole rows are taken for a batch that waits",
+        "lightning_cp/models/handle.py",
+        "        if self.state.waits:\n",
+        "        if False:\n",
+        (f"{ENDS}whole_rows_after_a_batch_that_was_not_used[sharding-peeked]",),
+        "After `break` whole rows attend over the ranks.",
+    ),
+    Mutant(
+        "a call of another model takes up no step",
+        "lightning_cp/models/handle.py",
+        "        self._leave.append(register_module_forward_pre_hook(look).remove)\n",
+        "",
+        (f"{ENDS}a_step_is_not_ended_early[sharding]",),
+        "A teacher that comes first attends to a rank's part alone.",
     ),
     Mutant(
         "own losses unseen",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -50,7 +51,10 @@ class Ending(Loop):
         return batch if self.shards else self.shard(batch)
 
     def step(self, batch: Batch) -> None:
-        self.fabric.backward(self.loss(self.local(batch)))
+        self.step_of(self.loss(self.local(batch)))
+
+    def step_of(self, loss: torch.Tensor) -> None:
+        self.fabric.backward(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -216,6 +220,29 @@ def takes_one(run: Ending) -> None:
         run.optimizer.zero_grad()
 
 
+def labels_by_a_stranger(run: Ending) -> None:
+    """One batch, whose iterator is gone at once: a model that was never set up is called with it first."""
+    batch = run.local(next(iter(run.batches(4))))
+    with torch.no_grad():
+        positions = torch.arange(batch["input_ids"].shape[1])[None]
+        ids = batch["input_ids"].detach()  # other tensors in the same memory
+        logits = run.stranger(ids, batch.get("position_ids", positions))
+    labels = logits.argmax(-1).where(batch["labels"] != -100, -100)
+    run.step_of(run.loss({**batch, "labels": labels}))
+
+
+def calls_with_keywords(run: Ending) -> None:
+    """One batch, of which the model is called with other tensors: in the same memory, by name."""
+    batch = run.local(next(iter(run.batches(4))))
+    positions = torch.arange(batch["input_ids"].shape[1])[None]
+    given = {
+        "tokens": batch["input_ids"][:, :],
+        "positions": batch.get("position_ids", positions).clone(),
+    }
+    logits = run.model(**given)
+    run.step_of(F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()))
+
+
 def validates_within(run: Ending) -> None:
     """A whole evaluation after each step."""
     for batch in run.batches(4):
@@ -252,13 +279,75 @@ def trained(
                 validates_within,
             ),
         ),
-        (SHARDING, (takes_one, validates_within)),
+        (SHARDING, (takes_one, labels_by_a_stranger, calls_with_keywords, validates_within)),
     ],
     ids=["ring", "sharding"],
 )
 def test_a_step_is_not_ended_early(settings: Settings, ways: Sequence[Way]) -> None:
     (want,) = run_ranks(1, trained, None, ways)
     for got in run_ranks(2, trained, settings, ways):
+        close(got, want)
+
+
+# -- whole rows where a batch waits for its call ------------------------------------------------------
+
+
+def skips_its_last(run: Ending) -> None:
+    """The loop is over, and its last batch was not used."""
+    for index, batch in enumerate(run.batches(6)):
+        if index < 2:
+            run.step(batch)
+
+
+def has_one(run: Ending) -> None:
+    """The only batch is not used."""
+    for _ in run.batches(2):
+        pass
+
+
+def refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def whole_rows(
+    rank: int, world_size: int, settings: Settings | None, way: Way
+) -> tuple[list[str], list[torch.Tensor]]:
+    """The errors of a model that was set up, for rows of each length, and outputs once the step has ended."""
+    run = Ending(world_size, settings)
+    way(run)
+    tokens = samples_of()["input_ids"]
+    given = [
+        {"tokens": tokens[:, :length], "positions": torch.arange(length)[None]}
+        for length in LENGTHS
+    ]
+    with torch.no_grad():
+        strangers = [run.stranger(**each) for each in given]
+        errors = [refused(partial(run.model, **each)) for each in given] if run.parallel else []
+        run.end()
+        return errors, [*strangers, *(run.model(**each) for each in given)]
+
+
+@pytest.mark.quick("ring3-skips_its_last", "sharding-peeked")
+@pytest.mark.parametrize("way", [peeked, skips_its_last, has_one])
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (2, SHARDING),
+        (2, {**ULYSSES, "shard_dataloaders": True}),
+        (3, {**RING3, "shard_dataloaders": True}),
+    ],
+    ids=["sharding", "ulysses", "ring3"],
+)
+def test_whole_rows_after_a_batch_that_was_not_used(
+    ranks: int, settings: Settings, way: Way
+) -> None:
+    want = run_ranks(1, whole_rows, None, way)[0][1]
+    for errors, got in run_ranks(ranks, whole_rows, settings, way):
+        assert all("PlainLlama is called with no tensor of the batch" in error for error in errors)
         close(got, want)
 
 

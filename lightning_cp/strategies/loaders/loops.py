@@ -38,13 +38,18 @@ class Loops:
         self._of_step = self._last
 
     def end(self, loop: object) -> None:
-        """A loop has no batch left. A loop that reads ahead is here within its last step, which lasts on.
+        """A loop has no batch left. A loop that reads ahead is here within its last step, which lasts on; of
+        other loops the last batch was left out, if it was not used.
 
         Raises:
             ConfigError: the models were called in its last step, and no attention call was intercepted.
         """
         core = self._core
-        if self._has_step(loop) and not (core.is_unused or core.is_pending or self._ahead is loop):
+        if not self._has_step(loop) or self._ahead is loop:
+            return
+        if core.is_unused:
+            core.leave_step()
+        elif not core.is_pending:
             core.close_step()
 
     def leave(self, loop: object) -> None:

@@ -155,6 +155,13 @@ class AttachedModel(StepLosses):
         may be called there."""
         known = weakref.ref(self)
 
+        def has_batch(given: Any) -> bool:
+            core = known()
+            part = None if core is None else core.part
+            return part is None or part.layout.cp_size == 1 or bool(shared_with(given, part))
+
+        handle.has_batch = has_batch
+
         @untraced
         def refuse(module: nn.Module, args: Any, kwargs: Any) -> None:
             core = known()

@@ -165,8 +165,9 @@ class ContextParallelCore(StepsAside):
 
     @property
     def is_left(self) -> bool:
-        """True if a step is under way that is unused, and the loop that gave its batch is gone."""
-        return self.is_unused and self._handle is not None and self._handle.is_left
+        """True if a step is under way that is unused, and the loop that gave its batch is over."""
+        state = self._handle.state if self._handle is not None else None
+        return self.is_unused and state is not None and state.left
 
     @property
     def step_calls(self) -> int:
@@ -201,11 +202,10 @@ class ContextParallelCore(StepsAside):
             self.end_step()
 
     def leave_step(self) -> None:
-        """End the step; one that is unused waits for a call of the model, if that comes, and other models are
+        """End the step; one that is unused waits for a call with its batch, if that comes, and models are
         plain until then."""
-        state = self._handle.state if self._handle is not None else None
-        if self.is_unused and state is not None:
-            state.left = True
+        if self.is_unused and self._handle is not None:
+            self._handle.leave()
         else:
             self.end_step()
 

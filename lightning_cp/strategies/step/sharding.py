@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -114,12 +115,17 @@ def shard_agreed(
 
 
 def shared_with(batch: Any, before: ShardedBatch | None) -> list[str]:
-    """Names of tensors in ``batch`` that are, as far as can be seen, shards made ``before``."""
+    """Names of tensors in ``batch`` that are, as far as can be seen, shards made ``before``; or views."""
     if before is None or before.layout.cp_size == 1:
         return []
     local_len = before.layout.local_len
-    shards = {id(x) for _, x in tensors_of(before.batch) if local_len in x.shape}
-    return [name for name, x in tensors_of(batch) if id(x) in shards]
+    shards = {_memory(x) for _, x in tensors_of(before.batch) if local_len in x.shape}
+    return [name for name, x in tensors_of(batch) if _memory(x) in shards]
+
+
+def _memory(x: torch.Tensor) -> int:
+    """What a tensor and its views have in common."""
+    return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)
 
 
 def _refuse_sharded(whole: WholeBatch, before: ShardedBatch | None) -> None:
