@@ -14,10 +14,6 @@ import torch
 
 from lightning_cp.loss_terms import Count
 
-NUMBERS = 5
-"""How many an evidence has: what the value was found to be a mean over, its ratio to the sums of losses, what
-another loss counted, that loss, and the targets of the rank. NaN where there is none."""
-
 
 class Doubt(Enum):
     """A reason why a value's mean over ranks is not one process's; its place in ``doubts``."""
@@ -28,6 +24,8 @@ class Doubt(Enum):
     """It is a sum, times the same number on all ranks."""
     STEP = 2
     """A loss counted something else, and the value may be made of it."""
+    ROWS = 3
+    """It is a mean over rows of the means of a rank's parts of them, times the same number on all ranks."""
 
 
 class LossCalls:
@@ -37,6 +35,17 @@ class LossCalls:
         self._means: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._last_sum: torch.Tensor | None = None
         self._sums: torch.Tensor | None = None
+        self._of_tokens: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def note_each(self, losses: torch.Tensor, targets: torch.Tensor) -> None:
+        """A loss function returned a loss for each token.
+
+        Args:
+            losses: in the order of ``targets``, of any shape.
+            targets: bool [B, L]: the tokens that have a label.
+        """
+        if losses.numel() == targets.numel():
+            self._of_tokens = losses.detach().reshape(targets.shape), targets
 
     def note(self, loss: torch.Tensor, count: Count | None) -> None:
         """A loss function was called.
@@ -53,7 +62,11 @@ class LossCalls:
         self._sums = loss + (0 if self._sums is None else self._sums.to(loss))
 
     def evidence(self, value: torch.Tensor, targets: torch.Tensor | float) -> torch.Tensor:
-        """float64 [5]: how a logged value may have come about.
+        """float64 [7]: how a logged value may have come about.
+
+        What it was found to be a mean over, its ratio to the sums of losses, what another loss counted, that
+        loss, the targets of the rank, its ratio to the mean of rows' means, and whether that is another one
+        than the mean over all targets. NaN where there is none.
 
         Args:
             value: one number.
@@ -70,31 +83,39 @@ class LossCalls:
         for total in (self._last_sum, self._sums):
             if total is not None:
                 known = torch.where(_close(value, total / own.to(total)), own, known)
-        if self._sums is not None and not _is_narrow(value) and not _is_narrow(self._sums):
-            ratio = value.double() / self._sums.to(value.device).double()
-        return torch.stack([known, ratio, other, loss, own])
+        sums, rows, apart = self._sums, torch.nan, torch.nan
+        if self._of_tokens is not None:
+            total, mean, *of_rows = _means(*self._of_tokens, value.device)
+            known = torch.where(_close(value, mean), own, known)
+            sums = total if sums is None else sums
+            rows, apart = _ratio_to_rows(value, mean, of_rows)
+        if sums is not None and not _is_narrow(value) and not _is_narrow(sums):
+            ratio = value.double() / sums.to(value.device).double()
+        numbers = (known, ratio, other, loss, own, rows, apart)
+        return torch.stack([_number(x, value.device) for x in numbers])
 
 
 def doubts(evidence: torch.Tensor) -> torch.Tensor:
-    """bool [3], by ``Doubt``: what is wrong with a value, at most one of them.
+    """bool [4], by ``Doubt``: what is wrong with a value, at most one of them.
 
     Args:
-        evidence: float64 [ranks, 5], of the ranks that share a sample.
+        evidence: float64 [ranks, 7], of the ranks that share a sample.
     """
-    known, ratio, other, loss, targets = evidence.unbind(1)
+    known, ratio, other, loss, targets, rows, apart = evidence.unbind(1)
     held = targets > 0
     is_mean = held.any() & (known.isfinite() | ~held).all()
     of_mean = is_mean & _misfit(known, targets, held)
-    low, high = _range(ratio, held)
+    of_rows = ~is_mean & _is_same(rows, held) & (apart > 0).any() & (held.sum() > 1)
+    (_, high), same = _range(ratio, held), _is_same(ratio, held)
     fewest, most = _range(targets, held)
-    same = ((high - low).abs() <= 1e-5 * high.abs()) & (high != 0) & high.isfinite()
     tells = (most - fewest > 1e-3 * most) | ((high - 1).abs() < 1e-5)  # not c / targets
-    of_sum = ~is_mean & same & tells & (held.sum() > 1)
+    of_sum = ~is_mean & ~of_rows & same & tells & (held.sum() > 1)
     besides = torch.where(other.isfinite(), other, targets)
     least, largest = _range(loss, loss.isfinite())
     is_whole = (loss.isfinite().sum() > 1) & (least == largest)  # of the sequence, from unshard
-    of_step = ~is_mean & ~of_sum & ~is_whole & _misfit(besides, targets, held)
-    return torch.stack([of_mean, of_sum, of_step])
+    of_step = ~is_mean & ~of_sum & ~of_rows & ~is_whole
+    of_step &= _misfit(besides, targets, held)
+    return torch.stack([of_mean, of_sum, of_step, of_rows])
 
 
 def explained(doubt: Doubt, where: str, names: Sequence[str], evidence: torch.Tensor) -> str:
@@ -106,7 +127,7 @@ def explained(doubt: Doubt, where: str, names: Sequence[str], evidence: torch.Te
         names: of the values.
         evidence: of the first of them; read here, so that this waits for the device.
     """
-    known, _, other, _, targets = evidence.T.tolist()
+    known, _, other, _, targets, *_ = evidence.T.tolist()
     besides = [y if math.isnan(x) else x for x, y in zip(other, targets, strict=True)]
     counts = _listed(besides if doubt is Doubt.STEP else known)
     name = ", ".join(map(repr, names))
@@ -132,7 +153,44 @@ _SAID = {
     "have {labels} labels, so what self.log shows of it (maybe {name}) is another value than one process "
     "would show. Log self.cp_log(name, loss * count, count) of ContextParallelMixin; or call "
     "self.count_targets(count) in the step.",
+    Doubt.ROWS: "self.log({name}, ...) in {where} was given a mean over rows of means over each row's "
+    "tokens, of which a rank has a part, so it shows another value than one process would, or "
+    "NaN where a row has no labels on a rank. Compute it from self.unshard(losses of tokens) and "
+    "self.unshard(mask), of ContextParallelMixin, which all ranks have whole.",
 }
+
+
+def _means(
+    losses: torch.Tensor, targets: torch.Tensor, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Of [B, L] the sum, the mean, and the mean of rows' means: without the rows that have no target, too,
+    and where these give 0."""
+    held = targets.to(device)
+    wide = torch.promote_types(losses.dtype, torch.float32)
+    kept = losses.to(device, wide).masked_fill(~held, 0)
+    sums, counts = kept.sum(1), held.sum(1).to(wide)
+    of_rows = sums / counts
+    return (
+        sums.sum(),
+        sums.sum() / counts.sum(),
+        of_rows.mean(),
+        (sums / counts.clamp(min=1)).mean(),
+    )
+
+
+def _ratio_to_rows(
+    value: torch.Tensor, mean: torch.Tensor, of_rows: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ratio of a value to the means of rows' means, and whether they are another number than the mean.
+
+    Rows without targets alone make such a mean NaN; it is not, where a loss is.
+    """
+    strict, clamped = of_rows
+    apart = clamped.isfinite() & ~_close(strict, mean)
+    ratio = value.double() / strict.double()
+    ratio = torch.where(strict.isnan() & value.isnan() & mean.isfinite(), 1.0, ratio)
+    ratio = torch.where(strict.isnan() & _close(value, clamped), 1.0, ratio)
+    return ratio, apart
 
 
 def _misfit(counts: torch.Tensor, targets: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
@@ -140,6 +198,12 @@ def _misfit(counts: torch.Tensor, targets: torch.Tensor, held: torch.Tensor) -> 
     counts = counts.where(held, 0.0)
     shares, wanted = counts / counts.sum(), targets / targets.sum()
     return ((shares - wanted).abs() > 1e-5 * wanted).any()
+
+
+def _is_same(ratio: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    """On all ranks that have targets, but for rounding."""
+    low, high = _range(ratio, held)
+    return ((high - low).abs() <= 1e-5 * high.abs()) & (high != 0) & high.isfinite()
 
 
 def _range(x: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

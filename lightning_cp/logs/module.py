@@ -22,7 +22,7 @@ from lightning_cp.comm.agreement import lists_of_ranks
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.logs.found import Ranks, tell_refused
 from lightning_cp.logs.hooks import BATCH_ENDS, EPOCH_ENDS, Patches, hooks_may_log
-from lightning_cp.logs.settle import MEANS, STEP_LOSS, Call, Kind, StepLog
+from lightning_cp.logs.settle import STEP_LOSS, Call, Kind, StepLog
 from lightning_cp.logs.token_mean import RATIO_HOOK, Options, means_of, show_ratio
 from lightning_cp.logs.values import ARGUMENTS, as_given, kind_of, show_metric, whole
 from lightning_cp.mesh import Flat
@@ -56,8 +56,7 @@ class ModuleLog:
         values = [shown.reshape(())]
         if self._waits(options):
             emit = self._emitter(name, value, options)
-            evidence = self._core.evidence(values[0]) if kind in MEANS else None
-            self._calls.add(Call(name, kind, values, emit, self._where, evidence=evidence))
+            self._calls.add(Call(name, kind, values, emit, self._where))
             return
         self._own_log(name, value, **self._grouped(options))
         if not options.get("rank_zero_only"):

@@ -20,7 +20,7 @@ from lightning_cp.comm.reduce import all_sum
 from lightning_cp.logs.found import Ranks, agree_on_calls
 from lightning_cp.logs.ranks import equal, side_by_side, weighted_mean
 from lightning_cp.logs.token_mean import Options
-from lightning_cp.loss_calls import NUMBERS, Doubt, doubts, explained
+from lightning_cp.loss_calls import Doubt, doubts, explained
 from lightning_cp.mesh import ContextParallelMesh, Flat
 
 
@@ -67,12 +67,10 @@ class Call:
     """Of a ratio: what a rank that did not call it needs to show it."""
     key: str = ""
     """What it has in common with the same call on other ranks."""
-    evidence: torch.Tensor | None = None
-    """In evaluation, of a float: how it may have come about."""
 
 
-_Seen = tuple[Call, bool, list[bool], torch.Tensor]
-"""A call that all ranks have: whether their values are the same, its doubts, and their evidence."""
+_Seen = tuple[Call, list[bool], torch.Tensor]
+"""A call that all ranks have, its doubts, and their evidence."""
 
 
 class StepLog:
@@ -140,7 +138,9 @@ class StepLog:
             lists[first : first + mesh.sample_size],
             mesh,
             ranks.shares if of_a_batch else None,
-            looks=of_a_batch and not together,
+            ranks.evidence if of_a_batch and ranks.looks_at_values else None,
+            # A loss that counts other targets is refused in training, and what it logs need not be said.
+            (Doubt.ROWS,) if together else tuple(Doubt),
         )
         for call in calls:
             call.emit()
@@ -151,8 +151,8 @@ class StepLog:
         lists: list[list[Any]],
         mesh: ContextParallelMesh,
         shares: list[float] | None,
-        *,
-        looks: bool,
+        evidence_of: Callable[[torch.Tensor], torch.Tensor] | None,
+        doubted: Sequence[Doubt],
     ) -> None:
         """Everything but ratios, as far as all ranks of the cp group have it.
 
@@ -161,49 +161,60 @@ class StepLog:
             lists: those of each rank of the cp group.
             mesh: the process groups.
             shares: of each rank, what means are weighted by; ``None``: nothing.
-            looks: floats come with evidence, which is exchanged along with them and looked at.
+            evidence_of: of a float, how it may have come about, which is exchanged along with it and looked
+                at; ``None``: it is not.
+            doubted: the doubts that the user is told of.
         """
         peers = [{key: kind for key, kind, *_ in one} for one in lists]
         common = set.intersection(*map(set, peers))
         shared = [call for call in calls if call.key in common and not _is_ratio(call)]
         shared.sort(key=_key)
         values = [call.values[0] for call in shared]
-        if looks:
-            nothing = torch.full((NUMBERS,), torch.nan, dtype=torch.float64)
-            values += [nothing if x.evidence is None else x.evidence for x in shared]
+        means = [call for call in shared if evidence_of and _is_mean(call)]
+        values += [evidence_of(call.values[0]) for call in means] if evidence_of else []
         both = side_by_side(values, mesh)
         rows, evidence = both[: len(shared)], both[len(shared) :]
-        found = [equal(row).all()[None] for row in rows] + [doubts(each) for each in evidence]
-        told = torch.cat(found).tolist() if found else []  # waits for the device once
-        alike = told[: len(shared)]
-        if looks:
-            seen = [told[at : at + len(Doubt)] for at in range(len(shared), len(told), len(Doubt))]
-            self._doubt(list(zip(shared, alike, seen, evidence, strict=True)), calls)
-        for call, row, same in zip(shared, rows, alike, strict=True):
+        found = [_unlike(row) for row in rows] + [doubts(each) for each in evidence]
+        sizes = [len(flags) for flags in found]
+        told = torch.cat(found).cpu().split(sizes) if found else []  # waits for the device once
+        flags = [each.tolist() for each in told]
+        apart = {call.key: any(own) for call, own in zip(shared, flags, strict=False)}
+        seen = list(zip(means, flags[len(shared) :], evidence, strict=True))
+        self._doubt([each for each in seen if apart[each[0].key]], calls, doubted)
+        for call, row, (differ, *nan) in zip(shared, rows, flags, strict=False):
+            if differ and shares is not None and _is_mean(call):
+                self._warn_of_nan(call, [x and y > 0 for x, y in zip(nan, shares, strict=True)])
             kinds = {peer[call.key] for peer in peers}
             kind = call.kind if len(kinds) == 1 else Kind.METRIC
             if kind in MEANS and shares is not None:
                 call.emit = _given(call.emit, weighted_mean(row, shares))
-            elif not same:
+            elif differ:
                 self._settle_one(call, kind, row, shares)
 
-    def _doubt(self, shared: list[_Seen], calls: list[Call]) -> None:
+    def _doubt(self, shared: list[_Seen], calls: list[Call], of: Sequence[Doubt]) -> None:
         """Warn of values that are weighted by other targets than they were computed from."""
         told = False
-        shared = [seen for seen in shared if not seen[1]]
-        for call, _, found, evidence in shared:
-            for doubt in (Doubt.MEAN, Doubt.SUM):
-                if found[doubt.value]:
+        for call, found, evidence in shared:
+            for doubt in of:
+                if found[doubt.value] and doubt is not Doubt.STEP:
                     told = True
                     self._warn_once(call, doubt, [call.name], evidence)
-        apart = [seen for seen in shared if seen[2][Doubt.STEP.value]]
-        if apart and not told and not any(map(_is_ratio, calls)):
-            (call, _, _, evidence), names = apart[0], [call.name for call, *_ in apart]
+        apart = [seen for seen in shared if seen[1][Doubt.STEP.value]]
+        if apart and Doubt.STEP in of and not told and not any(map(_is_ratio, calls)):
+            (call, _, evidence), names = apart[0], [call.name for call, *_ in apart]
             self._warn_once(call, Doubt.STEP, names, evidence)
+
+    def _warn_of_nan(self, call: Call, nan: list[bool]) -> None:
+        """Where ranks differ, those with NaN have counted something that they have none of."""
+        if any(nan) and call.name not in self._told:
+            self._told.add(call.name)
+            ranks = ", ".join(str(rank) for rank, held in enumerate(nan) if held)
+            self._warn(_NAN.format(name=call.name, where=call.where, ranks=ranks))
 
     def _warn_once(
         self, call: Call, doubt: Doubt, names: list[str], evidence: torch.Tensor
     ) -> None:
+        self._told.update(names)
         about = doubt, call.where if doubt is Doubt.STEP else call.name
         if about not in self._doubted:
             self._doubted.add(about)
@@ -254,6 +265,14 @@ class StepLog:
 
 MEANS = (Kind.MEAN, Kind.LARGEST, Kind.SMALLEST)
 
+_NAN = (
+    "self.log({name!r}, ...) in {where} was given NaN by rank {ranks} of those that share a sample, and a "
+    "number by others, so it shows NaN, where one process may have a number: it is a mean over what such a "
+    "rank has none of, as of a row whose labels other ranks have (0 / 0). Compute it from "
+    "self.unshard(values of tokens) of ContextParallelMixin, which all ranks have whole; log a mean over "
+    "tokens by self.cp_log({name!r}, total, count)."
+)
+
 _TOLD = {
     Kind.MEAN: "Shown is the plain mean over these ranks.",
     Kind.COUNT: "It is taken for a count: shown is the sum over these ranks.",
@@ -267,6 +286,17 @@ _TOLD = {
 
 def _key(call: Call) -> str:
     return call.key
+
+
+def _unlike(row: torch.Tensor) -> torch.Tensor:
+    """bool [1 + ranks]: whether ranks have different values, and which of them have NaN."""
+    nan = row.reshape(len(row), -1).isnan().any(1)
+    return torch.cat([~equal(row).all()[None], nan])
+
+
+def _is_mean(call: Call) -> bool:
+    """True of a value that is logged, and not the loss that a step returns."""
+    return call.kind in MEANS and not call.where.startswith(STEP_LOSS)
 
 
 def _is_ratio(call: Call) -> bool:

@@ -51,6 +51,8 @@ def _noted(
             return loss
         count = counted(*args, **kwargs)
         if count is None:
+            if state.losses is not None and state.has_target is not None:
+                state.losses.note_each(loss, state.has_target)
             return loss
         if count is not SUM:
             note_mean(loss, count)

@@ -9,6 +9,7 @@ import torch
 from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.errors import ConfigError
+from lightning_cp.labels import IGNORED_LABEL
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.loss_calls import LossCalls
 from lightning_cp.models.facts import PositionFacts
@@ -72,7 +73,7 @@ class StepState:
     """The model that would make a key/value cache in one process, which hides packing from its masks."""
 
     losses: LossCalls | None = None
-    """In evaluation: what loss functions have counted."""
+    """Where logged values are looked at: what loss functions have counted."""
     weighted: bool = False
     """A loss of this step was given its weight, as the strategy's ``backward`` does."""
     ended: bool = False
@@ -82,6 +83,12 @@ class StepState:
     def targets(self) -> torch.Tensor | int:
         """The number of targets that this rank's loss is a mean over."""
         return self.valid_local if self.counted is None else self.counted
+
+    @property
+    def has_target(self) -> torch.Tensor | None:
+        """bool [B, L]: which tokens of this rank have a label; ``None`` without labels of that shape."""
+        labels = self.aligned_labels
+        return None if labels is None or labels.dim() != 2 else labels != IGNORED_LABEL
 
     def note_gradient(self, gradient: torch.Tensor) -> None:
         """A hook for the outputs of attention calls.

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_cp import ContextParallelMixin
 from tests.pool import run_ranks
@@ -20,6 +21,7 @@ from tests.strategies.runs import HFModule, Run, make_data
 from tests.strategies.runs import loader as loader_of
 from tests.strategies.small import (
     HYBRID,
+    LENGTH,
     RING,
     RING3,
     ULYSSES,
@@ -28,6 +30,7 @@ from tests.strategies.small import (
     Settings,
     Small,
     loader,
+    samples,
     trainer_of,
 )
 
@@ -74,6 +77,28 @@ def chunks(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(total) / (labels != -100).sum().clamp(min=1)
 
 
+def by_token(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[2, L] each: losses, also of tokens without a label, and which have one."""
+    losses = ce(logits, labels.clamp(min=0), reduction="none")
+    return losses.view(2, -1), (labels != -100).to(losses).view(2, -1)
+
+
+def by_row(logits: torch.Tensor, labels: torch.Tensor, fewest: int = 0) -> torch.Tensor:
+    """The mean over rows of each one's mean."""
+    losses, mask = by_token(logits, labels)
+    return ((losses * mask).sum(1) / mask.sum(1).clamp(min=fewest)).mean()
+
+
+def masked(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    losses, mask = by_token(logits, labels)
+    return (losses * mask).sum() / mask.sum()
+
+
+def whole_rows(s: Evaluates, x: torch.Tensor, y: torch.Tensor, ids: torch.Tensor) -> None:
+    losses, mask = map(s.unshard, by_token(x, y))
+    log(s, ((losses * mask).sum(1) / mask.sum(1)).mean())
+
+
 def ratio_of_part(s: Evaluates, x: torch.Tensor, y: torch.Tensor, ids: torch.Tensor) -> None:
     part = subset(y, ids)
     total, count = ce(x, part, reduction="sum"), (part != -100).sum()
@@ -105,6 +130,8 @@ KINDS: dict[str, Step] = {
     "smooth": lambda s, x, y, ids: log(s, ce(x, y, label_smoothing=0.1)),
     "half": lambda s, x, y, ids: log(s, ce(x, y) * 0.5),
     "by hand": lambda s, x, y, ids: log(s, ce(x, y, reduction="sum") / (y != -100).sum()),
+    "masked by hand": lambda s, x, y, ids: log(s, masked(x, y)),
+    "whole rows": whole_rows,
     "chunks": lambda s, x, y, ids: log(s, chunks(x, y)),
     "alike weights": lambda s, x, y, ids: log(s, ce(x, y, weight=torch.full_like(WEIGHTS, 2))),
     "ratio": ratio_of_part,
@@ -119,6 +146,10 @@ KINDS: dict[str, Step] = {
     "subset of nll": lambda s, x, y, ids: log(s, F.nll_loss(x.log_softmax(-1), subset(y, ids))),
     "classes": lambda s, x, y, ids: log(s, ce(x, y, weight=WEIGHTS)),
     "beside": two,
+    "rows": lambda s, x, y, ids: log(s, by_row(x, y)),
+    "rows of at least one": lambda s, x, y, ids: log(s, by_row(x, y, 1)),
+    "half of rows": lambda s, x, y, ids: log(s, by_row(x, y) * 0.5),
+    "sum by hand": lambda s, x, y, ids: log(s, by_token(x, y)[0][y.view(2, -1) != -100].sum()),
     "twice a subset": lambda s, x, y, ids: log(s, 2 * ce(x, subset(y, ids))),
 }
 WRONG = {
@@ -129,6 +160,10 @@ WRONG = {
     "subset of nll": r"'val', ...\) in validation_step was given a mean over other targets",
     "classes": r"'val', ...\) in validation_step was given a mean over other targets",
     "beside": r"self.log\('part', ...\) in validation_step was given a mean over other targets",
+    "rows": r"'val', ...\) in validation_step was given a mean over rows .* self\.unshard",
+    "rows of at least one": r"'val', ...\) in validation_step was given a mean over rows",
+    "half of rows": r"'val', ...\) in validation_step was given a mean over rows",
+    "sum by hand": r"self.log\('val', ...\) in validation_step was given a sum over targets",
     "twice a subset": r"a loss function in validation_step counted \d+(, \d+)+ targets .*maybe 'val'",
 }
 RIGHT = [kind for kind in KINDS if kind not in WRONG]
@@ -199,4 +234,95 @@ def test_the_loss_of_a_hugging_face_model_without_a_word(grid: str) -> None:
     ((want, _),) = run_ranks(1, of_hugging_face, None)
     for shown, said in run_ranks(ranks, of_hugging_face, settings):
         assert shown == pytest.approx(want, rel=1e-6)
+        assert not said
+
+
+class Logs(ContextParallelMixin, Small):
+    """Logs a value by hand beside a right one, in every stage."""
+
+    context_parallel_labels = "aligned"
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        logits, labels = self.logits(batch).flatten(0, 1), batch["labels"].flatten()
+        self.log("own", BY_HAND[self.kind](logits, labels).detach(), batch_size=1, on_epoch=True)
+        loss = ce(logits, labels)
+        self.log("right", loss.detach(), batch_size=1, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
+ByHand = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def by_row_unseen(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Without a loss function of PyTorch."""
+    mask = (labels != -100).to(logits).view(2, -1)
+    nll = -logits.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None]).view(2, -1)
+    return ((nll * mask).sum(1) / mask.sum(1)).mean()
+
+
+def diverged(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return by_row(logits * torch.nan, labels)
+
+
+BY_HAND: dict[str, ByHand] = {"by_row": by_row, "unseen": by_row_unseen, "diverged": diverged}
+
+
+def uneven_rows(some: int, last: int = 0) -> DataLoader[Any]:
+    """Two batches of two rows: in the second one the first row has targets among its first tokens alone, and
+    the second row among its ``last``, if that is given."""
+    rows = samples(4)
+    for row in rows:
+        row["labels"] = row["input_ids"].roll(-1)
+    rows[2]["labels"][some:] = -100
+    rows[3]["labels"][: LENGTH - last if last else 0] = -100
+    return DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+
+
+def logged(
+    rank: int, world_size: int, settings: Settings | None, kind: str, train: bool, last: int
+) -> tuple[dict[str, float], list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer, data = trainer_of(world_size, settings), uneven_rows(4, last)
+        module = Logs(kind)
+        trainer.fit(module, data) if train else trainer.validate(module, data, verbose=False)
+    said = [str(x.message) for x in caught if "self.log" in str(x.message)]
+    shown = {name: float(x) for name, x in trainer.callback_metrics.items()}
+    return shown, said
+
+
+@pytest.mark.quick("ring-by_row-0-validates", "ring-unseen-0-trains")
+@pytest.mark.parametrize("train", [True, False], ids=["trains", "validates"])
+@pytest.mark.parametrize("last", [0, 4])
+@pytest.mark.parametrize("kind", ["by_row", "unseen"])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_rows_without_targets_on_a_rank_are_said(
+    grid: str, kind: str, last: int, train: bool
+) -> None:
+    """One process has a number; where every rank has such a row, loss functions tell that it has."""
+    ranks, settings = GRIDS[grid]
+    ((want, _),) = run_ranks(1, logged, None, kind, train, last)
+    assert want["own"] == want["own"]
+    first, *others = run_ranks(
+        ranks, logged, {**settings, "layout": "contiguous"}, kind, train, last
+    )
+    shown, said = first
+    assert shown["right"] == pytest.approx(want["right"], rel=1e-10)
+    assert shown["own"] != pytest.approx(want["own"], rel=1e-10)
+    seen = kind == "by_row" or not last
+    match = "was given (NaN by rank|a mean over rows).*self.unshard"
+    assert [bool(re.search(match, text)) for text in said] == [True] * seen, said
+    assert not any(told for _, told in others)
+
+
+@pytest.mark.parametrize("train", [False])
+def test_a_model_that_gives_nan_is_not_explained(train: bool) -> None:
+    for _, said in run_ranks(2, logged, RING, "diverged", train, 0):
         assert not said

@@ -29,6 +29,7 @@ class StepsAside(AttachedModel):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._trains = True
+        self._looks_at_values = 8  # batches of training; of evaluation at all of them
         self._positions = PositionFacts()
         self.layout_choice: LayoutChoice | None = None
         """Why the current batch has its layout, with ``layout="auto"``."""
@@ -47,7 +48,7 @@ class StepsAside(AttachedModel):
             labels_read=self.rules.labels,
             needs_loss=self._needs_loss or self._trains,
             trains=self._trains,
-            losses=None if self._trains else LossCalls(),
+            losses=LossCalls() if self._looks_at_values or not self._trains else None,
         )
 
     @contextmanager

@@ -110,6 +110,7 @@ class ContextParallelCore(StepsAside):
                 "batch (do not override transfer with a step that takes dataloader_iter)."
             )
         state = self._state_of(self._part, self._positions, self.mesh.cp_rank)
+        self._looks_at_values -= bool(self._trains and self._looks_at_values and not self._is_aside)
         self._intercept(self._handle, state, self._part)
 
     def _intercept(self, handle: SwapHandle, state: StepState, part: ShardedBatch) -> None:

@@ -89,11 +89,18 @@ class StepValues(RunMesh):
         """Each cp rank's share of the current batch's targets."""
         return self._loss.shares if self._loss else [1 / self.mesh.cp_size] * self.mesh.cp_size
 
-    def evidence(self, value: torch.Tensor) -> torch.Tensor | None:
-        """In evaluation: how a value may have come about that is going to be weighted by ``shares``."""
+    @property
+    def looks_at_values(self) -> bool:
+        """True in a step whose logged values are compared with its loss functions; on all ranks alike."""
         state = self._handle.state if self._handle is not None else None
-        if state is None or state.losses is None or self._loss is None:
-            return None
+        return state is not None and state.losses is not None and self._loss is not None
+
+    def evidence(self, value: torch.Tensor) -> torch.Tensor:
+        """How a value may have come about that is going to be weighted by ``shares``."""
+        state = self._handle.state if self._handle is not None else None
+        assert state is not None
+        assert state.losses is not None
+        assert self._loss is not None
         return state.losses.evidence(value, self._loss.targets)
 
     def gathering(self) -> AbstractContextManager[None]:
