@@ -104,6 +104,9 @@ class TokenGradients:
     """Every token's is a multiple of one process's."""
     one_factor: bool
     """That of all tokens is the same, or differs between ranks as their numbers of targets do."""
+    of_other_tokens: bool = False
+    """Factors are those of a mean over other tokens than the ones with targets, by which a rank's loss is
+    weighed."""
 
 
 def token_gradients(
@@ -135,7 +138,23 @@ def token_gradients(
     own_factor = float(factor) if len(factors) else None
     shared = None if own_factor is None else own_factor / (parallel.share or 1.0)
     fixed = [_is_same(value, mesh, tolerance) for value in (own_factor, shared)]
-    return TokenGradients(most, along_all, equal_all and any(fixed))
+    others = equal_all and _is_of_other_tokens(own_factor, parallel.share, mesh, tolerance)
+    return TokenGradients(most, along_all, equal_all and any(fixed), others)
+
+
+def _is_of_other_tokens(
+    factor: float | None, share: float, mesh: ContextParallelMesh, tolerance: Tolerance
+) -> bool:
+    """True if ranks' shares of what a mean counts, as far as their factors tell, add up to 1.
+
+    A rank's mean over k tokens of K is weighed by its share of the targets, and should be by k / K.
+    """
+    known = factor is not None and factor > 0 and share > 0
+    size = mesh.cp_size
+    told = torch.tensor([share * size / factor if known and factor else float("inf")])
+    total = float(all_sum(told.double(), mesh.control_group(Flat.CP)))
+    # Of one process's gradients, which are averaged over ranks.
+    return not largest(float(not abs(total - 1) <= size * tolerance.gradient), mesh)
 
 
 def _is_same(value: float | None, mesh: ContextParallelMesh, tolerance: Tolerance) -> bool:
@@ -177,10 +196,12 @@ MARGIN = 2
 
 
 def logits_of(alone: Sequence[Event], parallel: Sequence[Event], part: Part) -> Pair | None:
-    """Of the last module whose output runs along the sequence and has several numbers a token."""
+    """Of the last module whose output runs along the sequence and has several numbers a token; of those
+    that train, if any does."""
     known = {event.key: event for event in alone}
-    for event in reversed(parallel):
-        pair = pair_of(known, event, part) if event.kind == "output" else None
+    outputs = [event for event in reversed(parallel) if event.kind == "output"]
+    for event in sorted(outputs, key=lambda event: not event.trains):
+        pair = pair_of(known, event, part)
         if pair is not None and event.tensor is not None and event.tensor.dim() > 2:
             return pair
     return None

@@ -17,6 +17,7 @@ class Cause(Enum):
     DIFFERENT_DATA = "different data inside the cp group"
     UNSCALED_LOSS = "unscaled loss"
     OTHER_TARGETS = "a loss that counts other targets than the labels"
+    OTHER_TOKENS = "a mean over other tokens than those with labels"
     LOCAL_LABELS = "local labels"
     OF_SEQUENCES = "a function of sums over sequences"
     NO_MEAN = "a loss that is no mean over targets"
@@ -34,21 +35,29 @@ REMEDY = {
     ),
     Cause.UNSCALED_LOSS: (
         "Return the mean over the targets of this rank's tokens, not divided, summed or averaged over ranks: "
-        "the strategy weighs it."
+        "the strategy weighs it. A sum that is meant, of each row say, is computed from "
+        "self.unshard(losses of tokens)."
     ),
     Cause.OTHER_TARGETS: DECLARE,
+    Cause.OTHER_TOKENS: (
+        "A rank's loss is weighed by its labels. Say before its backward what it is a mean over: "
+        "count_targets(mask) of ContextParallelMixin, or of the strategy, with the mask of the tokens that "
+        "it adds up; for all tokens, mask = self.token_mask(x).expand(x.shape[:2]). Or take the mean over "
+        "tokens with labels alone."
+    ),
     Cause.LOCAL_LABELS: (
         "Do not shift or cut labels in the step: a rank's last token has its target on another rank. Shift "
         "in the dataset and declare labels='aligned', or take batch['shift_labels']."
     ),
     Cause.NO_MEAN: (
         "The strategy weighs each rank's loss by its targets, which is exact for means over them. Terms that "
-        "are none, such as a router's balance or a ratio of sums, would have to see all tokens: gather what "
-        "they are made of by self.unshard(x), or leave them out."
+        "are none, such as a router's balance, a ratio of sums or a mean over other tokens, would have to "
+        "see all tokens: gather what they are made of by self.unshard(x), or leave them out."
     ),
     Cause.OF_SEQUENCES: (
-        "A rank has a part of each sequence, and so of its sum. Put the values of tokens together before "
-        "they are summed: self.unshard(x) of ContextParallelMixin, or fabric.strategy.unshard(x)."
+        "A rank has a part of each sequence, and so of its sum, its mean and its count. Put the values of "
+        "tokens together before they are summed: self.unshard(x) of ContextParallelMixin, or "
+        "fabric.strategy.unshard(x)."
     ),
     Cause.LOCAL_POSITIONS: (
         "Take positions from batch['position_ids'] or self.token_positions(x), which are global, and not "
@@ -104,6 +113,8 @@ class Evidence:
     """Both numbers of each rank, where a loss counted other targets than its rank is weighted by."""
     beside_other_terms: bool = False
     """The loss has means over targets, and another term."""
+    counts_rows: bool = False
+    """These targets are as many as the batch has rows, on every rank."""
 
     @property
     def seams_alone(self) -> bool:
@@ -141,7 +152,8 @@ class Diagnosis:
 def diagnose(found: Evidence) -> Diagnosis:
     """The cause that explains all that was found; never a guess."""
     likely = _cause_of(found)
-    if likely.cause in (Cause.OTHER_TARGETS, Cause.LOCAL_LABELS):
+    of_counts = found.other_counts is not None and found.other_counts in likely.because
+    if of_counts or likely.cause in (Cause.OTHER_TARGETS, Cause.LOCAL_LABELS):
         return likely
     return replace(likely, besides=found.other_counts)
 
@@ -169,6 +181,9 @@ def _of_counts(found: Evidence, counts: str) -> Diagnosis:
     if found.seams_alone and found.cures(PLAIN_LOSS):
         what = "logits agree, and with a loss that takes no labels gradients do too"
         return Diagnosis(Cause.LOCAL_LABELS, f"{what}; {counts}")
+    if found.counts_rows and found.tokens is not None and not found.tokens.all_along:
+        what = "logits agree, and a loss has a target for each row, of which a rank has a part"
+        return Diagnosis(Cause.OF_SEQUENCES, f"{what}; {counts}")
     return Diagnosis(Cause.OTHER_TARGETS, f"logits agree, and {counts}")
 
 
@@ -208,6 +223,9 @@ def _of_the_loss(found: Evidence) -> Diagnosis:
 def _of_factors(tokens: TokenGradients) -> Diagnosis:
     """Every token's gradient points where it should."""
     what = "logits agree, and the gradient of each token's is one process's times a factor"
+    if tokens.of_other_tokens:
+        by = "as the mean over other tokens than those with labels has it"
+        return Diagnosis(Cause.OTHER_TOKENS, f"{what}, {by}")
     if tokens.one_factor:
         by = "which depends on how many targets its rank has, at most"
         return Diagnosis(Cause.UNSCALED_LOSS, f"{what}, {by}")

@@ -29,7 +29,9 @@ class Event:
     """How many of the same kind and name came before."""
     tensor: torch.Tensor | None = None
     source: torch.Tensor | None = None
-    """The tensor itself, of outputs that have a gradient."""
+    """The tensor itself, of outputs that have a gradient, until the pass ends."""
+    trains: bool = False
+    """An output that has a gradient."""
     parent: str = ""
     """The class of the module that called it, as far as names tell."""
 
@@ -45,7 +47,8 @@ class Recording:
 
     events: list[Event] = field(default_factory=list)
     everything: bool = True
-    """Or only the last output that may be logits."""
+    """Or only the last output that may be logits; of those with a gradient, if there are any: a teacher has
+    none."""
     dtypes: set[torch.dtype] = field(default_factory=set)
     """Of what went into modules and came out of them."""
     _turns: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -59,12 +62,15 @@ class Recording:
         if not self.everything:
             if kind != "output" or not isinstance(tensor, torch.Tensor) or tensor.dim() < 3:
                 return
+            if self.events and self.events[0].trains and not tensor.requires_grad:
+                return
             self.events.clear()
         kept = source = None
         if isinstance(tensor, torch.Tensor):  # on the host: there may be many
             kept = tensor.detach().to("cpu", copy=True)
             source = tensor if tensor.requires_grad and kind == "output" else None
-        self.events.append(Event(kind, name, module, turn, kept, source, parent))
+        trains = source is not None
+        self.events.append(Event(kind, name, module, turn, kept, source, trains, parent))
 
     def last_output(self) -> torch.Tensor | None:
         """Of the last module whose output [B, L, any] has a gradient."""

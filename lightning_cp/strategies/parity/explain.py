@@ -57,6 +57,7 @@ class Explaining(Comparing):
                 *(base, beginning, made, ignored, tokens),
                 other_counts=other_counts,
                 beside_other_terms=self.runner.anywhere(counts.beside_other_terms),
+                counts_rows=not self.runner.anywhere(not counts.are_of(core.read(batch).rows)),
             )
         )
         report = ill(base, made, diagnosis, self.runner.count(batch), uneven=self.uneven)

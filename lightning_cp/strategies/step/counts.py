@@ -126,6 +126,10 @@ class TargetCounts:
             of_mean = torch.as_tensor(count)
             self._pairs.append((of_mean, torch.as_tensor(weighted).to(of_mean.device)))
 
+    def are_of(self, rows: int) -> bool:
+        """True if each of them that differs from its weight is the number of rows."""
+        return all(float(count) == rows for count, weight in self._pairs if _differ(count, weight))
+
     def note_shared(self, weighted: Count, means: Means | None) -> None:
         """Follow what ranks which share a sample have to have alike, in the backward that is about to run.
 
