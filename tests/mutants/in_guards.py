@@ -9,6 +9,7 @@ TRAINER = "tests/strategies/test_finite.py::test_a_trainer_stops"
 
 COUNTS = "lightning_cp/strategies/step/counts.py"
 KINDS = "tests/strategies/test_loss_kinds.py::test_"
+LATER = "tests/parity/test_later_losses.py::test_"
 ENDS = "tests/strategies/test_fabric_ends.py::test_"
 
 GUARD_MUTANTS = (
@@ -41,10 +42,7 @@ GUARD_MUTANTS = (
         "lightning_cp/loss_terms.py",
         "all(not x for zero, x in pairs if zero)",
         "sum(zeros) <= sum(self.zeros)",
-        (
-            "tests/parity/test_later_losses.py"
-            "::test_a_penalty_that_begins_later_is_compared_with_one_process[Switching]",
-        ),
+        (f"{LATER}a_penalty_that_begins_later_is_compared_with_one_process[Switching]",),
         "A loss that switches from one term to another is not looked at.",
     ),
     Mutant(
@@ -54,6 +52,27 @@ GUARD_MUTANTS = (
         "            pass\n",
         (f"{ENDS}models_are_plain_after_a_loop[ring]",),
         "A model that no run knows attends over the ranks.",
+    ),
+    Mutant(
+        "a declared loss clears others",
+        "lightning_cp/strategies/step/losses.py",
+        "            self._look_at(self._loss, is_known or passes)\n",
+        "            self._look_at(self._loss, is_known or passes)\n"
+        "            if self._loss.is_declared:\n"
+        "                self.clear_unknown()\n",
+        (f"{KINDS}a_declared_loss_clears_none_that_is_not_declared[3-declared once]",),
+        "After one step that declares, any loss by hand trains on, silently.",
+    ),
+    Mutant(
+        "a check of a declared loss clears others",
+        "lightning_cp/strategies/parity/check.py",
+        "[aside.zeros] if aside.needs_fewer_labels else []",
+        "[] if aside.is_known else [aside.zeros]",
+        (
+            f"{LATER}a_penalty_that_begins_later_is_compared_with_one_process[Declaring]",
+            f"{KINDS}a_declared_loss_clears_none_that_is_not_declared[2-checked and declared]",
+        ),
+        "The check of a step that declares lets any loss by hand pass.",
     ),
     Mutant(
         "whole rows are taken for a batch that waits",

@@ -76,6 +76,17 @@ class Pulling(Changing):
         return known + 0.5 * bool(self.trainer.global_step) * pull
 
 
+class Declaring(Beginning):
+    """Declares a mean by hand in its first step, and has a penalty that is not declared in others."""
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        if self.trainer.global_step:
+            return self.later(logits, batch)
+        losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        strategy: Any = self.trainer.strategy
+        return losses.sum() / strategy.count_targets(batch["labels"] != -100)
+
+
 class ByHand(Changing):
     """The same mean, in other words."""
 
@@ -159,7 +170,9 @@ class Recomputing(ByHand):
 
 KINDS = {
     cls.__name__: cls
-    for cls in (Beginning, Warming, WarmingTensor, Switching, Pulling, ByHand, AtFullLength)
+    for cls in (
+        *(Beginning, Warming, WarmingTensor, Switching, Pulling, Declaring, ByHand, AtFullLength),
+    )
 }
 WINDOWS = {cls.__name__: cls for cls in (OfWindows, WrongOfWindows)}
 
@@ -182,11 +195,19 @@ def fit(rank: int, world_size: int, name: str, settings: Settings | None, window
     return weights(module), heard.parity
 
 
-@pytest.mark.parametrize("name", ["Beginning", "Warming", "WarmingTensor", "Switching", "Pulling"])
+@pytest.mark.parametrize(
+    "name", ["Beginning", "Warming", "WarmingTensor", "Switching", "Pulling", "Declaring"]
+)
 def test_a_penalty_that_begins_later_is_compared_with_one_process(name: str) -> None:
     match = "does not compute what it computes in one process"
     settings = {**RING, **CHECKED}
     expect_on_every_rank(2, fit, name, settings, error=ParityError, match=match)
+
+
+def test_a_declared_loss_clears_none_that_is_not_declared() -> None:
+    settings = {**RING3, "parity_check": "off"}
+    match = "not known what this loss is a mean over"
+    expect_on_every_rank(3, fit, "Declaring", settings, error=ConfigError, match=match)
 
 
 @pytest.mark.parametrize(

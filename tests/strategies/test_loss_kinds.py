@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -41,6 +41,11 @@ def token_losses(loop: Loop, batch: Batch) -> torch.Tensor:
 
 def mean_by_hand(loop: Loop, batch: Batch) -> torch.Tensor:
     return token_losses(loop, batch).sum() / (batch["labels"] != -100).sum().clamp(min=1)
+
+
+def declared_by_hand(loop: Loop, batch: Batch) -> torch.Tensor:
+    strategy: Any = loop.fabric.strategy
+    return token_losses(loop, batch).sum() / strategy.count_targets(batch["labels"] != -100)
 
 
 def preferences(loop: Loop, batch: Batch) -> torch.Tensor:
@@ -104,8 +109,10 @@ def trained(
         for step, whole in enumerate(loop.batches(count, use_distributed_sampler=False)):
             if let == "checked" and loop.parallel and not step:
                 strategy.check_parity(whole, lambda batch: way(loop, batch))
+            if let == "checked and declared" and not step:
+                strategy.check_parity(whole, partial(declared_by_hand, loop))
             batch = loop.shard(whole)
-            if let == "declared" and loop.parallel:
+            if loop.parallel and (let == "declared" or (let == "declared once" and not step)):
                 strategy.count_targets(batch["labels"] != -100)
             loss = way(loop, batch)
             loop.fabric.backward(loss)
@@ -150,6 +157,18 @@ def test_a_check_of_a_known_loss_clears_no_other_one() -> None:
     )
     settings, way = RING, by_hand_from_the_second_step_on
     expect_on_every_rank(2, trained, settings, way, "checked", error=ConfigError, match=match)
+
+
+@pytest.mark.quick("3-declared once", "2-checked and declared")
+@pytest.mark.parametrize("let", ["declared once", "checked and declared"])
+@pytest.mark.parametrize(("ranks", "settings"), [(2, RING), (3, RING3)], ids=["2", "3"])
+def test_a_declared_loss_clears_none_that_is_not_declared(
+    ranks: int, settings: Settings, let: str
+) -> None:
+    match = "not known what this loss is a mean over"
+    expect_on_every_rank(
+        *(ranks, trained, settings, mean_by_hand, let), error=ConfigError, match=match
+    )
 
 
 def of_fewer_targets(loop: Loop, batch: Batch) -> torch.Tensor:

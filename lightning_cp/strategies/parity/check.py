@@ -61,7 +61,7 @@ class ParityCheck:
         aside, mesh = self.runner.core.loss_aside, self.runner.core.mesh
         group = mesh.control_group(Flat.LOSS)
         aside.is_known &= aside.counts.shared_apart(group, mesh.cp_size) is None
-        unknown = gathered_lists([] if aside.is_known else [aside.zeros], group)
+        unknown = gathered_lists([aside.zeros] if aside.needs_fewer_labels else [], group)
         self._require_healthy(part, base, uneven=False)
         uneven = self._uneven(part)
         if uneven is not None:

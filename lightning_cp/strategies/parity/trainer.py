@@ -127,7 +127,7 @@ class TrainerParity:
         with self._core.between_steps(), torch.enable_grad():
             self._check(self._kept[wanted[0][1]])
         if self._core.cleared == before and self._core.ask_for_counts is None:
-            self._leave_out("the step was run again for it, and had a loss of a known kind")
+            self._leave_out("run again for it, the step had a loss of a known kind, or declared it")
 
     def _check(self, micro_batch: _MicroBatch) -> None:
         module, callback = micro_batch.module, micro_batch.callback

@@ -72,8 +72,6 @@ class StepLosses(StepValues):
         passes = self._loss.is_declared or self._is_cleared(loss, self._loss)
         self._counts.note_shared(self._loss.targets, None if passes else means)
         if not self._is_aside:
-            if self._loss.is_declared and not is_known:
-                self.clear_unknown()
             self._look_at(self._loss, is_known or passes)
 
     def _is_cleared(self, loss: torch.Tensor, weight: StepLoss) -> bool:

@@ -44,8 +44,8 @@ class StepValues(RunMesh):
         self.ask_for_counts: str | None = None
         """What to say of a loss of no known kind; ``None``: a parity check looks at the first one."""
         self.cleared: set[tuple[bool, ...]] = set()
-        """Of each loss of no known kind that was compared with one process, or declared, which factors were
-        0: others pass of which the same ones are."""
+        """Of each loss of no known kind that was compared with one process, which factors were 0: others
+        pass of which the same ones are."""
 
     @contextmanager
     def as_one_process(self) -> Iterator[None]:
