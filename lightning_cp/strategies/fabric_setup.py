@@ -98,7 +98,8 @@ class FabricSetup(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStra
         if self._watch.is_on:
             self._core.progress.begin_with(module)
         # Fabric itself goes through forward only where what it calls is another module than the user's.
-        wrapped = self._wrap(module, STEPS if isinstance(module, LightningModule) else ())
+        steps = STEPS if isinstance(module, LightningModule) else ()
+        wrapped = self._wrap(module, ("forward", *steps))
         self._run_state.follow_model(wrapped)
         return wrapped
 

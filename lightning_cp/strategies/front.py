@@ -236,7 +236,7 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
     _made_for: ClassVar[str]
     """Whose strategy this is, and which one is for the other."""
 
-    def _wrap(self: Any, module: nn.Module, methods: Sequence[str] = ()) -> nn.Module:
+    def _wrap(self: Any, module: nn.Module, methods: Sequence[str] = ("forward",)) -> nn.Module:
         self._load_whole(module)
         options = self._ddp_options
         wrapped = self._engine.wrap(module, self.mesh, self.root_device, options, methods)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -92,8 +93,9 @@ def test_odd_parameters_are_trained_as_in_one_process(engine: str) -> None:
 # -- accumulation ---------------------------------------------------------------------------------
 
 
-def counted(rank: int, world_size: int, engine: str, accumulate: int) -> dict[str, int]:
-    """How often gradients were reduced and parameters gathered, in two windows."""
+@contextmanager
+def counting_calls() -> Iterator[dict[str, int]]:
+    """How often gradients are reduced and parameters gathered within."""
     calls = {"reduce": 0, "gather": 0}
 
     def counting(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,12 +115,18 @@ def counted(rank: int, world_size: int, engine: str, accumulate: int) -> dict[st
     setattr(dist, scatter, counting("reduce", before[scatter]))
     setattr(dist, gather, counting("gather", before[gather]))
     try:
-        settings = {**RING, "data_parallel": engine, "parity_check": "off"}
-        trainer = trainer_of(world_size, settings, accumulate_grad_batches=accumulate)
-        trainer.fit(Small(), loader(4 * accumulate))
+        yield calls
     finally:
         for name, own in before.items():
             setattr(dist, name, own)
+
+
+def counted(rank: int, world_size: int, engine: str, accumulate: int) -> dict[str, int]:
+    """In two windows."""
+    with counting_calls() as calls:
+        settings = {**RING, "data_parallel": engine, "parity_check": "off"}
+        trainer = trainer_of(world_size, settings, accumulate_grad_batches=accumulate)
+        trainer.fit(Small(), loader(4 * accumulate))
     return calls
 
 
@@ -131,6 +139,56 @@ def test_a_window_reduces_once(engine: str) -> None:
         assert once["gather"] == thrice["gather"] > 0
     else:
         assert thrice["gather"] == 3 * once["gather"]
+
+
+class Called(Small):
+    """Called by its forward."""
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.model(ids, positions)
+
+
+def counted_in_fabric(rank: int, world_size: int, engine: str, kind: str) -> tuple[int, int]:
+    """How often parameters were gathered, and are to be: each unit once a step, and again for backward."""
+    fabric = fabric_of(world_size, {**RING, "data_parallel": engine})
+    fabric.launch()
+    plain: Any = Small().model if kind == "plain" else Called()
+    setup: Any = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.05))
+    model, optimizer = setup
+    strategy: Any = fabric.strategy
+    with counting_calls() as calls:
+        for whole_batch in loader(6):
+            batch = strategy.shard_batch(whole_batch)
+            if kind == "step":
+                loss = model.training_step(batch, 0)
+            else:
+                logits = model(batch["input_ids"], batch["position_ids"])
+                loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    strategy.end_step()
+    units = sum(
+        isinstance(module, FSDPModule) and any(True for _ in own_parameters(module))
+        for module in plain.modules()
+    )
+    return calls["gather"], 3 * (units + (engine == "fsdp") * (units - 1))
+
+
+def own_parameters(unit: Any) -> Iterator[nn.Parameter]:
+    """Those that are in no unit of it."""
+    yield from unit.parameters(recurse=False)
+    for child in unit.children():
+        if not isinstance(child, FSDPModule):
+            yield from own_parameters(child)
+
+
+@pytest.mark.quick("zero1-forward", "zero1-step", "fsdp-forward")
+@pytest.mark.parametrize("kind", ["plain", "forward", "step"])
+@pytest.mark.parametrize("engine", SHARDING)
+def test_a_step_of_fabric_gathers_once(engine: str, kind: str) -> None:
+    for gathered, wanted in run_ranks(2, counted_in_fabric, engine, kind):
+        assert gathered == wanted > 0
 
 
 @pytest.mark.quick("hsdp", "wrapped")

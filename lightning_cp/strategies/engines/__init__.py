@@ -39,7 +39,7 @@ class Engine(Protocol):
         mesh: ContextParallelMesh,
         device: torch.device,
         options: Mapping[str, Any],
-        methods: Sequence[str] = (),
+        methods: Sequence[str] = ("forward",),
     ) -> nn.Module:
         """The module to call instead of ``module``; parameters equal on all ranks afterwards.
 
@@ -48,7 +48,7 @@ class Engine(Protocol):
             mesh: the process groups.
             device: where it computes.
             options: what is DistributedDataParallel's own among the strategy's arguments.
-            methods: those of the module that are called besides its forward.
+            methods: those of the module that are steps; a backward may follow these.
         """
         ...
 

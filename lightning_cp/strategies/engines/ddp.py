@@ -50,7 +50,7 @@ class DDPEngine:
         mesh: ContextParallelMesh,
         device: torch.device,
         options: Mapping[str, Any],
-        methods: Sequence[str] = (),
+        methods: Sequence[str] = ("forward",),
     ) -> DistributedDataParallel:
         """Broadcast the weights of the group's first rank, and average gradients from then on."""
         self._mesh = ref(mesh)

@@ -63,7 +63,7 @@ class ShardedEngine:
         mesh: ContextParallelMesh,
         device: torch.device,
         options: Mapping[str, Any],
-        methods: Sequence[str] = (),
+        methods: Sequence[str] = ("forward",),
     ) -> nn.Module:
         """Shard the module in place, one unit at a time, with the weights of the group's first rank.
 
@@ -84,12 +84,13 @@ class ShardedEngine:
         self._successors.note(module, before)
         root = Root(module, mesh)
         self._roots = [*self._alive(), root]
-        # The backward of a module with steps follows them; that of a plain module follows its forward.
-        after = root.shard if methods else root.after_forward
+        # Where no backward follows a forward, nothing would free what it has gathered.
+        after = root.after_forward if "forward" in methods else root.shard
         add_hook(module.register_forward_hook, lambda *_: after())
         root.follow_calls(_callable_parts(module), lambda: self.before_data())
         for method in methods:
-            self._as_forward(root, method)
+            if method != "forward":
+                self._as_forward(root, method)
         return module
 
     def _shard(self, module: nn.Module, mesh: ContextParallelMesh, device: torch.device) -> None:
