@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lightning_cp.comm.reduce import all_sum
-from lightning_cp.logs.found import Ranks, agree_on_calls
+from lightning_cp.logs.found import Losses, Ranks, agree_on_calls
 from lightning_cp.logs.ranks import equal, side_by_side, weighted_mean
 from lightning_cp.logs.token_mean import Options
 from lightning_cp.loss_calls import Doubt, doubts, explained
@@ -139,6 +139,7 @@ class StepLog:
             mesh,
             ranks.shares if of_a_batch else None,
             ranks.evidence if of_a_batch and ranks.looks_at_values else None,
+            ranks.weights_by_loss if of_a_batch else None,
             # A loss that counts other targets is refused in training, and what it logs need not be said.
             (Doubt.ROWS,) if together else tuple(Doubt),
         )
@@ -152,6 +153,7 @@ class StepLog:
         mesh: ContextParallelMesh,
         shares: list[float] | None,
         evidence_of: Callable[[torch.Tensor], torch.Tensor] | None,
+        losses: Losses | None,
         doubted: Sequence[Doubt],
     ) -> None:
         """Everything but ratios, as far as all ranks of the cp group have it.
@@ -163,6 +165,7 @@ class StepLog:
             shares: of each rank, what means are weighted by; ``None``: nothing.
             evidence_of: of a float, how it may have come about, which is exchanged along with it and looked
                 at; ``None``: it is not.
+            losses: of a step that has several counts.
             doubted: the doubts that the user is told of.
         """
         peers = [{key: kind for key, kind, *_ in one} for one in lists]
@@ -172,8 +175,14 @@ class StepLog:
         values = [call.values[0] for call in shared]
         means = [call for call in shared if evidence_of and _is_mean(call)]
         values += [evidence_of(call.values[0]) for call in means] if evidence_of else []
+        of_losses = [call for call in shared if losses and call.kind in MEANS]
+        values += [losses.likeness(call.values[0]) for call in of_losses] if losses else []
         both = side_by_side(values, mesh)
-        rows, evidence = both[: len(shared)], both[len(shared) :]
+        rows, evidence = both[: len(shared)], both[len(shared) : len(shared) + len(means)]
+        alike = {
+            call.key: x
+            for call, x in zip(of_losses, both[len(values) - len(of_losses) :], strict=True)
+        }
         found = [_unlike(row) for row in rows] + [doubts(each) for each in evidence]
         sizes = [len(flags) for flags in found]
         told = torch.cat(found).cpu().split(sizes) if found else []  # waits for the device once
@@ -187,7 +196,10 @@ class StepLog:
             kinds = {peer[call.key] for peer in peers}
             kind = call.kind if len(kinds) == 1 else Kind.METRIC
             if kind in MEANS and shares is not None:
-                call.emit = _given(call.emit, weighted_mean(row, shares))
+                own = losses.shares_by(alike[call.key]) if losses and differ else shares
+                if own is None:
+                    self._warn_of_counts(call)
+                call.emit = _given(call.emit, weighted_mean(row, own or shares))
             elif differ:
                 self._settle_one(call, kind, row, shares)
 
@@ -210,6 +222,14 @@ class StepLog:
             self._told.add(call.name)
             ranks = ", ".join(str(rank) for rank, held in enumerate(nan) if held)
             self._warn(_NAN.format(name=call.name, where=call.where, ranks=ranks))
+
+    def _warn_of_counts(self, call: Call) -> None:
+        """Several counts were declared in the step, and the value is of none of its losses."""
+        returned = call.where.startswith(STEP_LOSS)
+        what = STEP_LOSS if returned else f"self.log({call.name!r}, ...) in {call.where}"
+        if what not in self._told:
+            self._told.add(what)
+            self._warn(_COUNTS.format(what=what))
 
     def _warn_once(
         self, call: Call, doubt: Doubt, names: list[str], evidence: torch.Tensor
@@ -271,6 +291,14 @@ _NAN = (
     "rank has none of, as of a row whose labels other ranks have (0 / 0). Compute it from "
     "self.unshard(values of tokens) of ContextParallelMixin, which all ranks have whole; log a mean over "
     "tokens by self.cp_log({name!r}, total, count)."
+)
+
+_COUNTS = (
+    "{what} was given a value that is none of the losses which went backward, in a step that called "
+    "count_targets for several, so that it is not known which targets it is a mean over, and shown is its "
+    "mean weighted by the last ones. Log each loss by itself, as it was given to backward; a sum of losses "
+    "as the sum of self.average(loss); other values by self.cp_log(name, total, count) of "
+    "ContextParallelMixin."
 )
 
 _TOLD = {

@@ -10,8 +10,9 @@ import torch
 
 from lightning_cp.batch import ShardedBatch, unshard_output
 from lightning_cp.comm.reduce import all_sum
+from lightning_cp.errors import ConfigError
 from lightning_cp.logs.found import Found
-from lightning_cp.logs.ranks import side_by_side, weighted_mean
+from lightning_cp.logs.ranks import equal, side_by_side, weighted_mean
 from lightning_cp.logs.token_mean import as_logged, where_counted
 from lightning_cp.mesh import Flat
 from lightning_cp.models.handle import refuse_gradients
@@ -90,6 +91,11 @@ class StepValues(RunMesh):
         return self._loss.shares if self._loss else [1 / self.mesh.cp_size] * self.mesh.cp_size
 
     @property
+    def weights_by_loss(self) -> StepLoss | None:
+        """The losses of a step that has several counts; ``None``: one weight of a rank fits all values."""
+        return self._loss if self._loss is not None and self._loss.has_several_counts else None
+
+    @property
     def looks_at_values(self) -> bool:
         """True in a step whose logged values are compared with its loss functions; on all ranks alike."""
         state = self._handle.state if self._handle is not None else None
@@ -129,12 +135,24 @@ class StepValues(RunMesh):
             self._handle.checks.before_data()
 
     def average(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over the cp group, weighted by targets: what one process would have computed."""
+        """The mean over the cp group, weighted by targets: what one process would have computed.
+
+        Where losses of several counts went backward in the step, by those of the loss that it is.
+
+        Raises:
+            ConfigError: it is none of these.
+        """
         if self._loss is None:
             return value
         self.before_data()
-        (rows,) = side_by_side([value], self.mesh)
-        return weighted_mean(rows, self.shares).to(value)
+        if not self._loss.has_several_counts:
+            (rows,) = side_by_side([value], self.mesh)
+            return weighted_mean(rows, self.shares).to(value)
+        rows, alike = side_by_side([value, self._loss.likeness(value)], self.mesh)
+        shares = self._loss.shares_by(alike)
+        if shares is None and not bool(equal(rows).all()):
+            raise ConfigError(_NO_LOSS)
+        return weighted_mean(rows, shares or self.shares).to(value)
 
     def token_mean(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         """(sum of totals) / (sum of counts) over the ranks that share a sample."""
@@ -174,3 +192,11 @@ class StepValues(RunMesh):
             size = self._part.layout.local_len
             real = self._part.layout.real_len(self.mesh.cp_rank)
         return (torch.arange(size, device=x.device) < real)[None]
+
+
+_NO_LOSS = (
+    "average was given a value that is none of the losses which went backward, in a step that declared "
+    "several counts, so that it is not known which targets it is a mean over. Average each loss by itself "
+    "after its backward, as it was given to that, and add up the averages; average other values before the "
+    "next count_targets."
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,8 @@ class StepLoss:
         self._layout, self._rows = sharding.part.layout, sharding.part.rows
         self._padding: torch.Tensor | None = None
         self._is_used = self._is_number = False
+        self._gone: list[tuple[Sequence[float] | torch.Tensor, torch.Tensor]] = []
+        """Of each loss that went backward, what ranks counted, and its value."""
 
     @property
     def shares(self) -> list[float]:
@@ -56,8 +58,41 @@ class StepLoss:
 
         It waits for the device where targets were declared.
         """
-        counts = self._valid if self._declared is None else self._declared.tolist()
-        return [average_weight(counts, rank) for rank in range(len(counts))]
+        return _shares(self._counts)
+
+    @property
+    def _counts(self) -> Sequence[float] | torch.Tensor:
+        return self._valid if self._declared is None else self._declared
+
+    @property
+    def has_several_counts(self) -> bool:
+        """True if losses of other counts than the current ones went backward; on all ranks alike."""
+        return any(counts is not self._counts for counts, _ in self._gone)
+
+    def likeness(self, value: torch.Tensor) -> torch.Tensor:
+        """float64 [losses]: 1 for each loss that went backward and is this value, on this rank."""
+        found = [_is_same(value, loss).to(value.device, torch.float64) for _, loss in self._gone]
+        return torch.stack(found)
+
+    def shares_by(self, alike: torch.Tensor) -> list[float] | None:
+        """What averages of a value are weighted by that is one of the losses on all ranks with targets of it.
+
+        It waits for the device.
+
+        Args:
+            alike: [ranks, losses], their ``likeness``.
+
+        Returns:
+            ``None`` if it is none of them, and they do not weigh ranks alike.
+        """
+        for (counts, _), of_ranks in reversed(list(zip(self._gone, alike.T.tolist(), strict=True))):
+            shares = _shares(counts)
+            if all(same or not share for same, share in zip(of_ranks, shares, strict=True)):
+                return shares
+        every = [
+            _shares(counts) for counts in (self._counts, *(counts for counts, _ in self._gone))
+        ]
+        return every[0] if all(shares == every[0] for shares in every) else None
 
     @property
     def targets(self) -> torch.Tensor | int:
@@ -177,6 +212,7 @@ class StepLoss:
         rank = self._mesh.cp_rank
         weight = self._weight(optimizers, automatic)
         self._is_used = True
+        self._gone.append((self._counts, loss.detach()))
         if self._declared is not None:
             weighted = loss * (declared_scale(self._declared, rank) * weight).to(loss)
         elif self._valid[rank]:
@@ -235,6 +271,19 @@ class StepLoss:
             except NonFiniteError as refused:
                 error = refused
         agree({}, self._mesh.control_group(Flat.LOSS), what="loss", error=error)
+
+
+def _shares(counts: Sequence[float] | torch.Tensor) -> list[float]:
+    numbers = counts.tolist() if isinstance(counts, torch.Tensor) else counts
+    return [average_weight(numbers, rank) for rank in range(len(numbers))]
+
+
+def _is_same(value: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    """bool []; NaN is NaN."""
+    if value.numel() != 1:
+        return torch.zeros((), dtype=torch.bool)
+    a, b = value.detach().reshape(()).double(), loss.reshape(()).to(value.device).double()
+    return (a == b) | (a.isnan() & b.isnan())
 
 
 _TWICE = (
