@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_cp.callback import ContextParallelCallback, callback_among
 from lightning_cp.errors import UndeclaredError
 from lightning_cp.mixin import options_of
-from lightning_cp.strategies.engines.fresh import is_on_meta
+from lightning_cp.strategies.engines.fresh import is_on_meta, is_sharded
 from lightning_cp.strategies.front import ContextParallelFront
 from lightning_cp.strategies.loaders.draws import going_on
 from lightning_cp.strategies.loaders.shared import unshared
@@ -241,9 +241,10 @@ class TrainerSetup(
         trainer = None if module is None else module._trainer
         if trainer is not None and trainer.interrupted:  # or else their own teardown follows
             self.detach_callbacks(trainer)
-        if module is not None and is_on_meta(
-            module
-        ):  # refused: there is nothing to move to the CPU
+        refused = module is not None and (
+            is_on_meta(module) or (self._whole and is_sharded(module))
+        )
+        if refused:  # nothing can be moved to the CPU
             self._replaced.replace(module, "cpu", lambda _: lambda: module)
         super().teardown()
         self._replaced.undo()

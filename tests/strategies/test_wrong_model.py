@@ -1,4 +1,5 @@
-"""A checkpoint of another model, or of Fabric, is refused as that, and nobody is sent to the optimizer."""
+"""A checkpoint of another model, or of Fabric, is refused as that, and nobody is sent to the optimizer; so is
+a model that is sharded already, where every rank is to have it whole."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_cp.errors import CheckpointError
+from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.strategies.watch import signals
-from tests.pool import run_ranks
+from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.plain_llama import PlainLlama
 from tests.strategies.small import RING, VOCAB, Small, loader, trainer_of
-from tests.strategies.test_fabric import Loop
+from tests.strategies.test_fabric import Loop, fabric_of
 
 SAYS = "checkpoint is of another model"
 
@@ -88,3 +89,34 @@ def test_a_save_that_fails_leaves_the_callback_as_it_was(monkeypatch: pytest.Mon
     with pytest.raises(OSError, match="no space left"):
         signals.save_last(trainer)
     assert keep.save_last == "link"
+
+
+def given_sharded(rank: int, world: int, how: str, use: str) -> None:
+    """The error is the one that ends the Trainer's run: its teardown moves nothing."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    module: Any = Small()
+    if how == "fully_shard":
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world,))
+        fully_shard(module.model, mesh=mesh)
+    elif how == "FSDP":
+        device = torch.device("cpu")
+        module.model = FullyShardedDataParallel(module.model, device_id=device)
+    else:
+        trainer_of(world, {**RING, "data_parallel": how}).fit(module, loader(2))
+    if use == "fabric":
+        fabric = fabric_of(world, RING)
+        fabric.launch()
+        fabric.setup_module(module.model)
+    elif use == "fits":
+        trainer_of(world, RING).fit(module, loader(2))
+    else:
+        trainer_of(world, RING).predict(module, loader(2))
+
+
+@pytest.mark.quick("fsdp-fits", "fully_shard-predicts", "FSDP-fabric")
+@pytest.mark.parametrize("use", ["fits", "predicts", "fabric"])
+@pytest.mark.parametrize("how", ["fsdp", "zero1", "fully_shard", "FSDP"])
+def test_a_sharded_model_is_refused_where_ranks_keep_it_whole(how: str, use: str) -> None:
+    match = "is sharded already.*data_parallel='ddp' keeps it whole.*Use data_parallel='fsdp'"
+    expect_on_every_rank(2, given_sharded, how, use, error=ConfigError, match=match)

@@ -30,12 +30,25 @@ def is_on_meta(module: nn.Module) -> bool:
     return any(x.is_meta for x in [*module.parameters(), *module.buffers()])
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """True if a part of it was given to FSDP; by names, as none of it need be imported."""
+    kinds = {kind.__name__ for part in module.modules() for kind in type(part).__mro__}
+    return bool(kinds & {"FSDPModule", "FullyShardedDataParallel"})
+
+
 def require_values(module: nn.Module, data_parallel: str) -> None:
-    """Refuse a model on the meta device where nothing gives it values.
+    """Refuse a model on the meta device, where nothing gives it values, and one that is sharded already.
 
     Raises:
         ConfigError: naming what does.
     """
+    if is_sharded(module):
+        raise ConfigError(
+            f"{type(module).__name__} is sharded already (by fully_shard or FSDP, or by an earlier run that "
+            f"shards), and data_parallel={data_parallel!r} keeps it whole on every rank. Use "
+            "data_parallel='fsdp' for this run too; or build it again, unsharded, and load a full "
+            "checkpoint of it."
+        )
     if is_on_meta(module):
         raise ConfigError(
             f"{type(module).__name__} is on the meta device, which data_parallel={data_parallel!r} cannot "
