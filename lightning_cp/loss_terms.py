@@ -55,7 +55,8 @@ class Means(NamedTuple):
     own_factor: bool
     """A factor is a tensor, of which each rank may have another one: the number of its targets, say."""
     numbers: list[float]
-    """Factors and divisors that are numbers of Python, in the order of the graph."""
+    """Factors and divisors that are numbers of Python, in the order of the graph; then those within terms of
+    parameters."""
     other_terms: bool = False
     """The loss has another term: a sum or a mean by hand, or a function of a mean."""
     joined: tuple[torch.Tensor, ...] = ()
@@ -91,13 +92,14 @@ def counted_means(loss: torch.Tensor) -> Means:
             other_terms |= not factors and not _is_shared(node)
             shared += [x for x in (_sources(node) if factors else [node]) if x not in factors]
             constants = _constants(node)
-            numbers += [_value_of(x) for x in constants if _is_number(x)]
+            numbers += _numbers_of(node) if factors else []
             own_factor |= bool(factors) and not all(map(_is_number, constants))
             ahead.extend(factors)
         elif _is_shared(node):
             shared.append(node)
         else:
             other_terms = True
+    numbers += _numbers_within(shared)
     return Means(counts, own_factor, numbers, other_terms, _joined_to(shared), _gathered(shared))
 
 
@@ -194,7 +196,8 @@ def _wide_sum(x: torch.Tensor) -> torch.Tensor:
 _KEY = "lightning_cp"
 
 _LINEAR = {
-    *("Add", "Sub", "Neg", "Sum", "Mean", "Stack", "Cat", "Clone", "Alias", "ToCopy", "NanToNum"),
+    *("Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Stack", "Cat", "Clone", "Alias", "ToCopy"),
+    "NanToNum",
     *("View", "ReshapeAlias", "UnsafeView", "Squeeze", "Unsqueeze", "Select", "Slice", "Unbind"),
     *("_Shown", "_ToTorchTensor", "_FromTorchTensor", "Redistribute"),
 }
@@ -271,6 +274,11 @@ def _is_number(x: torch.Tensor) -> bool:
         return False
     narrow = torch.tensor(1, dtype=torch.float16 if x.is_floating_point() else torch.int8)
     return not x.dim() and torch.result_type(narrow, x) == narrow.dtype
+
+
+def _numbers_of(node: Any) -> list[float]:
+    """Those that a product or a quotient has for factors."""
+    return [_value_of(x) for x in _constants(node) if _is_number(x)]
 
 
 def _value_of(number: torch.Tensor) -> float:
@@ -353,11 +361,23 @@ def _joined_to(terms: Iterable[Any]) -> tuple[torch.Tensor, ...]:
             node = ahead.pop()
             if node not in seen and not hasattr(node, "variable"):
                 seen[node] = None
-                joins |= _operator(node) in ("Add", "Sub") and len(_sources(node)) < 2
+                joins |= _operator(node) in ("Add", "Sub", "Rsub") and len(_sources(node)) < 2
                 ahead.extend(_sources(node))
         if joins:
             found += [x for node in seen for x in _kept(node)]
     return tuple({id(x): x for x in found}.values())
+
+
+def _numbers_within(terms: Iterable[Any]) -> list[float]:
+    """Those that parameters are multiplied or divided by in terms of nothing else."""
+    ahead, seen, found = [*filter(_is_of_parameters, terms)], set(), []
+    while ahead:
+        node = ahead.pop()
+        if node not in seen and not hasattr(node, "variable"):
+            seen.add(node)
+            found += _numbers_of(node) if _operator(node) in ("Mul", "Div") else []
+            ahead.extend(_sources(node))
+    return found
 
 
 def _gathered(terms: Iterable[Any]) -> tuple[Any, ...]:

@@ -88,6 +88,7 @@ KNOWN: dict[str, tuple[Callable[[], torch.Tensor], list[float]]] = {
     "times a whole one": (lambda: mean(tokens()) * of_rows(), [6]),
     "a regulariser": (lambda: mean(tokens()) + 0.1 * a_parameter().square().sum().sqrt(), [6]),
     "beside its beginning": (lambda: (a_parameter() - torch.zeros(3)).norm() + mean(tokens()), [6]),
+    "taken from a number": (lambda: 1 - mean(tokens()) + (2 - a_parameter()).norm(), [6]),
     "a head of whole rows": (lambda: (sequence() @ a_matrix() + a_parameter()).exp().mean(), []),
     "beside logits": (lambda: of_several(tokens(), mean(tokens()))[1] / 2, [6]),
     "learned weight": (lambda: mean(tokens()) * (-a_parameter()[0]).exp(), [6]),
@@ -103,6 +104,9 @@ UNKNOWN: dict[str, Callable[[], torch.Tensor]] = {
     "divided by a mean": lambda: 1 / mean(tokens()),
     "rows of tokens": lambda: F.logsigmoid(tokens().sum((1, 2))).mean(),
     "rows and tokens": lambda: (sequence().sum(1) + tokens().sum((1, 2))).exp().mean(),
+    "taken from them": lambda: (
+        mean(tokens()) + torch.rsub(nn.Parameter(torch.ones(2, 4)), TARGETS.float()).exp().sum()
+    ),
     "of detached tokens": lambda: (tokens().detach() * nn.Parameter(torch.ones(5))).mean(),
     "a baseline": lambda: (a_parameter()[0] - TARGETS.float()).square().mean(),
     "a baseline of their mean": lambda: (a_parameter().sum() - TARGETS.float().mean()).square(),
@@ -162,6 +166,11 @@ def test_numbers_of_python_are_told() -> None:
     assert sorted(means.numbers) == [0.5, 2, 3, 7.5]
 
 
+def test_numbers_within_a_term_of_parameters_are_told() -> None:
+    term = 3 * (7 * a_parameter() / 5).square().sum()
+    assert sorted(counted_means(mean(tokens()) + term).numbers) == [3, 5, 7]
+
+
 def test_numbers_are_told_under_a_mode_that_counts() -> None:
     """Which is handed numbers that autograd has wrapped as Python has them."""
     with FlopCounterMode(display=False):
@@ -186,6 +195,7 @@ def test_another_tensor_beside_parameters_is_told() -> None:
     for loss in (
         lambda x: mean(tokens()) + 0.5 * (a_parameter() - x).square().sum(),
         lambda x: mean(tokens()) * (x + a_parameter()).norm(),
+        lambda x: (float(x[0]) - a_parameter()).square().sum() + mean(tokens()),
         lambda x: (-(a_parameter() + 2 * a_parameter() - x).abs()).mean() + mean(tokens()),
     ):
         told, other = (counted_means(loss(x)).joined for x in (own, zero))

@@ -223,6 +223,24 @@ def test_a_number_that_differs_between_ranks_is_refused(ranks: int, settings: Se
     expect_on_every_rank(ranks, stepped, settings, by_its_number, error=ConfigError, match=match)
 
 
+def by_its_number_within(loop: Loop, batch: Batch) -> torch.Tensor:
+    """A regulariser of a rank's own number, which no other one shows."""
+    own = (batch["labels"] != -100).sum().item()
+    weight = next(iter(loop.model.parameters()))
+    return loop.loss(batch) + (weight * own).square().mean()
+
+
+@pytest.mark.quick("ring 3")
+@GRIDS
+def test_a_number_within_a_regulariser_is_refused_where_it_differs(
+    ranks: int, settings: Settings
+) -> None:
+    match = "step 1: a loss is multiplied or divided by .*No rank has stepped"
+    expect_on_every_rank(
+        *(ranks, stepped, settings, by_its_number_within), error=ConfigError, match=match
+    )
+
+
 @pytest.mark.quick("ring 2")
 @GRIDS
 def test_a_number_of_the_whole_sample_is_exact(ranks: int, settings: Settings) -> None:
