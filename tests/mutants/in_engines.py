@@ -13,6 +13,17 @@ CURRENT = OUTSIDE + "test_steps_and_hooks_see_current_weights"
 
 ENGINE_MUTANTS = (
     Mutant(
+        "FSDP2's methods hide those of the user's class",
+        ENGINES + "sharded.py",
+        "            keep_methods(unit, users)\n",
+        "",
+        (
+            "tests/strategies/test_mixin_engines.py"
+            "::test_methods_of_the_mixin_equal_those_of_one_process[fsdp]",
+        ),
+        "self.unshard(x) of the mixin ends in an error of PyTorch's.",
+    ),
+    Mutant(
         "a call between steps is no forward of the root",
         ENGINES + "root.py",
         "if self.entered or not is_idle(root):",

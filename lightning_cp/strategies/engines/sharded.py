@@ -41,7 +41,11 @@ from lightning_cp.strategies.engines.norms import clip_norm, clip_value
 from lightning_cp.strategies.engines.root import Root
 from lightning_cp.strategies.engines.successors import Successors, dropping_when_zeroed
 from lightning_cp.strategies.engines.tensor_parallel import share_layers
-from lightning_cp.strategies.engines.torch_fsdp2 import enter_backward, two_dimensional
+from lightning_cp.strategies.engines.torch_fsdp2 import (
+    enter_backward,
+    keep_methods,
+    two_dimensional,
+)
 from lightning_cp.strategies.engines.units import units_of
 
 
@@ -111,7 +115,9 @@ class ShardedEngine:
             from_first((local_part(x) for x in own), mesh.group(Flat.LOSS))
             last = unit is module  # its parameters are needed again at once
             again = False if self.name == "zero1" else None if last else True
+            users = type(unit)
             fully_shard(unit, reshard_after_forward=again, **whole)
+            keep_methods(unit, users)
             unit.register_forward_pre_hook(self._before_forward, prepend=True)
             done.update(map(id, _states(unit)))
         assert isinstance(module, FSDPModule)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
+from functools import wraps
 from typing import Any
 
 import torch
@@ -18,6 +19,30 @@ from lightning_cp.faults.signs import sign_of_life
 def two_dimensional(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     """The mesh of two of one root's axes, of which either may be flattened."""
     return DeviceMesh._concatenate([outer, inner])
+
+
+def keep_methods(module: nn.Module, users: type[nn.Module]) -> None:
+    """Have calls reach the user's methods too whose names are FSDP2's: its class comes before the user's.
+
+    Args:
+        module: was sharded just now.
+        users: its class before that.
+    """
+    for name, own in vars(FSDPModule).items():
+        theirs = None if name.startswith("_") else getattr(users, name, None)
+        if callable(theirs):
+            setattr(type(module), name, _either(own, theirs))
+
+
+def _either(own: Callable[..., Any], users: Callable[..., Any]) -> Callable[..., Any]:
+    """FSDP2's method for calls with nothing but switches, which is all that it takes; else the user's."""
+
+    @wraps(users)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        switches = all(isinstance(given, bool) for given in (*args, *kwargs.values()))
+        return (own if switches else users)(self, *args, **kwargs)
+
+    return method
 
 
 class Group:
