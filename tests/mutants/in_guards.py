@@ -10,6 +10,7 @@ TRAINER = "tests/strategies/test_finite.py::test_a_trainer_stops"
 COUNTS = "lightning_cp/strategies/step/counts.py"
 KINDS = "tests/strategies/test_loss_kinds.py::test_"
 LATER = "tests/parity/test_later_losses.py::test_"
+SEVERAL = "tests/strategies/test_several_counts.py::test_"
 ENDS = "tests/strategies/test_fabric_ends.py::test_"
 
 GUARD_MUTANTS = (
@@ -137,5 +138,34 @@ GUARD_MUTANTS = (
         '            if store.check([f"{_FOLDER}/asks/{other}"]):',
         ("tests/strategies/test_restarts.py::test_questions_of_the_dead_do_not_count",),
         "After a restart a rank waits for an answer that rank 0 has given to a dead one.",
+    ),
+    Mutant(
+        "the last count weights every loss of a step",
+        "lightning_cp/strategies/step/weighting.py",
+        "if all(same or not share for same, share in zip(of_ranks, shares, strict=True)):",
+        "if of_ranks is not None:",
+        (
+            f"{SEVERAL}each_loss_is_one_process_s[trained-end-ring3]",
+            f"{SEVERAL}a_sum_of_losses_is_refused",
+        ),
+        "The first loss of a GAN's step is shown by the targets of the second.",
+    ),
+    Mutant(
+        "a sum of losses is averaged by the last count",
+        "lightning_cp/strategies/step/weighting.py",
+        "return every[0] if all(shares == every[0] for shares in every) else None",
+        "return every[0]",
+        (f"{SEVERAL}a_sum_of_losses_is_refused",),
+        "Of two losses of other targets a sum is shown that one process does not have.",
+    ),
+    Mutant(
+        "NaN is for ranks without targets alone",
+        "lightning_cp/logs/settle.py",
+        "[x and y > 0 for x, y in zip(nan, shares, strict=True)]",
+        "[x and not y for x, y in zip(nan, shares, strict=True)]",
+        (
+            "tests/strategies/test_evaluated_counts.py::test_rows_without_targets_on_a_rank_are_said",
+        ),
+        "A mean over rows shows NaN without a word, where one process has a number.",
     ),
 )
