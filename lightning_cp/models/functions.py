@@ -70,8 +70,19 @@ def globals_of_all(without: tuple[str, ...] = ()) -> Iterator[tuple[ModuleType, 
             yield module, names
 
 
+def name_for_compiler() -> None:
+    """Have the compiler look up which functions are PyTorch's, before their names are those of others.
+
+    It looks once, by name, and again after ``init_process_group``; what it finds goes into graphs as it is.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None:
+        rules.get_torch_obj_rule_map()
+
+
 def replace_everywhere(news: Mapping[Function, Function]) -> None:
     """Put the new functions where the old ones are in modules' globals."""
+    name_for_compiler()
     by_identity = {id(old): new for old, new in news.items()}
     for module, names in globals_of_all():
         if not by_identity.keys().isdisjoint(map(id, list(names.values()))):

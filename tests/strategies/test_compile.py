@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import trace_rules
 
 from tests.length.runs import Result, Run, execute
 from tests.pool import run_ranks
+from tests.strategies.small import RING, ULYSSES, Settings, Small, trainer_of, weights
+from tests.strategies.small import loader as small_loader
 
 pytestmark = pytest.mark.filterwarnings(
     # PyTorch's compiler asks every tensor for its gradient that one graph hands to the next.
@@ -89,3 +92,41 @@ def test_with_what_makes_sequences_longer(what: str, how: str) -> None:
 def test_with_the_check_of_the_first_batch() -> None:
     """Which runs the model as it is: it need not be compiled for the lengths of a prefix."""
     check("all", False, parity_check="first_batch")
+
+
+def plain_blocks(rank: int, world_size: int, settings: Settings | None) -> tuple[torch.Tensor, int]:
+    """Weights of blocks that call PyTorch's attention themselves, and compiled graphs.
+
+    The compiler has forgotten what functions are called, as when a process group is made after they were
+    compiled.
+    """
+    module = Small()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in module.model.blocks if settings is not None else ():
+        block.compile(backend="aot_eager")  # type: ignore[operator]
+    trace_rules.clear_lru_cache()
+    try:
+        trainer_of(world_size, settings).fit(module, small_loader(4))
+        return weights(module), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    finally:
+        torch._dynamo.reset()
+
+
+SETTINGS = {
+    "ring": RING,
+    "ulysses": ULYSSES,
+    "fsdp": {**RING, "data_parallel": "fsdp"},
+}
+
+
+@pytest.mark.quick("ring-check", "ulysses-unchecked")
+@pytest.mark.parametrize("check", ["check", "unchecked"])
+@pytest.mark.parametrize("settings", list(SETTINGS))
+def test_blocks_that_call_scaled_dot_product_attention(settings: str, check: str) -> None:
+    parity = "first_batch" if check == "check" else "off"
+    ours = {**SETTINGS[settings], "parity_check": parity}
+    want, _ = run_ranks(1, plain_blocks, None)[0]
+    for got, graphs in run_ranks(2, plain_blocks, ours, timeout=240.0):
+        assert graphs >= 2, "attention is left to Python between two graphs"
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
