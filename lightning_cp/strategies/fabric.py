@@ -179,7 +179,7 @@ class UlyssesRingStrategy(FabricSetup):
         def to_the_end() -> Any:
             assert closure is not None
             after.close()
-            result = closure()
+            result = self._core.closure_value(closure(), optimizer)
             complete()
             return result
 

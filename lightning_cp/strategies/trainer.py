@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_cp.errors import ConfigError
@@ -120,6 +120,8 @@ class UlyssesRingStrategy(TrainerSetup):
         def to_the_end() -> Any:  # what reads gradients comes after it: hooks, clipping
             after.close()
             result = closure()
+            if not self._goes_backward or isinstance(optimizer, LBFGS):
+                result = self._core.closure_value(result, optimizer)
             self._complete(optimizer)
             after.enter_context(as_ever())
             return result

@@ -13,7 +13,25 @@ LATER = "tests/parity/test_later_losses.py::test_"
 SEVERAL = "tests/strategies/test_several_counts.py::test_"
 ENDS = "tests/strategies/test_fabric_ends.py::test_"
 
+CLOSURES = "tests/strategies/test_closures.py::test_"
+
 GUARD_MUTANTS = (
+    Mutant(
+        "closures return the plain mean of ranks",
+        "lightning_cp/strategies/step/values.py",
+        "        mean, is_known = self._averaged(own)\n        if",
+        "        mean, is_known = side_by_side([own], self.mesh)[0].mean(0), True\n        if",
+        (f"{CLOSURES}a_search_along_a_closure_is_one_process_s[ring3-fabric]",),
+        "A line search goes along another loss than that of its gradients.",
+    ),
+    Mutant(
+        "data ranks weigh the same in what a closure returns",
+        "lightning_cp/strategies/step/values.py",
+        "mean * self._loss.data_weight",
+        "mean",
+        (f"{CLOSURES}ranks_with_other_samples_search_alike[tensor]",),
+        "A line search goes along another loss than that of its gradients.",
+    ),
     Mutant(
         "gradients of whole rows are not followed",
         COUNTS,

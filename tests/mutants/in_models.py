@@ -11,6 +11,17 @@ MATRIX = "tests/models/test_matrix.py::test_every_family"
 
 MODEL_MUTANTS = (
     Mutant(
+        "the compiler looks functions up after they were replaced",
+        "lightning_cp/models/functions.py",
+        "    if rules is not None:\n",
+        "    if rules is None:\n",
+        (
+            "tests/strategies/test_compile.py::"
+            "test_blocks_that_call_scaled_dot_product_attention[ring-check]",
+        ),
+        "Compiled blocks have our exchange of attention traced into a graph.",
+    ),
+    Mutant(
         "each rank looks at its own longest position",
         "lightning_cp/models/hf_rotary.py",
         "handle.state.positions.longest)",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from numbers import Real
 from typing import Any
 
 import torch
+from torch.optim import LBFGS, Optimizer
 
 from lightning_cp.batch import ShardedBatch, unshard_output
 from lightning_cp.comm.reduce import all_sum
@@ -142,17 +144,47 @@ class StepValues(RunMesh):
         Raises:
             ConfigError: it is none of these.
         """
+        mean, is_known = self._averaged(value)
+        if not is_known:
+            raise ConfigError(_NO_LOSS)
+        return mean
+
+    def _averaged(self, value: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """The mean, and whether it is known which targets it is of."""
         if self._loss is None:
-            return value
+            return value, True
         self.before_data()
         if not self._loss.has_several_counts:
             (rows,) = side_by_side([value], self.mesh)
-            return weighted_mean(rows, self.shares).to(value)
+            return weighted_mean(rows, self.shares).to(value), True
         rows, alike = side_by_side([value, self._loss.likeness(value)], self.mesh)
         shares = self._loss.shares_by(alike)
-        if shares is None and not bool(equal(rows).all()):
+        is_known = shares is not None or bool(equal(rows).all())
+        return weighted_mean(rows, shares or self.shares).to(value), is_known
+
+    def closure_value(self, value: Any, optimizer: Optimizer) -> Any:
+        """What an optimizer is given of a closure: the loss that gradients are of, the same on all ranks.
+
+        One that searches along it would go another way on each rank, and other ranks would wait for it.
+
+        Args:
+            value: what this rank's closure returned.
+            optimizer: that called it.
+
+        Raises:
+            ConfigError: it searches along the value, of which it is not known what it is a mean over.
+        """
+        is_number = isinstance(value, Real)
+        own = torch.tensor(float(value), dtype=torch.float64) if is_number else value
+        if not isinstance(own, torch.Tensor) or own.numel() != 1 or self._loss is None:
+            return value
+        mean, is_known = self._averaged(own)
+        if not is_known and isinstance(optimizer, LBFGS):
             raise ConfigError(_NO_LOSS)
-        return weighted_mean(rows, shares or self.shares).to(value)
+        if self.mesh.data_size > 1:
+            every = side_by_side([mean * self._loss.data_weight], self.mesh, Flat.LOSS)[0]
+            mean = (every.sum(0) / every.shape[0]).to(mean)
+        return mean.item() if is_number else mean
 
     def token_mean(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         """(sum of totals) / (sum of counts) over the ranks that share a sample."""

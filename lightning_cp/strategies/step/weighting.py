@@ -233,9 +233,16 @@ class StepLoss:
             return 1.0
         group = None if automatic else self._mesh.control_group(Flat.LOSS)
         of_window = self._accumulated.weight(self, self._targets, optimizers, group)
+        return self.data_weight * of_window
+
+    @property
+    def data_weight(self) -> float:
+        """Of this data rank's mean in that of all of them: their mean weight is 1."""
+        if self._accumulated is None:
+            return 1.0
         counts = self._valid if self._declared is None else self._declared.tolist()
         share = sum(counts) / self._targets if self._targets else 0.0
-        return share * self._mesh.data_size * of_window
+        return share * self._mesh.data_size
 
     def require(self, loss: torch.Tensor | None) -> None:
         """Where a rank has no targets, all ranks ask whether backward will run through its model.
