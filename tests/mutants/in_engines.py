@@ -11,6 +11,10 @@ ODD = TESTS + "test_odd_parameters_are_trained_as_in_one_process[fsdp]"
 OUTSIDE = "tests/strategies/test_calls_outside.py::"
 CURRENT = OUTSIDE + "test_steps_and_hooks_see_current_weights"
 
+WITHIN = (
+    "tests/strategies/test_weights_within.py::test_what_a_step_changes_is_changed_as_in_one_process"
+)
+
 ENGINE_MUTANTS = (
     Mutant(
         "FSDP2's methods hide those of the user's class",
@@ -50,15 +54,47 @@ ENGINE_MUTANTS = (
     Mutant(
         "whole parameters outlive a step within a method",
         ENGINES + "root.py",
-        "            for group in self._groups:\n                group.shard()\n            if self.entered:",
-        "            if self.entered:",
-        (CURRENT + "[zero1-StepsWithin]",),
+        "            self._shard_all()  # in a method too\n",
+        "",
+        (WITHIN + "[zero1-Looks]",),
         "What follows the optimizer's step is computed with the weights before it.",
+    ),
+    Mutant(
+        "what a step changes in whole parameters stays there",
+        ENGINES + "torch_fsdp2.py",
+        "                shard.copy_(gathered[own : own + shard.numel()])\n",
+        "",
+        (WITHIN + "[fsdp-Shrinks]",),
+        "Weights that a step changes are lost.",
+    ),
+    Mutant(
+        "memory that a step gives whole parameters is not looked at",
+        ENGINES + "torch_fsdp2.py",
+        " if x._unsharded_param._version != came or _is_replaced(x)]",
+        " if x._unsharded_param._version != came]",
+        (WITHIN + "[zero1-Replaces]",),
+        "parameter.data = ... in a step is lost.",
+    ),
+    Mutant(
+        "a step by hand begins with whole parameters, whatever gradients there are",
+        ENGINES + "root.py",
+        "if self._is_manual() and any(",
+        "if not self._groups and any(",
+        (WITHIN + "[fsdp-ClipsLate]",),
+        "What clips an earlier batch's gradients leaves some out.",
+    ),
+    Mutant(
+        "a look at the loss within a method leaves parameters whole",
+        ENGINES + "root.py",
+        "            if not torch.is_grad_enabled():\n                self._shard_all()\n",
+        "",
+        (WITHIN + "[fsdp-Clips]",),
+        "What clips the step's gradients leaves some out.",
     ),
     Mutant(
         "recomputation is a call between steps",
         ENGINES + "torch_fsdp2.py",
-        "    if torch._C._current_graph_task_id() != -1:\n        return False\n",
+        "    if in_backward():\n        return False\n",
         "",
         (OUTSIDE + "test_recomputation_is_no_call_between_steps[fsdp]",),
         "A backward that calls modules again shards what it is about to use.",

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.reduce import all_sum
+from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh, Flat
 from lightning_cp.module_hooks import add_hook
 from lightning_cp.strategies.engines.averages import average_present
@@ -21,6 +22,8 @@ from lightning_cp.strategies.engines.torch_fsdp2 import (
     enter_forward,
     forget_step,
     groups_of,
+    in_backward,
+    is_gathered,
     is_idle,
     leave_forward,
 )
@@ -41,8 +44,8 @@ class Root:
         self._held = [weakref.ref(group) for group in groups]  # by the model, which they hold
         self._trained = self._trains()
         self.entered = False
-        self._manual = False
         self._called: nn.Module | None = None
+        self._again: nn.Module | None = None
         self._before_data: Callable[[], object] = list  # no listener
 
     @property
@@ -86,9 +89,24 @@ class Root:
         finally:
             if outermost:
                 self.entered = False
-                self._shard_again()
         if outermost:
             self.after_forward()
+
+    def begin_method(self) -> None:
+        """Show a step of manual optimization the shards, where these have gradients of an earlier one.
+
+        Whole parameters have none, so what clips or changes them before the next backward would be lost.
+        """
+        shards = (p for group in self._groups for p in group.parameters())
+        if self._is_manual() and any(p.grad is not None for p in shards):
+            self._shard_all()
+
+    def _is_manual(self) -> bool:
+        return not getattr(self.module, "automatic_optimization", True)
+
+    def _shard_all(self) -> None:
+        for group in self._groups:
+            group.shard()
 
     def shard(self) -> None:
         """Free whole parameters that a forward without a backward has left.
@@ -97,12 +115,11 @@ class Root:
         """
         module = self.module
         if isinstance(module, FSDPModule) and not self.entered and is_idle(module):
-            for group in self._groups:
-                group.shard()
+            self._shard_all()
 
     def after_forward(self) -> None:
-        """A forward of the root is over; where it was one of evaluation, no backward follows."""
-        if not torch.is_grad_enabled():
+        """A forward is over: no backward follows one of evaluation, nor a step that has its own in it."""
+        if not torch.is_grad_enabled() or self._is_manual():
             self.shard()
 
     def follow_calls(self, modules: Iterable[nn.Module], before_data: Callable[[], object]) -> None:
@@ -124,6 +141,10 @@ class Root:
         root = self.module
         if torch.compiler.is_compiling() or not isinstance(root, FSDPModule):
             return None
+        if self.entered and not is_gathered(root) and not in_backward():
+            self._before_data()
+            FSDPModule.unshard(root)  # a backward within the method has sharded them
+            self._again = called
         if self.entered or not is_idle(root):
             return None
         self._called = called
@@ -132,6 +153,10 @@ class Root:
 
     def _leave(self, called: nn.Module, args: Any, output: Any) -> Any:
         root = self.module
+        if called is self._again:
+            self._again = None
+            if not torch.is_grad_enabled():
+                self._shard_all()
         if called is not self._called or not isinstance(root, FSDPModule):
             return None
         self._called = None
@@ -142,28 +167,18 @@ class Root:
         self.shard()
         return output
 
-    def stay_gathered(self) -> None:
-        """A backward within a method: what follows in it may use the parameters again."""
-        module = self.module
-        assert isinstance(module, FSDPModule)
-        self._manual = True
-        module.set_reshard_after_backward(False, recurse=False)
-
-    def _shard_again(self) -> None:
-        module = self.module
-        if self._manual and isinstance(module, FSDPModule):
-            module.set_reshard_after_backward(True, recurse=False)
-            module.reshard()
-        self._manual = False
-
     def after_step(self) -> None:
-        """An optimizer has changed the shards: what is gathered is out of date."""
+        """An optimizer has changed the shards: what is gathered is out of date.
+
+        Raises:
+            ConfigError: whole parameters were changed too, so that one of the two changes is lost.
+        """
         module = self.module
         if isinstance(module, FSDPModule) and (self.entered or is_idle(module)):
-            for group in self._groups:
-                group.shard()
-            if self.entered:  # what follows in the method may use the root's own parameters
-                module.unshard()
+            twice = [name for group in self._groups for name in group.names(group.changed())]
+            if twice:
+                raise ConfigError(_TWICE.format(names=", ".join(twice[:3])))
+            self._shard_all()  # in a method too
 
     def unreduced(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Gradients of this rank alone, kept for a later reduction."""
@@ -196,3 +211,10 @@ class Root:
         # also if frozen since
         plain = [p for p in module.parameters() if not isinstance(p, DTensor)]
         average_present(plain, self._control, self._group)
+
+
+_TWICE = (
+    "{names}: changed in place in the step before an optimizer stepped, with no backward in between, so that "
+    "one of the two changes is lost. Change weights after optimizer.step(), or in a hook such as "
+    "on_train_batch_end."
+)

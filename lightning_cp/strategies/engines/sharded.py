@@ -147,6 +147,13 @@ class ShardedEngine:
         module = root.module
         assert module is not None
         users = getattr(module, method)
+
+        @wraps(users)
+        def begins(*args: Any, **kwargs: Any) -> Any:
+            root.begin_method()
+            return users(*args, **kwargs)
+
+        setattr(module, method, begins)
         register_fsdp_forward_method(module, method)
         gathered = getattr(module, method)
 
@@ -207,7 +214,6 @@ class ShardedEngine:
             if not root.is_current():
                 root.settle()
             if root.entered and loss.requires_grad:
-                root.stay_gathered()
                 module = root.module
                 assert isinstance(module, FSDPModule)
                 loss.register_hook(lambda gradient, at=module: enter_backward(at, gradient))

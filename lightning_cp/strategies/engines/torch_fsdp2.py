@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from functools import wraps
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
+from lightning_cp.errors import ConfigError
 from lightning_cp.faults.signs import sign_of_life
 
 
@@ -52,6 +53,8 @@ class Group:
         self._group = group
         self._trained: list[bool] = []
         self._touched: set[int] = set()
+        self._versions: list[int] = []
+        self._memory = [_memory_of(each) for each in group.fsdp_params]
         self._settle_whenever_sharded()
         self._gather_for_training()
         self.settle()
@@ -91,14 +94,67 @@ class Group:
 
         def shard() -> None:
             self.settle()
+            lost = self._write_back() if group.is_unsharded else []
             to_sharded()
+            if lost:
+                raise ConfigError(_LOST.format(names=", ".join(lost[:3])))
 
         def unshard() -> None:
-            if not group.is_unsharded:
+            came = not group.is_unsharded
+            if came:
                 self._trained = [p.requires_grad for p in self.parameters()]
             to_unsharded()
+            if came:
+                self._versions = [each._unsharded_param._version for each in group.fsdp_params]
+                self._refuse_ignored()
 
         group._to_sharded, group._to_unsharded = shard, unshard
+
+    def changed(self) -> list[Any]:
+        """FSDP2's records of whole parameters that were changed in place, or replaced, since they came."""
+        if not self._group.is_unsharded:
+            return []
+        both = zip(self._group.fsdp_params, self._versions, strict=True)
+        return [x for x, came in both if x._unsharded_param._version != came or _is_replaced(x)]
+
+    def names(self, records: Iterable[Any]) -> list[str]:
+        """Of the parameters of these records."""
+        return [each._param_fqn or each._module_info.param_name for each in records]
+
+    def _refuse_ignored(self) -> None:
+        """Refuse ``parameter.data = ...`` of a shard: PyTorch changes what wraps the values, and not them."""
+        records, before = self._group.fsdp_params, self._memory
+        self._memory = [_memory_of(each) for each in records]
+        both = zip(records, before, self._memory, strict=True)
+        ignored = [x for x, (was, at), (now, to) in both if was is now and at._cdata != to._cdata]
+        if ignored:
+            raise ConfigError(_IGNORED.format(names=", ".join(self.names(ignored)[:3])))
+
+    def _write_back(self) -> list[str]:
+        """Change the shards as the whole parameters were; the names of those that cannot be.
+
+        Each rank takes its part of what it has itself. Whole parameters of another precision than the
+        shards would round all of these.
+        """
+        group, lost = self._group, []
+        for each in self.changed():
+            whole, (gathered, *more) = _local(each._unsharded_param), each.all_gather_outputs
+            shard = each._sharded_param_data
+            if more or gathered.dtype != shard.dtype or whole.shape != each._orig_size:
+                lost.append(each)
+                continue
+            with torch.inference_mode(False), torch.no_grad():
+                if _is_replaced(each):
+                    place = gathered.as_strided(each._orig_size, each._contiguous_orig_stride)
+                    place.copy_(whole)
+                    whole.data = place
+                own = group.mesh_info.shard_mesh_rank * shard.numel()
+                shard.copy_(gathered[own : own + shard.numel()])
+            if group.device.type != "cpu":  # gathering, on a stream of its own, waits for it
+                group._reshard_after_forward_event = group.device_handle.Event()
+                group._reshard_after_forward_event.record()
+        self._versions = [each._unsharded_param._version for each in group.fsdp_params]
+        return self.names(lost)
 
     def _gather_for_training(self) -> None:
         """Make whole parameters outside of inference mode: training uses those that an evaluation made."""
@@ -166,7 +222,7 @@ class Group:
         for each in self._group.fsdp_params:
             parameter = getattr(each, "_unsharded_param", None)
             if parameter is not None:
-                yield parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                yield _local(parameter)
 
     def give_gradients(self) -> None:
         """Give what is trained gradients without values, placed as a backward leaves them.
@@ -187,6 +243,32 @@ class Group:
         self._group._init_mp_dtypes()
 
 
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def _memory_of(record: Any) -> tuple[torch.Tensor, Any]:
+    """The values of a shard, and the (empty) memory of the DTensor around them, which its ``data`` brings."""
+    return record._sharded_local_tensor, record.sharded_param.untyped_storage()
+
+
+def _is_replaced(record: Any) -> bool:
+    """True if ``parameter.data = ...`` gave a whole parameter other memory than that it is gathered in."""
+    gathered = record.all_gather_outputs
+    return _local(record._unsharded_param).data_ptr() != gathered[0].data_ptr()
+
+
+_IGNORED = (
+    "{names}: `parameter.data = ...` of a sharded parameter (a DTensor), which PyTorch ignores. "
+    "Change the values in place, under torch.no_grad(): parameter.copy_(...), parameter.lerp_(...)."
+)
+_LOST = (
+    "{names}: changed in place while gathered in another precision than the shards have, where the change "
+    "would be lost. Change weights in a hook such as on_train_batch_end, or after the optimizer's step in "
+    "manual optimization; there parameters are the shards."
+)
+
+
 def groups_of(root: nn.Module) -> list[Group]:
     """Of a model and of all modules in it."""
     found: list[Group] = []
@@ -204,11 +286,21 @@ def _groups(state: Any) -> list[Any]:
     return several
 
 
+def in_backward() -> bool:
+    """True within a backward, which may call modules again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_idle(root: FSDPModule) -> bool:
     """True if neither a forward of the root nor a backward, which may call modules again, is under way."""
-    if torch._C._current_graph_task_id() != -1:
+    if in_backward():
         return False
     return root._get_fsdp_state()._training_state is TrainingState.IDLE
+
+
+def is_gathered(root: FSDPModule) -> bool:
+    """True if the root's own parameters, which are in none of its units, are whole."""
+    return all(group.is_unsharded for group in _groups(root._get_fsdp_state()))
 
 
 def enter_forward(root: FSDPModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
