@@ -179,7 +179,7 @@ class UlyssesRingStrategy(FabricSetup):
         def to_the_end() -> Any:
             assert closure is not None
             after.close()
-            result = self._core.closure_value(closure(), optimizer)
+            result = self._core.closure_value(closure, optimizer)
             complete()
             return result
 

@@ -119,9 +119,10 @@ class UlyssesRingStrategy(TrainerSetup):
 
         def to_the_end() -> Any:  # what reads gradients comes after it: hooks, clipping
             after.close()
-            result = closure()
             if not self._goes_backward or isinstance(optimizer, LBFGS):
-                result = self._core.closure_value(result, optimizer)
+                result = self._core.closure_value(closure, optimizer)
+            else:
+                result = closure()
             self._complete(optimizer)
             after.enter_context(as_ever())
             return result

@@ -19,7 +19,7 @@ GUARD_MUTANTS = (
     Mutant(
         "closures return the plain mean of ranks",
         "lightning_cp/strategies/step/values.py",
-        "        mean, is_known = self._averaged(own)\n        if",
+        "        mean, is_known = self._averaged(own) if one_batch else self._alike(own)\n        if",
         "        mean, is_known = side_by_side([own], self.mesh)[0].mean(0), True\n        if",
         (f"{CLOSURES}a_search_along_a_closure_is_one_process_s[ring3-fabric]",),
         "A line search goes along another loss than that of its gradients.",

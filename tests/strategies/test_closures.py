@@ -141,3 +141,48 @@ def test_ranks_with_other_samples_search_alike(returned: str) -> None:
 def test_a_search_along_a_value_that_is_none_of_the_losses_is_refused() -> None:
     match = "none of the losses which went backward.*count_targets"
     expect_on_every_rank(2, by_trainer, RING, "two counts", error=ConfigError, match=match)
+
+
+def over_batches(
+    rank: int, world_size: int, settings: Settings | None, average: bool
+) -> tuple[torch.Tensor, list[float]]:
+    """One search along the sum of two batches' losses."""
+    fabric = fabric_of(world_size, settings)
+    fabric.launch()
+    module, seen = Searches("tensor"), []
+    setup: Any = fabric.setup(module.model, search(module.model.parameters()))
+    module.model, optimizer = setup
+    strategy: Any = fabric.strategy
+    batches = list(loader(4))
+    for batch, cut in zip(batches, (slice(3, 15), slice(0, 9)), strict=False):
+        batch["labels"][:, cut] = -100
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in batches:
+            loss = module.loss(batch if settings is None else strategy.shard_batch(batch))
+            fabric.backward(loss)
+            total += strategy.average(loss.detach()) if average and settings else loss.detach()
+        return total
+
+    for _ in range(2):
+        seen.append(float(optimizer.step(closure)))
+    if settings:
+        strategy.end_step()
+    return weights(module), seen
+
+
+@pytest.mark.quick("ring3")
+@pytest.mark.parametrize("grid", list(GRIDS))
+def test_a_search_along_averages_of_several_batches_is_one_process_s(grid: str) -> None:
+    count, settings = GRIDS[grid]
+    (want, losses), *_ = run_ranks(1, over_batches, None, True)
+    for got, seen in run_ranks(count, over_batches, settings, True):
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
+        assert seen == pytest.approx(losses, rel=1e-9)
+
+
+def test_a_search_along_ranks_own_sums_of_several_batches_is_refused() -> None:
+    match = r"closure of LBFGS goes over several batches.*average\(loss\)"
+    expect_on_every_rank(2, over_batches, RING, False, error=ConfigError, match=match)

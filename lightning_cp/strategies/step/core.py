@@ -71,6 +71,7 @@ class ContextParallelCore(StepsAside):
         self._say_once(sharding.choice)
         self._warn_if_shifted_twice(batch)
         self._part, self._loss = sharding.part, StepLoss(sharding, self.mesh, self._accumulated)
+        self.batches += not self._is_aside
         self._positions, self._trains = sharding.positions, needs_labels
         return self._part.batch
 

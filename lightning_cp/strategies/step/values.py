@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
 from typing import Any
@@ -38,6 +38,8 @@ class StepValues(RunMesh):
         self._part: ShardedBatch | None = None
         self._loss: StepLoss | None = None
         self._accumulated = AccumulatedTokens() if settings.weights_globally else None
+        self.batches = 0
+        """That were begun so far."""
         self._positions_taken = False
         self._is_alone = False
         self._is_aside = False
@@ -162,29 +164,44 @@ class StepValues(RunMesh):
         is_known = shares is not None or bool(equal(rows).all())
         return weighted_mean(rows, shares or self.shares).to(value), is_known
 
-    def closure_value(self, value: Any, optimizer: Optimizer) -> Any:
+    def closure_value(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
         """What an optimizer is given of a closure: the loss that gradients are of, the same on all ranks.
 
         One that searches along it would go another way on each rank, and other ranks would wait for it.
 
         Args:
-            value: what this rank's closure returned.
+            closure: whose value is this rank's.
             optimizer: that called it.
 
         Raises:
-            ConfigError: it searches along the value, of which it is not known what it is a mean over.
+            ConfigError: it searches along the value, of which it is not known what it is a mean over: of
+                several batches, or none of a step's losses.
         """
+        begun = self.batches
+        value = closure()
+        one_batch = self.batches - begun <= 1
         is_number = isinstance(value, Real)
         own = torch.tensor(float(value), dtype=torch.float64) if is_number else value
         if not isinstance(own, torch.Tensor) or own.numel() != 1 or self._loss is None:
             return value
-        mean, is_known = self._averaged(own)
-        if not is_known and isinstance(optimizer, LBFGS):
-            raise ConfigError(_NO_LOSS)
+        mean, is_known = self._averaged(own) if one_batch else self._alike(own)
+        if not is_known:
+            if isinstance(optimizer, LBFGS):
+                raise ConfigError(
+                    _NO_LOSS if one_batch else _BATCHES.format(type(optimizer).__name__)
+                )
+            return value
         if self.mesh.data_size > 1:
             every = side_by_side([mean * self._loss.data_weight], self.mesh, Flat.LOSS)[0]
             mean = (every.sum(0) / every.shape[0]).to(mean)
         return mean.item() if is_number else mean
+
+    def _alike(self, value: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """A value of several batches, and whether it is that of all ranks that share them already."""
+        self.before_data()
+        (rows,) = side_by_side([value], self.mesh)
+        weighs_alike = self._accumulated is None or self.mesh.data_size == 1
+        return value, weighs_alike and bool(equal(rows).all())
 
     def token_mean(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         """(sum of totals) / (sum of counts) over the ranks that share a sample."""
@@ -231,4 +248,10 @@ _NO_LOSS = (
     "several counts, so that it is not known which targets it is a mean over. Average each loss by itself "
     "after its backward, as it was given to that, and add up the averages; average other values before the "
     "next count_targets."
+)
+
+_BATCHES = (
+    "The closure of {} goes over several batches, and ranks that share a sample return other sums of their "
+    "losses, so that it is not known what it should search along. Return the sum of self.average(loss), or "
+    "of fabric.strategy.average(loss), of each batch; with token_weighting='global' take one batch a step."
 )
