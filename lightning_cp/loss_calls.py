@@ -86,7 +86,8 @@ class LossCalls:
         sums, rows, apart = self._sums, torch.nan, torch.nan
         if self._of_tokens is not None:
             total, mean, *of_rows = _means(*self._of_tokens, value.device)
-            known = torch.where(_close(value, mean), own, known)
+            labels = _number(self._of_tokens[1].sum(), value.device)
+            known = torch.where(_close(value, mean), labels, known)
             sums = total if sums is None else sums
             rows, apart = _ratio_to_rows(value, mean, of_rows)
         if sums is not None and not _is_narrow(value) and not _is_narrow(sums):

@@ -195,6 +195,7 @@ def check_inputs(
     """
     problem = _misfit(q_BLHD, k_BLKD, v_BLKD, layout)
     if problem is not None:
+        is_other = q_BLHD.dim() == 4 and q_BLHD.shape[1] != layout.local_len
         shown = ", ".join(
             f"{name} {tuple(x.shape)} {x.dtype} on {x.device}"
             for name, x in (("q", q_BLHD), ("k", k_BLKD), ("v", v_BLKD))
@@ -202,7 +203,15 @@ def check_inputs(
         raise ShapeError(
             f"{problem}, got {shown}. "
             "Give q, k and v as this rank's part of one sequence, of one dtype and device."
+            f"{_OTHER if is_other else ''}"
         )
+
+
+_OTHER = (
+    " A call with other rows than the step's batch (a teacher of whole rows, text that is generated) belongs "
+    "between steps: with Fabric call fabric.strategy.end_step() before it; in a LightningModule move it to "
+    "on_train_batch_end, or to a hook that ends an epoch."
+)
 
 
 def _misfit(

@@ -132,13 +132,28 @@ def _rows(
     if any(other[0] for other in gathered):
         raise_reported(error, group)
     everybody = range(len(gathered))
-    calls = [(1, everybody), *((2, ranks) for ranks in ([everybody] if within is None else within))]
-    if any(len({gathered[rank][at] for rank in ranks}) > 1 for at, ranks in calls):
+    if len({row[1] for row in gathered}) > 1:
+        raise BatchMismatchError(_elsewhere(what, group))
+    if any(len({gathered[rank][2] for rank in of}) > 1 for of in within or [everybody]):
         raise BatchMismatchError(
             f"{what}: ranks are not at the same call, or those that share one sample were given different "
-            f"fields. This rank has: {', '.join(names)}."
+            f"fields. This rank has: {', '.join(names)}. {_SAME_BATCH}"
         )
     return [other[3:] for other in gathered]
+
+
+def _elsewhere(what: str, group: dist.ProcessGroup) -> str:
+    """Ranks are at different agreements; all of them come here."""
+    every = gathered_lists([what], group)
+    listed = "; ".join(
+        f"rank {dist.get_global_rank(group, rank)}: {name}" for rank, (name,) in enumerate(every)
+    )
+    return (
+        f"{what}: ranks are not at the same call ({listed}), as some of them left out something that ranks "
+        "do together: a call of a model, backward, or the optimizer's step. Let all ranks do it, or none: "
+        "decide by self.average(loss), with Fabric by strategy.average(loss), and not by the loss of a "
+        "rank's own tokens."
+    )
 
 
 def exchange(vector: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:

@@ -6,13 +6,12 @@ from typing import Any
 
 import lightning as L
 import torch
-from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig, open_dict
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.strategies.arguments.parity import require_known
-from lightning_cp.train.run import check_extras, quiet_what_is_expected
+from lightning_cp.train.run import check_extras, made, quiet_what_is_expected
 
 
 class StopsBeforeTraining(Callback):
@@ -39,9 +38,10 @@ def examine(config: DictConfig, trainers: list[L.Trainer]) -> None:
     quiet_what_is_expected()
     torch.set_num_threads(config.threads_per_rank)
     L.seed_everything(config.seed, verbose=False)
-    model, data = instantiate(config.model), instantiate(config.data)
-    trainer: L.Trainer = instantiate(
-        config.trainer,
+    model, data = made(config, "model"), made(config, "data")
+    trainer: L.Trainer = made(
+        config,
+        "trainer",
         logger=False,
         callbacks=[StopsBeforeTraining()],
         enable_checkpointing=False,

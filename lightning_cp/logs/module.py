@@ -8,6 +8,7 @@ else are shown at once, and compared when ranks next come together.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
 
 from lightning_cp import console
 from lightning_cp.comm.agreement import lists_of_ranks
@@ -24,8 +25,11 @@ from lightning_cp.logs.found import Ranks, tell_refused
 from lightning_cp.logs.hooks import BATCH_ENDS, EPOCH_ENDS, Patches, hooks_may_log
 from lightning_cp.logs.settle import STEP_LOSS, Call, Kind, StepLog
 from lightning_cp.logs.token_mean import RATIO_HOOK, Options, means_of, show_ratio
-from lightning_cp.logs.values import ARGUMENTS, as_given, kind_of, show_metric, whole
+from lightning_cp.logs.values import ARGUMENTS, as_given, kind_of, numbers_in, show_metric, whole
 from lightning_cp.mesh import Flat
+
+LOOKS = 8
+"""So often a metric that averages numbers is compared between ranks."""
 
 
 class ModuleLog:
@@ -37,6 +41,7 @@ class ModuleLog:
         self._core = core
         self._own_log = module.log
         self._patches = Patches()
+        self._looked: Counter[str] = Counter()
         self._calls = StepLog(rank_zero_only(console.warn), self._join)
         self._hooks_log = self._agree(hooks_may_log(trainer, module))
         self._install()
@@ -47,6 +52,7 @@ class ModuleLog:
         """One call of ``self.log``."""
         value = whole(value)
         kind = kind_of(value, options)
+        self._look_at(name, value)
         shown = self._step_value(value, options) if kind is Kind.METRIC else value
         if kind is None or shown is None or self._module._current_fx_name is None:
             self._own_log(name, value, **options)
@@ -61,6 +67,17 @@ class ModuleLog:
         self._own_log(name, value, **self._grouped(options))
         if not options.get("rank_zero_only"):
             self._calls.add(Call(name, Kind.SHOWN, values, _nothing, self._where))
+
+    def _look_at(self, name: str, value: Any) -> None:
+        """Have ranks compare a metric that averages numbers, the first few times."""
+        if (
+            not isinstance(value, MeanMetric)
+            or not self._calls.is_open
+            or self._looked[name] >= LOOKS
+        ):
+            return
+        self._looked[name] += 1
+        self._calls.add(Call(name, Kind.MEAN_METRIC, [numbers_in(value)], _nothing, self._where))
 
     def log_ratio(
         self, name: str, total: torch.Tensor, count: torch.Tensor, options: Options

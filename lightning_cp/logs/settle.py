@@ -41,6 +41,8 @@ class Kind(Enum):
     """Whether any of them is true."""
     METRIC = "metric"
     """A metric's value for this step: nobody knows, the mean over targets is a guess."""
+    MEAN_METRIC = "mean metric"
+    """The sum in a metric that averages numbers of ranks: it is compared, and not shown."""
     SHOWN = "shown"
     """Nobody knows, and it was logged already."""
     RATIO = "ratio"
@@ -140,8 +142,8 @@ class StepLog:
             ranks.shares if of_a_batch else None,
             ranks.evidence if of_a_batch and ranks.looks_at_values else None,
             ranks.weights_by_loss if of_a_batch else None,
-            # A loss that counts other targets is refused in training, and what it logs need not be said.
-            (Doubt.ROWS,) if together else tuple(Doubt),
+            # A loss that counts other targets is refused in training, unless it has declared them.
+            _doubted(ranks, together=together),
         )
         for call in calls:
             call.emit()
@@ -183,7 +185,14 @@ class StepLog:
             call.key: x
             for call, x in zip(of_losses, both[len(values) - len(of_losses) :], strict=True)
         }
-        found = [_unlike(row) for row in rows] + [doubts(each) for each in evidence]
+        of_step = [row for call, row in zip(shared, rows, strict=True) if _is_step_loss(call)]
+        of_means = [
+            row for call, row in zip(shared, rows, strict=True) if evidence_of and _is_mean(call)
+        ]
+        found = [_unlike(row) for row in rows]
+        found += [
+            _beside(doubts(x), row, of_step) for x, row in zip(evidence, of_means, strict=True)
+        ]
         sizes = [len(flags) for flags in found]
         told = torch.cat(found).cpu().split(sizes) if found else []  # waits for the device once
         flags = [each.tolist() for each in told]
@@ -257,8 +266,9 @@ class StepLog:
         if kind in (Kind.LARGEST, Kind.SMALLEST):
             call.emit = _given(call.emit, row.amax(0) if kind is Kind.LARGEST else row.amin(0))
             return
-        self._tell(call.name, kind)
-        if call.kind is Kind.SHOWN:
+        if call.kind is not Kind.MEAN_METRIC or shares is None or max(shares) - min(shares) > 1e-9:
+            self._tell(call.name, kind)
+        if call.kind in (Kind.SHOWN, Kind.MEAN_METRIC):
             return
         if kind in (Kind.COUNT, Kind.SUM):
             nothing = (
@@ -275,6 +285,9 @@ class StepLog:
         if name in self._told:
             return
         self._told.add(name)
+        if kind is Kind.MEAN_METRIC:
+            self._warn(_MEAN_METRIC.format(name=name))
+            return
         self._warn(
             f"self.log({name!r}, ...) was given different values by ranks that share a sample, and from "
             f"the values alone it is not known what one process would log. {_TOLD[kind]} "
@@ -291,6 +304,14 @@ _NAN = (
     "rank has none of, as of a row whose labels other ranks have (0 / 0). Compute it from "
     "self.unshard(values of tokens) of ContextParallelMixin, which all ranks have whole; log a mean over "
     "tokens by self.cp_log({name!r}, total, count)."
+)
+
+_MEAN_METRIC = (
+    "self.log({name!r}, ...) was given a metric that averages numbers (MeanMetric), and ranks that share a "
+    "sample gave it different ones. It counts every rank alike, so a mean over tokens, a loss, is shown with "
+    "another value than one process has, unless all ranks hold as many targets. Give it self.average(loss) "
+    "of ContextParallelMixin, which is the same on all ranks, or log the loss itself by self.log or "
+    "self.cp_log."
 )
 
 _COUNTS = (
@@ -312,6 +333,13 @@ _TOLD = {
 }
 
 
+def _doubted(ranks: Ranks, *, together: bool) -> Sequence[Doubt]:
+    if not together:
+        return tuple(Doubt)
+    is_declared = ranks.declares_targets and ranks.weights_by_loss is None
+    return (Doubt.ROWS, Doubt.MEAN) if is_declared else (Doubt.ROWS,)
+
+
 def _key(call: Call) -> str:
     return call.key
 
@@ -322,9 +350,23 @@ def _unlike(row: torch.Tensor) -> torch.Tensor:
     return torch.cat([~equal(row).all()[None], nan])
 
 
+def _is_step_loss(call: Call) -> bool:
+    return call.where.startswith(STEP_LOSS)
+
+
 def _is_mean(call: Call) -> bool:
     """True of a value that is logged, and not the loss that a step returns."""
-    return call.kind in MEANS and not call.where.startswith(STEP_LOSS)
+    return call.kind in MEANS and not _is_step_loss(call)
+
+
+def _beside(
+    found: torch.Tensor, row: torch.Tensor, of_step: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The doubts of a value, but that the step's own loss counts other targets, for which it is refused."""
+    for loss in of_step:
+        if loss.shape == row.shape:
+            found[Doubt.MEAN.value] &= ~(loss == row).all()
+    return found
 
 
 def _is_ratio(call: Call) -> bool:

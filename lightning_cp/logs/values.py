@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
 
 from lightning_cp.logs.settle import Kind
 from lightning_cp.logs.token_mean import as_logged
@@ -45,6 +45,12 @@ def show_metric(
         log(name, metric, **options)
     finally:
         metric._forward_cache = now
+
+
+def numbers_in(metric: MeanMetric) -> torch.Tensor:
+    """Their sum; 0 where it was given more than one value at a time, each of which counts."""
+    total, weight = (torch.as_tensor(x).detach() for x in (metric.mean_value, metric.weight))
+    return torch.where(weight == metric._update_count, total, 0.0).reshape(())
 
 
 def as_given(shown: torch.Tensor, value: Any) -> torch.Tensor:

@@ -105,7 +105,9 @@ class StepState:
             raise ConfigError(
                 "backward was called on a loss that was not weighted by this rank's share of the targets, so "
                 "gradients would not be those of one process. Use self.manual_backward(loss) in a "
-                "LightningModule, fabric.backward(loss) with Fabric, and not loss.backward()."
+                "LightningModule, fabric.backward(loss) with Fabric, and not loss.backward(). In place of "
+                "torch.autograd.grad call the same with retain_graph=True, and take the gradients from .grad "
+                "of parameters (copy them, then zero_grad())."
             )
         if not self.valid_local and self.first_gradient is None:
             self.first_gradient = gradient.detach().abs().amax()

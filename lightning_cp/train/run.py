@@ -8,16 +8,19 @@ import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
+from lightning_cp import console
 from lightning_cp.data import ByteDataModule, data_parallel
 from lightning_cp.errors import ConfigError
 from lightning_cp.train.callbacks import LossPicture, MuonReport, StepMetrics
@@ -56,8 +59,8 @@ def train(
     torch.set_num_threads(config.threads_per_rank)
     L.seed_everything(config.seed, verbose=False)
 
-    data: ByteDataModule = instantiate(config.data)
-    model: LanguageModel = instantiate(config.model)
+    data: ByteDataModule = made(config, "data")
+    model: LanguageModel = made(config, "model")
     steps = StepMetrics(data.tokens_per_batch)
     continued = resume if config.resume == AUTO else None
     logger = ContinuedCSV(files.folder, files.metrics.parent.name, continued)
@@ -116,7 +119,7 @@ def make_trainer(
     if config.throughput is not None:
         callbacks.append(instantiate(config.throughput))
     _keep_single(config)
-    return instantiate(config.trainer, logger=logger, callbacks=callbacks)
+    return made(config, "trainer", logger=logger, callbacks=callbacks)
 
 
 def _keep_single(config: DictConfig) -> None:
@@ -152,6 +155,29 @@ def check_extras(config: DictConfig) -> None:
             f"model.network is {target}, which needs transformers, and it is not installed. "
             "Install it with: pip install 'lightning_cp[hf]'."
         )
+
+
+def made(config: DictConfig, part: str, **given: Any) -> Any:
+    """One part of what a config names.
+
+    Args:
+        config: the whole one.
+        part: its key in there.
+        **given: more arguments.
+
+    Raises:
+        ConfigError: its settings do not fit what it is made of.
+    """
+    try:
+        return instantiate(config[part], **given)
+    except InstantiationException as error:
+        if console.error_of(error) is not None:
+            raise
+        cause = error.__cause__ or error
+        raise ConfigError(
+            f"{part} cannot be made of its settings ({type(cause).__name__}: {cause}). Look at those that "
+            f"you gave ({part}.<name>=... on the command line), and at the file in configs/{part}."
+        ) from error
 
 
 def quiet_what_is_expected() -> None:

@@ -102,6 +102,7 @@ def fit(
         ({"ulysses_size": 2.0}, r"ulysses_size must be an integer of at least 1, got 2\.0"),
         ({"data_parallel_size": True}, "data_parallel_size must be an integer"),
         ({"context_parallel_size": "all"}, "context_parallel_size must be an integer"),
+        ({"context_parallel_size": None}, "context_parallel_size is None. Leave it out"),
         (
             {"context_parallel_size": 8, "ulysses_size": 2, "ring_size": 2},
             "context_parallel_size=8 contradicts ulysses_size=2 x ring_size=2 = 4",

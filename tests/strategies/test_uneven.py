@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from lightning_cp.errors import ConfigError, LightningCPError, NonFiniteError
+from lightning_cp.errors import BatchMismatchError, ConfigError, LightningCPError, NonFiniteError
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.runs import HFModule, PlainModule, Run, make_data, make_module, make_trainer
 
@@ -139,5 +139,21 @@ class Unweighted(PlainModule):
 
 
 def test_a_backward_of_ones_own_is_refused() -> None:
-    match = "was not weighted by this rank's share.*self.manual_backward"
+    match = "was not weighted by this rank's share.*self.manual_backward.*In place of torch.autograd.grad"
     expect_on_every_rank(2, fit_uneven, Unweighted, error=ConfigError, match=match)
+
+
+class LeavesOut(Unweighted):
+    """Some ranks leave the step before its backward, as a rank's own loss says."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        if self.global_rank:
+            return loss.detach()
+        self.manual_backward(loss)
+        return loss.detach()
+
+
+def test_ranks_that_leave_out_a_backward_are_refused_and_say_how_to_decide() -> None:
+    match = r"rank 0: backward; rank 1: .*left out.*backward.*decide by self.average\(loss\)"
+    expect_on_every_rank(2, fit_uneven, LeavesOut, error=BatchMismatchError, match=match)

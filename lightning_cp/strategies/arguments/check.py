@@ -56,6 +56,10 @@ def check(settings: Settings) -> None:
         check_choice(name, getattr(settings, name))
     for name in SIZES:
         check_size(name, getattr(settings, name))
+    if settings.context_parallel_size is None:
+        raise ConfigError(
+            "context_parallel_size is None. Leave it out, or pass 'auto' or a number of ranks."
+        )
     if settings.context_parallel_size != "auto":
         check_size("context_parallel_size", settings.context_parallel_size, " or 'auto'")
     check_names(settings)

@@ -46,6 +46,7 @@ class StepFailed(Exception):  # noqa: N818 - on all ranks, of which one at least
         self.error = error
 
 
+_MIXED = "mixed torch.Tensor and DTensor"
 _KNOWN = (LightningCPError, CannotRun)
 PATIENCE = timedelta(seconds=60)
 """How long a rank whose step has failed waits for the others to say how theirs went."""
@@ -141,6 +142,12 @@ class Runner:
 
     def _refusal(self, batch: Any, failed: Exception) -> ConfigError:
         """Ranks that gather parameters cannot go on."""
+        if _MIXED in str(failed):
+            return ConfigError(
+                "the parity check ran the step, and it joins a parameter that is sharded with a plain tensor "
+                f"({type(failed).__name__}: {failed}). Make copies of weights from the sharded ones: in "
+                "on_fit_start, by p.detach().clone(); with Fabric after fabric.setup."
+            )
         other = "lower" if isinstance(failed, torch.OutOfMemoryError) else "raise"
         return ConfigError(
             f"the parity check ran the step on {self.count(batch)} tokens of its batch, and it failed: "

@@ -62,15 +62,21 @@ def untouched(
 
 
 class _NoDropout(TorchFunctionMode):
-    """Drop nothing out within, also where PyTorch's functions are not replaced."""
+    """Drop nothing out within, also where PyTorch's functions are not replaced.
+
+    ``float(loss)`` does not warn within: the step itself will, with the user's line.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         if func in _DROPOUTS:
             return args[0] if args else given["input"]
+        if func in _NUMBERS:
+            return func(args[0].detach())
         return func(*args, **given)
 
 
+_NUMBERS = {torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__complex__}
 _KINDS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout")
 _DROPOUTS = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),

@@ -105,6 +105,11 @@ class StepValues(RunMesh):
         state = self._handle.state if self._handle is not None else None
         return state is not None and state.losses is not None and self._loss is not None
 
+    @property
+    def declares_targets(self) -> bool:
+        """True in a step that called ``count_targets``; on all ranks alike."""
+        return self._loss is not None and self._loss.is_declared
+
     def evidence(self, value: torch.Tensor) -> torch.Tensor:
         """How a value may have come about that is going to be weighted by ``shares``."""
         state = self._handle.state if self._handle is not None else None
