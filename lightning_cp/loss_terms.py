@@ -124,6 +124,8 @@ class Factors(NamedTuple):
     """
 
     values: list[float | torch.Tensor]
+    divisors: list[float | torch.Tensor]
+    """Those that they are divided by, and how many values a mean is taken over."""
 
     @property
     def zeros(self) -> tuple[bool, ...]:
@@ -143,7 +145,7 @@ def factors_of(loss: torch.Tensor, tokens: int) -> Factors:
 
     Below, autograd could compute a layer again to tell a factor, where it is checkpointed.
     """
-    values: list[float | torch.Tensor] = []
+    found = Factors([], [])
     ahead, seen = [loss.grad_fn], set()
     while ahead:
         node: Any = ahead.pop()
@@ -151,10 +153,19 @@ def factors_of(loss: torch.Tensor, tokens: int) -> Factors:
             continue
         seen.add(node)
         ahead.extend(_sources(node))
-        for x in _constants(node) if _operator(node) == "Mul" else ():
-            if _is_number(x) or x.numel() == 1:
-                values.append(_value_of(x) if _is_number(x) else x.detach())
-    return Factors(values)
+        operator = _operator(node)
+        if operator in ("Mul", "Div"):
+            single = [x for x in _constants(node) if x.numel() == 1 and not x.requires_grad]
+            numbers = [_value_of(x) if _is_number(x) else x.detach() for x in single]
+            (found.values if operator == "Mul" else found.divisors).extend(numbers)
+        elif operator == "Mean" or (operator not in _NLL and _reduces_by_mean(node)):
+            sizes = [prod(x._input_metadata[0].shape) for x in (*_sources(node), node)]
+            found.divisors.append(sizes[0] / max(1, sizes[-1]))
+    return found
+
+
+def _reduces_by_mean(node: Any) -> bool:
+    return getattr(node, "_saved_reduction", None) == 1
 
 
 DECLARE = (

@@ -80,8 +80,8 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
             of each cp group reads, and the others are given its batches.
         parity_check: ``first_batch``: before the first step, a prefix of its batch goes through the user's
             step once on one process and once context parallel, and losses, logits and gradients are
-            compared; ``every_<n>``: again each n-th optimizer step; ``off`` or ``None``. With Fabric nothing
-            is, until the loop calls ``check_parity``.
+            compared, and once more before the third; ``every_<n>``: again each n-th optimizer step; ``off``
+            or ``None``. With Fabric nothing is, until the loop calls ``check_parity``.
         parity_tokens: of that prefix, all rows together.
         profile: a training step, or several, to be recorded, counted from 1: who computes, communicates and
             waits when. ``None`` records nothing.

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_cp.errors import ConfigError, LightningCPError, ParityError
+from lightning_cp.strategies.watch import finite
 from tests.parity import modules
 from tests.parity.test_healthy import CHECKED, Heard
 from tests.pool import expect_on_every_rank, run_ranks
@@ -168,12 +169,93 @@ class Recomputing(ByHand):
         return self.later(logits, batch)
 
 
+class OfAMask(ByHand):
+    """A mean by hand, of all targets in the first step, and of a mask's in others."""
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        counted = self.mask(batch).to(logits)
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten(), reduction="none"
+        ).view_as(counted)
+        return (losses * counted).sum() / counted.sum().clamp(min=1)
+
+    def mask(self, batch: Any) -> torch.Tensor:
+        ids = batch["input_ids"]
+        chosen = (ids % 5 < 2) if self.trainer.global_step else ids >= 0
+        return (batch["labels"] != -100) & chosen
+
+
+class OfAMasksMean(OfAMask):
+    """PyTorch takes the mean."""
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        counted = self.mask(batch)
+        return F.mse_loss(logits[counted][:, 0], batch["labels"][counted] % 7 / 7)
+
+
+class Following(ByHand):
+    """A number of Python follows what a rank has measured, beside a mean by hand."""
+
+    number: Any = 1.0
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        loss, number = self.later(logits, batch), self.number
+        self.number = self.follow(loss.detach())
+        return number * loss
+
+    def follow(self, loss: torch.Tensor) -> Any:
+        return loss.item()
+
+
+class FollowingTensor(Following):
+    """A tensor of one element does."""
+
+    number = torch.ones(())
+
+    def follow(self, loss: torch.Tensor) -> Any:
+        return loss
+
+
+class Weighted(ByHand):
+    """Right: a mean by hand over two features, times a number that changes alike on all ranks."""
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        counted = batch["labels"] != -100
+        error = F.mse_loss(logits[counted][:, :2], logits[counted][:, :2].detach() - 1)
+        return self.later(logits, batch) * (1 + self.trainer.global_step) + error
+
+
+class Centred(Changing):
+    """A mean of a rank's own tokens, of all steps before, moves the logits."""
+
+    kept: Any = 0.0
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        kept = self.kept
+        self.kept = 0.5 * (kept + logits.detach().mean((0, 1)))
+        return modules.Healthy.loss(self, logits - kept, batch)
+
+
+class SecondPhase(ByHand):
+    """Another mean by hand from the third step on: of rows."""
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        if self.trainer.global_step < 2:
+            return self.later(logits, batch)
+        labels = batch["labels"]
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return (losses.view_as(labels).sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()
+
+
 KINDS = {
     cls.__name__: cls
     for cls in (
         *(Beginning, Warming, WarmingTensor, Switching, Pulling, Declaring, ByHand, AtFullLength),
+        *(OfAMask, OfAMasksMean, Following, FollowingTensor, Weighted, Centred, SecondPhase),
     )
 }
+THIRD = ("Centred", "SecondPhase")
+"""Refused in the third step."""
 WINDOWS = {cls.__name__: cls for cls in (OfWindows, WrongOfWindows)}
 
 
@@ -189,7 +271,7 @@ def fit(rank: int, world_size: int, name: str, settings: Settings | None, window
         try:
             trainer.fit(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
         except LightningCPError:
-            assert trainer.global_step == 1, "the step that is refused is not taken"
+            assert trainer.global_step == 1 + (name in THIRD), "what is refused is not taken"
             assert not torch.equal(weights(module), before)
             raise
     return weights(module), heard.parity
@@ -202,6 +284,40 @@ def test_a_penalty_that_begins_later_is_compared_with_one_process(name: str) -> 
     match = "does not compute what it computes in one process"
     settings = {**RING, **CHECKED}
     expect_on_every_rank(2, fit, name, settings, error=ParityError, match=match)
+
+
+@pytest.mark.quick("2-OfAMask", "3-OfAMasksMean", "2-Following", "3-FollowingTensor")
+@pytest.mark.parametrize("name", ["OfAMask", "OfAMasksMean", "Following", "FollowingTensor"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_factor_that_ranks_do_not_share_is_compared_with_one_process(
+    ranks: int, name: str
+) -> None:
+    match = "does not compute what it computes in one process"
+    settings = {**(RING if ranks == 2 else RING3), **CHECKED}
+    expect_on_every_rank(ranks, fit, name, settings, error=ParityError, match=match)
+
+
+@pytest.mark.parametrize("name", THIRD)
+def test_what_has_begun_by_the_third_step_is_compared_with_one_process(name: str) -> None:
+    match = "does not compute what it computes in one process"
+    expect_on_every_rank(2, fit, name, {**RING, **CHECKED}, error=ParityError, match=match)
+
+
+def agreed(rank: int, world_size: int, name: str) -> tuple[torch.Tensor, list[int]]:
+    """Weights, and in which steps ranks had more to say than their vote."""
+    steps: list[int] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(finite, "tell", lambda fact, *_, **__: steps.append(fact["step"]))
+        got, _ = fit(rank, world_size, name, {**RING, **CHECKED})
+    return got, steps
+
+
+def test_right_factors_cost_no_agreement() -> None:
+    """Numbers of targets, which differ; the first step tells those that go with them."""
+    want, _ = run_ranks(1, fit, "Weighted", None)[0]
+    for got, steps in run_ranks(2, agreed, "Weighted"):
+        close(got, want)
+        assert steps == [1]
 
 
 def test_a_declared_loss_clears_none_that_is_not_declared() -> None:

@@ -42,6 +42,8 @@ class ParityCheck:
     """Of a prefix, all rows together."""
     way_on: str = ""
     """How a user may train all the same: the last line of an error."""
+    says: bool = True
+    """The first line is said."""
 
     def run(self, batch: Any) -> str:
         """The line about a model that is well.
@@ -56,11 +58,13 @@ class ParityCheck:
         started = time.monotonic()
         part = self._prefix(batch, self.tokens)
         tokens = self.runner.count(part)
-        rank_zero_info(begins(tokens))
+        if self.says:
+            rank_zero_info(begins(tokens))
         base = self._compared(part)
         aside, mesh = self.runner.core.loss_aside, self.runner.core.mesh
         group = mesh.control_group(Flat.LOSS)
         aside.is_known &= aside.counts.shared_apart(group, mesh.cp_size) is None
+        apart = aside.counts.factors_apart(group, mesh.cp_size)
         unknown = gathered_lists([aside.zeros] if aside.needs_fewer_labels else [], group)
         self._require_healthy(part, base, uneven=False)
         uneven = self._uneven(part)
@@ -68,6 +72,7 @@ class ParityCheck:
             self._require_healthy(uneven, self._compared_unevenly(uneven), uneven=True)
         for zeros in {each for of_rank in unknown for each in of_rank}:
             self.runner.core.clear_unknown(zeros)
+        self.runner.core.follows_factors &= apart is None
         chunked = self.runner.core.settings.loss_chunk_tokens is not None
         seconds, evaluation = time.monotonic() - started, self.runner.evaluation
         modes = {"chunked": chunked, "evaluation": evaluation, "uneven": uneven is not None}

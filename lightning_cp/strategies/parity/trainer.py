@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ from lightning_cp.strategies.step.counts import ASK
 _log = logging.getLogger("lightning_cp")
 _UNKNOWN, _SHARED = "a loss is of no known kind", "ranks that share a sample share values"
 """Why a micro-batch may need a look: in the order of the alphabet, which ``_look`` takes."""
+_AGAIN = 2
+"""Steps after the first check, before the next one: a step's own state has begun by then, or a phase."""
 _WAY_ON = "To train all the same: parity_check='off'."
 
 
@@ -44,13 +46,16 @@ class _MicroBatch:
 
 
 class TrainerParity:
-    """Looks at whole batches before they are sharded; checks the first one, or one in every n steps."""
+    """Looks at whole batches before they are sharded; checks the first one and one of the third step, or one
+    in every n steps."""
 
     def __init__(self, core: ContextParallelCore, engine: Engine) -> None:
         self._core = core
         self._engine = engine
         self._checked: int | None = None
         """The optimizer step that was checked last."""
+        self._again: int | None = None
+        """The one that is checked once more."""
         self.healthy: str | None = None
         """What the last check said."""
         self.left_out: str | None = None
@@ -81,10 +86,13 @@ class TrainerParity:
         micro_batch = _MicroBatch(module, batch, callback, number)
         if self._is_due(module.trainer):
             self._check(micro_batch)
+            if self._core.settings.parity_steps is None:
+                self._again = module.trainer.global_step + _AGAIN
+        elif self._is_due_again(module.trainer):
+            self._check_again(micro_batch)
         if not self._core.counts.are_asked:  # a window begins
             self.forget()
-        asks = self._core.ask_for_counts is None and not self._core.passes_all
-        self._current = micro_batch if asks else None
+        self._current = micro_batch if self._core.ask_for_counts is None else None
 
     def after_loss(self, loss: torch.Tensor) -> None:
         """A loss is about to go backward: its batch is kept for ``before_step``, if that may need it."""
@@ -123,15 +131,16 @@ class TrainerParity:
         if not wanted:
             self._leave_out("ranks have losses of other kinds than each other in a batch")
             return
-        before = set(self._core.cleared)
+        before = set(self._core.cleared), self._core.follows_factors
         with self._core.between_steps(), torch.enable_grad():
             self._check(self._kept[wanted[0][1]])
-        if self._core.cleared == before and self._core.ask_for_counts is None:
+        found = self._core.cleared, self._core.follows_factors
+        if found == before and self._core.ask_for_counts is None:
             self._leave_out("run again for it, the step had a loss of a known kind, or declared it")
 
     def _check(self, micro_batch: _MicroBatch) -> None:
         module, callback = micro_batch.module, micro_batch.callback
-        self._checked = module.trainer.global_step
+        self._checked, self._again = module.trainer.global_step, None
         if not module.automatic_optimization:
             self._leave_out(
                 "with manual optimization a step changes the model, and cannot be run twice"
@@ -140,21 +149,32 @@ class TrainerParity:
         if type(callback).shard_batch is not ContextParallelCallback.shard_batch:
             self._leave_out(f"{type(callback).__name__} overrides shard_batch")
             return
+        try:
+            self.healthy = self._compare(micro_batch)
+        except CannotRun as why:
+            self._leave_out(str(why))
+            return
+        self._core.ask_for_counts = None
+        rank_zero_info(self.healthy)
+
+    def _check_again(self, micro_batch: _MicroBatch) -> None:
+        """Say nothing but an error; where it cannot be made, the first one holds."""
+        self._again = None
+        with suppress(CannotRun):
+            self._compare(micro_batch, says=False)
+
+    def _compare(self, micro_batch: _MicroBatch, *, says: bool = True) -> str:
+        """The line about a model that is well."""
+        module = micro_batch.module
         plugin = module.trainer.precision_plugin
         dtypes = dtypes_of(str(plugin.precision), self._core.settings)
         step, wide = _step_of(micro_batch, plugin.train_step_context), None
         if dtypes and self._core.settings.mixed_precision is None:
             wide = _step_of(micro_batch, nullcontext)
         runner = Runner(self._core, self._engine, module, step, dtypes, wide)
-        try:
-            with _unwatched(module.trainer):
-                check = ParityCheck(runner, self._core.settings.parity_tokens, _WAY_ON)
-                self.healthy = check.run(micro_batch.batch)
-        except CannotRun as why:
-            self._leave_out(str(why))
-            return
-        self._core.ask_for_counts = None
-        rank_zero_info(self.healthy)
+        with _unwatched(module.trainer):
+            check = ParityCheck(runner, self._core.settings.parity_tokens, _WAY_ON, says)
+            return check.run(micro_batch.batch)
 
     def forget(self) -> None:
         """A window is over: nothing of its batches is kept."""
@@ -174,12 +194,22 @@ class TrainerParity:
         if self._core.mesh.sample_size == 1:
             self.left_out = "no sample is shared between ranks"  # and nothing need be said
             return False
-        if any(True for _ in self._engine.unreduced()):
-            return False  # gradients of a window that began before: the next one is as good
+        if self._is_within_window:
+            return False
         every = settings.parity_steps
         if every is None or self._checked is None:
             return self._checked is None
         return trainer.global_step != self._checked and trainer.global_step % every == 0
+
+    def _is_due_again(self, trainer: Any) -> bool:
+        """True in the third step of a run whose first one was checked, and no later one since."""
+        due = self._again is not None and self.healthy is not None
+        return due and trainer.global_step >= self._again and not self._is_within_window
+
+    @property
+    def _is_within_window(self) -> bool:
+        """Gradients of a window that began before are left alone: the next one is as good."""
+        return any(True for _ in self._engine.unreduced())
 
     def _leave_out(self, why: str) -> None:
         self.left_out = self._unsaid = why

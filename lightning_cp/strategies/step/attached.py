@@ -93,6 +93,7 @@ class AttachedModel(StepLosses):
         """
         self._say_if_nothing_is_profiled()
         self.cleared.clear()  # of another model's steps, maybe
+        self.follows_factors = True
         self._attached = model, options, needs_labels
         settings = self.settings.with_sequence_dims(options.get("sequence_dims") or {})
         self._patches.end()

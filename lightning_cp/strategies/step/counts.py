@@ -7,7 +7,7 @@ flag, which the vote on a step reads together with whether gradients are finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.agreement import gathered_lists
 from lightning_cp.errors import ConfigError
-from lightning_cp.loss_terms import DECLARE, Count, Means
+from lightning_cp.loss_terms import DECLARE, Count, Factors, Means
 
 
 @dataclass
@@ -51,6 +51,8 @@ class SharedValues:
     """float64 [2] each: of what terms of parameters compute with another tensor."""
     gradients: list[torch.Tensor] = field(default_factory=list)
     """float64 [2] each: of gradients of what ``unshard`` has returned, by target."""
+    factors: Sequence[float | torch.Tensor] = ()
+    """The numbers and tensors of one element that a loss by hand is multiplied or divided by."""
     digits: int = 17
     """By how many digits gradients are compared in every step; what is joined is equal to the last one."""
     is_followed: bool = False
@@ -68,6 +70,31 @@ class SharedValues:
         """What is compared in every step; waits for the device."""
         gradients = self.gradients if self.gradients and float(self.weighted) else []
         return _written(self.joined, 17), _written(gradients, self.digits)
+
+    def factors_by(self, ratios: Iterable[float]) -> list[str]:
+        """The factors for a vote; what is this rank's weight times a known ratio is told as that."""
+        weight, values, limit = self.weighed_factors
+        return [
+            next((f"* {x}" for x in ratios if _is_near(value, x * weight, limit)), f"{value:.4e}")
+            for value in values
+        ]
+
+    @property
+    def weighed_factors(self) -> tuple[float, list[float], float]:
+        """This rank's targets, the factors, and how far they are rounded; waits for the device where they are
+        there."""
+        weight = float(self.weighted) if self.factors else 0.0
+        tensors = [x.double().reshape(1) for x in self.factors if isinstance(x, torch.Tensor)]
+        read = iter(
+            torch.cat([x.to(tensors[0].device) for x in tensors]).tolist() if tensors else ()
+        )
+        values = [float(next(read) if isinstance(x, torch.Tensor) else x) for x in self.factors]
+        is_short = any(x.is_floating_point() and x.itemsize < 4 for x in tensors)
+        return weight, values, 2e-2 if is_short else 1e-5
+
+
+def _is_near(a: float, b: float, limit: float) -> bool:
+    return a == b or abs(a - b) <= limit * abs(b) or (math.isnan(a) and math.isnan(b))
 
 
 def _written(values: Sequence[torch.Tensor], digits: int) -> list[str]:
@@ -107,6 +134,8 @@ class TargetCounts:
         self._numbers: list[tuple[Count, list[float] | None]] = []
         self._padding: list[tuple[str, torch.Tensor]] = []
         self._shared: list[SharedValues] = []
+        self._ratios = {1.0: None}
+        """Factors of losses by hand that go with the weights of ranks are these times as large."""
         self.are_asked = False
         """A loss went backward whose counts matter: known to all ranks, while a mean is known to its own."""
         self.beside_other_terms = False
@@ -130,15 +159,20 @@ class TargetCounts:
         """True if each of them that differs from its weight is the number of rows."""
         return all(float(count) == rows for count, weight in self._pairs if _differ(count, weight))
 
-    def note_shared(self, weighted: Count, means: Means | None) -> None:
+    def note_shared(
+        self, weighted: Count, means: Means | None, factors: Factors | None = None
+    ) -> None:
         """Follow what ranks which share a sample have to have alike, in the backward that is about to run.
 
         Every rank notes every loss, so that the same ones are compared; ``None``: nothing of it.
         """
         values = SharedValues(weighted)
+        if factors is not None:
+            values.factors = [*factors.values, *factors.divisors]
+            values.is_followed = bool(values.factors)
         self._shared.append(values)
         if means is not None:
-            values.is_followed = bool(means.joined or means.gathered)
+            values.is_followed |= bool(means.joined or means.gathered)
             values.joined = [_norm_and_projection(x) for x in means.joined]
             for node in means.gathered:
                 node.register_prehook(values.take_gradient)
@@ -160,6 +194,7 @@ class TargetCounts:
         taken._numbers, self._numbers = self._numbers, []
         taken._padding, self._padding = self._padding, []
         taken._shared, self._shared = self._shared, []
+        taken._ratios = self._ratios
         taken.are_asked, self.are_asked = self.are_asked, False
         taken.asks, self.asks = self.asks, False
         return taken
@@ -168,7 +203,8 @@ class TargetCounts:
     def numbers(self) -> list[Any]:
         """What ranks which share a sample have to have alike: the numbers that each loss is multiplied by,
         and norms of what they share. Waits for the device for these."""
-        return [numbers for _, numbers in self._numbers] + [each.told for each in self._shared]
+        shared = [(*each.told, each.factors_by(self._ratios)) for each in self._shared]
+        return [numbers for _, numbers in self._numbers] + shared
 
     def shared_apart(self, group: dist.ProcessGroup, sample_size: int) -> str | None:
         """The beginning of an error, if ranks that share a sample have other values than rounding explains.
@@ -181,6 +217,26 @@ class TargetCounts:
                     apart = _far(found[0][1], values, digits)
                     if apart is not None:
                         return said.format(apart[0], found[0][0], apart[1], rank)
+        return None
+
+    def factors_apart(self, group: dist.ProcessGroup, sample_size: int) -> str | None:
+        """The beginning of an error, if a loss by hand has a factor that is another one on some rank, and
+        does not go with the ranks' weights. Collective."""
+        own = [each.weighed_factors for each in self._shared]
+        for _, (first, of_ranks) in _by_sample(own, group, sample_size):
+            found = [(first + at, *each) for at, each in enumerate(of_ranks) if each[0]]
+            if len({len(factors) for _, _, factors, _ in found}) != 1:
+                continue  # another loss on some rank
+            limit = max(limit for *_, limit in found)
+            for values in zip(*(factors for _, _, factors, _ in found), strict=True):
+                ratios = [x / each[1] for x, each in zip(values, found, strict=True)]
+                if all(_is_near(x, ratios[0], limit) for x in ratios):
+                    self._ratios.update({ratios[0]: None} if len(self._ratios) < RATIOS else {})
+                    continue
+                other = [at for at, x in enumerate(values) if not _is_near(x, values[0], limit)]
+                if other:
+                    shown = values[0], found[0][0], values[other[0]], found[other[0]][0]
+                    return FACTORS.format(*shown)
         return None
 
     def refuse_numbers(self, step: int, group: dist.ProcessGroup, sample_size: int) -> None:
@@ -301,6 +357,15 @@ GATHERED = (
     "too; so "
 )
 """Before ``ASK``."""
+
+FACTORS = (
+    "a loss by hand is multiplied or divided by {:g} on rank {} and by {:g} on rank {}, which share a "
+    "sample, and their numbers of targets do not explain that, so "
+)
+"""Before ``ASK``."""
+
+RATIOS = 16
+"""As many are known, at most."""
 
 ASK = (
     "it is not known what this loss is a mean over: it is more than cross-entropies of PyTorch "

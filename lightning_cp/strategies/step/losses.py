@@ -70,7 +70,10 @@ class StepLosses(StepValues):
         asked = state is not None and state.padding_asked
         self._counts.note_padding(*self._loss.padding(by_hand=not is_known, asked=asked))
         passes = self._loss.is_declared or self._is_cleared(loss, self._loss)
-        self._counts.note_shared(self._loss.targets, None if passes else means)
+        factors = None
+        if not is_known and self.mesh.sample_size > 1 and (self._is_aside or self.follows_factors):
+            factors = factors_of(loss, self._loss.tokens)
+        self._counts.note_shared(self._loss.targets, None if passes else means, factors)
         if not self._is_aside:
             self._look_at(self._loss, is_known or passes)
 

@@ -51,6 +51,8 @@ class StepValues(RunMesh):
         self.cleared: set[tuple[bool, ...]] = set()
         """Of each loss of no known kind that was compared with one process, which factors were 0: others
         pass of which the same ones are."""
+        self.follows_factors = True
+        """Ranks compare factors of losses by hand; a check has not found that they may differ."""
 
     @contextmanager
     def as_one_process(self) -> Iterator[None]:

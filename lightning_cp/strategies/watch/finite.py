@@ -159,7 +159,9 @@ class FiniteGuard:
         counts.refuse(step.number, group)  # a mean over no target is NaN, too
         counts.refuse_numbers(step.number, group, step.sample[1])
         asks = any(flag for flags in gathered_lists([counts.asks], group) for flag in flags)
-        apart = counts.shared_apart(group, step.sample[1])
+        apart = counts.shared_apart(group, step.sample[1]) or counts.factors_apart(
+            group, step.sample[1]
+        )
         total = vote(dissents=not agrees)
         if (asks or apart) and total is not None and self.look is not None:
             self.look(apart or "")
