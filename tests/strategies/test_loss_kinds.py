@@ -249,6 +249,19 @@ def test_a_number_of_the_whole_sample_is_exact(ranks: int, settings: Settings) -
         close(got, want)
 
 
+def declared_times_its_own(loop: Loop, batch: Batch) -> torch.Tensor:
+    """A coefficient that follows what a rank has measured."""
+    loss = declared_by_hand(loop, batch)
+    return loss * loss.item()
+
+
+def test_a_declared_loss_times_a_number_of_a_rank_is_refused() -> None:
+    match = r"a loss by hand is multiplied or divided by \d.* on rank 0 and by \d.* on rank 1, which share"
+    expect_on_every_rank(
+        2, stepped, ULYSSES, declared_times_its_own, error=ConfigError, match=match
+    )
+
+
 def towards(make: Any) -> Any:
     """Pulls a parameter to a tensor, besides."""
 
