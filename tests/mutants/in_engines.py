@@ -62,8 +62,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "what a step changes in whole parameters stays there",
         ENGINES + "torch_fsdp2.py",
-        "                shard.copy_(gathered[own : own + shard.numel()])\n",
-        "",
+        "            shard.copy_(each.all_gather_outputs[0][own : own + shard.numel()])\n",
+        "            del own\n",
         (WITHIN + "[fsdp-Shrinks]",),
         "Weights that a step changes are lost.",
     ),

@@ -118,6 +118,17 @@ class Target(ByHand):
             slow.lerp_(fast, 0.2)
 
 
+class ZeroesAll(ByHand):
+    """Drops all gradients of the module between forward and backward."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        self.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
 class Skips(ByHand):
     """Leaves a batch out after its forward, and changes weights in the hook that follows."""
 
@@ -149,6 +160,15 @@ class Replaces(Small):
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         for part in (self.model.embed, self.model.head):
             part.weight.data = part.weight.data * 0.9
+        return self.loss(batch)
+
+
+class ShrinksUnseen(Small):
+    """Automatic optimization: changes weights by a way that PyTorch's versions of tensors do not show."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        for parameter in self.model.parameters():
+            parameter.data.mul_(0.9)
         return self.loss(batch)
 
 
@@ -185,8 +205,8 @@ class WithinForward(Small):
                     parameter.mul_(0.99)
 
 
-BY_HAND = [Clamps, Looks, Clips, ClipsLate, Sharpness, Target, Skips]
-AUTOMATIC = [Shrinks, Replaces, Teacher, WithinForward]
+BY_HAND = [Clamps, Looks, Clips, ClipsLate, Sharpness, Target, ZeroesAll, Skips]
+AUTOMATIC = [Shrinks, ShrinksUnseen, Replaces, Teacher, WithinForward]
 
 
 def trained(_rank: int, world_size: int, settings: Settings | None, kind: type[Small]) -> Any:

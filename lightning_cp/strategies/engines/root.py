@@ -92,6 +92,11 @@ class Root:
         if outermost:
             self.after_forward()
 
+    def zero_gradients(self) -> None:
+        """A module's ``zero_grad`` has reached the whole parameters that it shows, and not their shards."""
+        for group in self._groups:
+            group.zero()
+
     def begin_method(self) -> None:
         """Show a step of manual optimization the shards, where these have gradients of an earlier one.
 
@@ -100,6 +105,11 @@ class Root:
         shards = (p for group in self._groups for p in group.parameters())
         if self._is_manual() and any(p.grad is not None for p in shards):
             self._shard_all()
+
+    def keep_changes(self) -> None:
+        """The user's code of a step is over, or a backward in it begins: shards follow whole parameters."""
+        for group in self._groups:
+            group.keep()
 
     def _is_manual(self) -> bool:
         return not getattr(self.module, "automatic_optimization", True)

@@ -92,6 +92,13 @@ class ShardedEngine:
         after = root.after_forward if "forward" in methods else root.shard
         add_hook(module.register_forward_hook, lambda *_: after())
         root.follow_calls(_callable_parts(module), lambda: self.before_data())
+        zero = module.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            zero(set_to_none)
+            root.zero_gradients()
+
+        module.zero_grad = zero_grad
         for method in methods:
             if method != "forward":
                 self._as_forward(root, method)
@@ -151,7 +158,9 @@ class ShardedEngine:
         @wraps(users)
         def begins(*args: Any, **kwargs: Any) -> Any:
             root.begin_method()
-            return users(*args, **kwargs)
+            output = users(*args, **kwargs)
+            root.keep_changes()
+            return output
 
         setattr(module, method, begins)
         register_fsdp_forward_method(module, method)
@@ -214,6 +223,7 @@ class ShardedEngine:
             if not root.is_current():
                 root.settle()
             if root.entered and loss.requires_grad:
+                root.keep_changes()
                 module = root.module
                 assert isinstance(module, FSDPModule)
                 loss.register_hook(lambda gradient, at=module: enter_backward(at, gradient))

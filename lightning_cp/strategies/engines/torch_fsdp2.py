@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
@@ -54,6 +54,7 @@ class Group:
         self._trained: list[bool] = []
         self._touched: set[int] = set()
         self._versions: list[int] = []
+        self._shards: list[int] = []  # their versions
         self._memory = [_memory_of(each) for each in group.fsdp_params]
         self._settle_whenever_sharded()
         self._gather_for_training()
@@ -94,7 +95,7 @@ class Group:
 
         def shard() -> None:
             self.settle()
-            lost = self._write_back() if group.is_unsharded else []
+            lost = self._write_changes() if group.is_unsharded else []
             to_sharded()
             if lost:
                 raise ConfigError(_LOST.format(names=", ".join(lost[:3])))
@@ -106,6 +107,7 @@ class Group:
             to_unsharded()
             if came:
                 self._versions = [each._unsharded_param._version for each in group.fsdp_params]
+                self._shards = [p._version for p in self.parameters()]
                 self._refuse_ignored()
 
         group._to_sharded, group._to_unsharded = shard, unshard
@@ -130,31 +132,47 @@ class Group:
         if ignored:
             raise ConfigError(_IGNORED.format(names=", ".join(self.names(ignored)[:3])))
 
-    def _write_back(self) -> list[str]:
+    def keep(self) -> None:
+        """Change the shards as a step changed whole parameters, seen or unseen (``parameter.data.mul_``).
+
+        One copy of what this rank holds: what was not changed is the same. What a backward needs stays in
+        its place; memory that was replaced follows when it is freed.
+        """
+        group = self._group
+        if group.is_unsharded and not isinstance(group.offload_policy, CPUOffloadPolicy):
+            both = zip(group.fsdp_params, self._shards, strict=True)
+            own = [x for x, came in both if x.sharded_param._version == came]  # not changed itself
+            self._write_back([x for x in own if _is_alike(x) and not _is_replaced(x)])
+
+    def _write_changes(self) -> list[str]:
         """Change the shards as the whole parameters were; the names of those that cannot be.
 
-        Each rank takes its part of what it has itself. Whole parameters of another precision than the
-        shards would round all of these.
+        Whole parameters of another precision than the shards would round all of these.
         """
-        group, lost = self._group, []
-        for each in self.changed():
-            whole, (gathered, *more) = _local(each._unsharded_param), each.all_gather_outputs
-            shard = each._sharded_param_data
-            if more or gathered.dtype != shard.dtype or whole.shape != each._orig_size:
-                lost.append(each)
-                continue
-            with torch.inference_mode(False), torch.no_grad():
-                if _is_replaced(each):
-                    place = gathered.as_strided(each._orig_size, each._contiguous_orig_stride)
-                    place.copy_(whole)
-                    whole.data = place
-                own = group.mesh_info.shard_mesh_rank * shard.numel()
-                shard.copy_(gathered[own : own + shard.numel()])
-            if group.device.type != "cpu":  # gathering, on a stream of its own, waits for it
-                group._reshard_after_forward_event = group.device_handle.Event()
-                group._reshard_after_forward_event.record()
-        self._versions = [each._unsharded_param._version for each in group.fsdp_params]
-        return self.names(lost)
+        changed = self.changed()
+        self._write_back([each for each in changed if _is_alike(each)])
+        self._versions = [each._unsharded_param._version for each in self._group.fsdp_params]
+        return self.names(each for each in changed if not _is_alike(each))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _write_back(self, records: list[Any]) -> None:
+        """Each rank takes its part of what it has itself."""
+        group = self._group
+        for each in filter(_is_replaced, records):
+            place = each.all_gather_outputs[0].as_strided(
+                each._orig_size, each._contiguous_orig_stride
+            )
+            place.copy_(_local(each._unsharded_param))
+            _local(each._unsharded_param).data = place
+        shards = [each._sharded_param_data for each in records]
+        rank = group.mesh_info.shard_mesh_rank
+        for each, shard in zip(records, shards, strict=True):
+            own = rank * shard.numel()
+            shard.copy_(each.all_gather_outputs[0][own : own + shard.numel()])
+        if records and group.device.type != "cpu":  # gathering, on another stream, waits for it
+            group._reshard_after_forward_event = group.device_handle.Event()
+            group._reshard_after_forward_event.record()
 
     def _gather_for_training(self) -> None:
         """Make whole parameters outside of inference mode: training uses those that an evaluation made."""
@@ -217,6 +235,12 @@ class Group:
             if parameter is not None:
                 parameter.grad = None
 
+    def zero(self) -> None:
+        """Drop the gradients of shards, where a module shows whole parameters."""
+        if self._group.is_unsharded:
+            for parameter in self.parameters():
+                parameter.grad = None
+
     def gathered(self) -> Iterator[torch.Tensor]:
         """Whole parameters, as long as this rank holds them."""
         for each in self._group.fsdp_params:
@@ -256,6 +280,13 @@ def _is_replaced(record: Any) -> bool:
     """True if ``parameter.data = ...`` gave a whole parameter other memory than that it is gathered in."""
     gathered = record.all_gather_outputs
     return _local(record._unsharded_param).data_ptr() != gathered[0].data_ptr()
+
+
+def _is_alike(record: Any) -> bool:
+    """True if a whole parameter has the precision and the size that its shards are of."""
+    gathered, *more = record.all_gather_outputs
+    alike = gathered.dtype == record._sharded_param_data.dtype and not more
+    return alike and _local(record._unsharded_param).shape == record._orig_size
 
 
 _IGNORED = (
