@@ -43,8 +43,8 @@ GUARD_MUTANTS = (
     Mutant(
         "the weight of a rank is left in its gradient",
         COUNTS,
-        "_norm_and_projection(x) / self.weighted",
-        "_norm_and_projection(x)",
+        "norm_and_projection(x) / self.weighted",
+        "norm_and_projection(x)",
         (f"{KINDS}whole_rows_with_a_tensor_of_whole_rows_are_exact[hybrid]",),
         "Right losses of whole rows beside a mean over targets are refused.",
     ),
@@ -79,6 +79,14 @@ GUARD_MUTANTS = (
         "False",
         (f"{LATER}right_factors_cost_no_agreement",),
         "Right losses by hand are looked at again.",
+    ),
+    Mutant(
+        "state that steps write to is not compared",
+        "lightning_cp/strategies/watch/finite.py",
+        "own=[counts.numbers, state]",
+        "own=[counts.numbers]",
+        (f"{LATER}state_of_a_rank_s_own_tokens_is_warned_of_by_name[3-settings1]",),
+        "A buffer of a rank's own tokens is used with Fabric, without a word.",
     ),
     Mutant(
         "no second look",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -369,6 +370,43 @@ def test_a_wrong_micro_batch_within_a_window_is_refused() -> None:
     expect_on_every_rank(
         2, fit, "WrongOfWindows", {**RING, **CHECKED}, 3, error=ParityError, match=match
     )
+
+
+class Moving(modules.Healthy):
+    """Steps count themselves, and keep a mean of a rank's own tokens."""
+
+    steps: torch.Tensor
+    center: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("center", torch.zeros(modules.VOCAB))
+        self.shift = torch.nn.Parameter(torch.zeros(modules.VOCAB), requires_grad=False)
+
+    def loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            self.steps += 1
+            self.center.lerp_(logits.mean((0, 1)), 0.5)
+            self.shift.copy_(self.center)
+        return super().loss(logits, batch)
+
+
+def warned(rank: int, world_size: int, settings: Settings) -> list[str]:
+    loader: Any = DataLoader(modules.rows(4), batch_size=2)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer_of(world_size, {**settings, "parity_check": "off"}).fit(Moving(), loader)
+    said = (str(each.message) for each in found)
+    return [line.split()[3] for line in said if line.startswith("steps write to")]
+
+
+@pytest.mark.parametrize(("ranks", "settings"), [(2, RING), (3, RING3)])
+def test_state_of_a_rank_s_own_tokens_is_warned_of_by_name(ranks: int, settings: Settings) -> None:
+    """Not what all ranks write alike."""
+    first, *others = run_ranks(ranks, warned, settings)
+    assert first == ["center", "shift"]
+    assert not any(others)
 
 
 def recomputed(rank: int, world_size: int) -> tuple[int, int]:

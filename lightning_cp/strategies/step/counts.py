@@ -62,14 +62,14 @@ class SharedValues:
         """A hook of what ``unshard`` has returned: its gradient is as large as its rank's weight."""
         x = gradients[0]
         if x is not None and not isinstance(x, DTensor):
-            self.gradients.append(_norm_and_projection(x) / self.weighted)
+            self.gradients.append(norm_and_projection(x) / self.weighted)
             self.digits = 5 if torch.finfo(x.dtype).eps < 1e-6 else 2
 
     @property
     def told(self) -> tuple[list[str], list[str]]:
         """What is compared in every step; waits for the device."""
         gradients = self.gradients if self.gradients and float(self.weighted) else []
-        return _written(self.joined, 17), _written(gradients, self.digits)
+        return written(self.joined, 17), written(gradients, self.digits)
 
     def factors_by(self, ratios: Iterable[float]) -> list[str]:
         """The factors for a vote; what is this rank's weight times a known ratio is told as that."""
@@ -97,14 +97,15 @@ def _is_near(a: float, b: float, limit: float) -> bool:
     return a == b or abs(a - b) <= limit * abs(b) or (math.isnan(a) and math.isnan(b))
 
 
-def _written(values: Sequence[torch.Tensor], digits: int) -> list[str]:
+def written(values: Sequence[torch.Tensor], digits: int) -> list[str]:
     numbers = torch.cat([x.to(values[0].device) for x in values]).tolist() if values else []
     return [f"{x:.{digits - 1}e}" for x in numbers]
 
 
-def _norm_and_projection(x: torch.Tensor) -> torch.Tensor:
+def norm_and_projection(x: torch.Tensor) -> torch.Tensor:
     """float64 [2]: the norm hardly moves where a small part differs; a sum weighted by place does."""
-    x = x.detach().reshape(-1, x.shape[-1]) if x.dim() else x.detach().reshape(1, 1)
+    x = x.detach() if x.is_floating_point() else x.detach().double()
+    x = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
     norm = torch.linalg.vector_norm(x, dtype=torch.float64)
     rows, columns = (x.sum(dim, dtype=torch.float64) for dim in (1, 0))
     return torch.stack([norm, rows @ _places(rows) + columns @ _places(columns)])
@@ -115,7 +116,7 @@ def _places(x: torch.Tensor) -> torch.Tensor:
     return torch.arange(1, len(x) + 1, dtype=x.dtype, device=x.device) / len(x)
 
 
-def _far(own: Sequence[str], others: Sequence[str], digits: int) -> tuple[float, float] | None:
+def far(own: Sequence[str], others: Sequence[str], digits: int) -> tuple[float, float] | None:
     """The norms of the first value that differs by more than rounding; not finite: looked at elsewhere."""
     limit = 0.05 if digits < 3 else 1e-5 if digits > 5 else 1e-4
     pairs = [(float(a), float(b)) for a, b in zip(own, others, strict=False)]
@@ -173,7 +174,7 @@ class TargetCounts:
         self._shared.append(values)
         if means is not None:
             values.is_followed |= bool(means.joined or means.gathered)
-            values.joined = [_norm_and_projection(x) for x in means.joined]
+            values.joined = [norm_and_projection(x) for x in means.joined]
             for node in means.gathered:
                 node.register_prehook(values.take_gradient)
 
@@ -210,11 +211,11 @@ class TargetCounts:
         """The beginning of an error, if ranks that share a sample have other values than rounding explains.
         Collective."""
         own = [each.told for each in self._shared]
-        for at, (first, of_ranks) in _by_sample(own, group, sample_size):
+        for at, (first, of_ranks) in by_sample(own, group, sample_size):
             for kind, said, digits in ((0, JOINED, 17), (1, GATHERED, self._shared[at].digits)):
                 found = [(first + rank, x[kind]) for rank, x in enumerate(of_ranks) if x[kind]]
                 for rank, values in found[1:]:
-                    apart = _far(found[0][1], values, digits)
+                    apart = far(found[0][1], values, digits)
                     if apart is not None:
                         return said.format(apart[0], found[0][0], apart[1], rank)
         return None
@@ -223,7 +224,7 @@ class TargetCounts:
         """The beginning of an error, if a loss by hand has a factor that is another one on some rank, and
         does not go with the ranks' weights. Collective."""
         own = [each.weighed_factors for each in self._shared]
-        for _, (first, of_ranks) in _by_sample(own, group, sample_size):
+        for _, (first, of_ranks) in by_sample(own, group, sample_size):
             found = [(first + at, *each) for at, each in enumerate(of_ranks) if each[0]]
             if len({len(factors) for _, _, factors, _ in found}) != 1:
                 continue  # another loss on some rank
@@ -248,7 +249,7 @@ class TargetCounts:
             ConfigError: on every rank, with both numbers.
         """
         own = [numbers if float(weighted) else None for weighted, numbers in self._numbers]
-        for _, (first, of_ranks) in _by_sample(own, group, sample_size):
+        for _, (first, of_ranks) in by_sample(own, group, sample_size):
             found = [(first + at, x) for at, x in enumerate(of_ranks) if x is not None]
             for rank, numbers in found[1:]:
                 if repr(numbers) != repr(found[0][1]):
@@ -307,7 +308,7 @@ class TargetCounts:
         )
 
 
-def _by_sample(
+def by_sample(
     own: list[Any], group: dist.ProcessGroup, sample_size: int
 ) -> Iterator[tuple[int, tuple[int, tuple[Any, ...]]]]:
     """Of each loss its place, and what the ranks that share a sample have, the first of which is told.

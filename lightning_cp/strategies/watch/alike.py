@@ -17,9 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_cp import console
 from lightning_cp.comm.agreement import gathered_lists, same_in_the_world
 from lightning_cp.comm.vote import hashed
 from lightning_cp.errors import ConfigError
+from lightning_cp.strategies.step.counts import by_sample, far, norm_and_projection, written
 from lightning_cp.strategies.watch.same import differences, shown, told_by_ranks
 
 CONFIGS = ("PretrainedConfig", "PreTrainedConfig")
@@ -70,6 +72,61 @@ def require_same_optimizers(
             "Each rank steps what it holds of one model, so all have to make the same optimizers, with the "
             "same groups of parameters and the same settings.",
         )
+
+
+class MovedState:
+    """Buffers and frozen parameters that steps write to: ranks that share a sample have to write the same.
+
+    They are compared in the votes on steps 2, 4, 8, ... of a run. PyTorch counts the writes to a tensor:
+    what no step writes to is not read. What is sharded has one copy, and is left alone.
+    """
+
+    def __init__(self) -> None:
+        self._votes = 0
+        self._known: dict[str, tuple[int, int]] = {}
+        self._told: set[str] = set()
+
+    def numbers(self, model: nn.Module) -> list[tuple[str, list[str]]]:
+        """What was written to since the last comparison, by name; waits for the device if there is any."""
+        self._votes += 1
+        if self._votes & (self._votes - 1):
+            return []
+        tensors = dict(_whole_state(model))
+        writes = {name: (id(x), x._version) for name, x in tensors.items()}
+        moved = [name for name, x in writes.items() if self._known.get(name, x) != x]
+        self._known = writes
+        values = (norm_and_projection(tensors[name]) for name in moved)
+        return [(name, written([x], 17)) for name, x in zip(moved, values, strict=True)]
+
+    def warn(
+        self, own: list[tuple[str, list[str]]], group: dist.ProcessGroup, sample_size: int
+    ) -> None:
+        """Say once of each what ranks that share a sample do not have alike. Collective."""
+        for _, (first, of_ranks) in by_sample([dict(own)], group, sample_size):
+            for name, values in of_ranks[0].items():
+                others = ((rank, each[name]) for rank, each in enumerate(of_ranks) if name in each)
+                found = ((rank, far(values, other, 17)) for rank, other in others)
+                apart = next(((first + rank, x) for rank, x in found if x is not None), None)
+                if apart is not None and name not in self._told:
+                    self._told.add(name)
+                    if dist.get_rank() == first:
+                        rank, (norm, other) = apart
+                        console.warn(_MOVED.format(name, norm, first, other, rank))
+
+
+def _whole_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
+    for name, x in (*model.named_buffers(), *frozen):
+        plain = x.layout == torch.strided and not (isinstance(x, DTensor) or x.is_complex())
+        if plain and not x.is_meta and x.numel():
+            yield name.replace("_forward_module.", "").removeprefix("module."), x
+
+
+_MOVED = (
+    "steps write to {} (a buffer, or a parameter that is not trained), and ranks that share a sample do not "
+    "write the same: its norm is {:g} on rank {} and {:g} on rank {}. What is computed from it is then not "
+    "what one process computes. Compute it from whole sequences (unshard), or average it over ranks."
+)
 
 
 def model_facts(module: nn.Module) -> dict[str, str]:

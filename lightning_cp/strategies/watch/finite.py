@@ -32,6 +32,7 @@ from lightning_cp.comm.vote import tally
 from lightning_cp.containers import tensors_of
 from lightning_cp.errors import NonFiniteError
 from lightning_cp.strategies.step.counts import TargetCounts
+from lightning_cp.strategies.watch.alike import MovedState
 from lightning_cp.strategies.watch.rates import numbers_of, refuse_settings
 
 WHAT = "end of a step"
@@ -63,6 +64,7 @@ class FiniteGuard:
         self._checks = self._looks = checks
         self._counts = counts
         self._bad_loss: torch.Tensor | None = None
+        self._state = MovedState()
         self._voted: set[int] = set()  # optimizers, since the last backward
         self.look: Callable[[str], None] | None = None
         """How all ranks look at a loss of no known kind together, and why, besides."""
@@ -151,17 +153,17 @@ class FiniteGuard:
         """The sum of what ranks wish; ``None`` on all if one does not agree, or has other settings."""
         fact = (WHAT, numbers_of(step.optimizer))
         vote = partial(tally, fact, group, number=number)
-        dissents = not agrees or counts.asks
-        total = vote(of=step.sample, own=counts.numbers, dissents=dissents)
+        dissents, size = not agrees or counts.asks, step.sample[1]
+        state = self._state.numbers(step.model) if size > 1 else []
+        total = vote(of=step.sample, own=[counts.numbers, state], dissents=dissents)
         if total is not None:
             return total
         tell({"step": step.number}, group, what=WHAT)  # ranks at different calls hear of that
         counts.refuse(step.number, group)  # a mean over no target is NaN, too
-        counts.refuse_numbers(step.number, group, step.sample[1])
+        counts.refuse_numbers(step.number, group, size)
+        self._state.warn(state, group, size)
         asks = any(flag for flags in gathered_lists([counts.asks], group) for flag in flags)
-        apart = counts.shared_apart(group, step.sample[1]) or counts.factors_apart(
-            group, step.sample[1]
-        )
+        apart = counts.shared_apart(group, size) or counts.factors_apart(group, size)
         total = vote(dissents=not agrees)
         if (asks or apart) and total is not None and self.look is not None:
             self.look(apart or "")
