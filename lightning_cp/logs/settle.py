@@ -132,7 +132,7 @@ class StepLog:
         lists = agree_on_calls(own, ranks, flat, to_backward=to_backward)
         if not _losses_fit(lists, mesh.sample_size):
             calls = [call for call in calls if not call.where.startswith(STEP_LOSS)]
-        calls += self._joined(own, lists)
+        calls = self._joined(calls, lists)
         _settle_ratios(sorted(filter(_is_ratio, calls), key=_key), mesh, flat)
         first = 0 if flat is Flat.CP else mesh.data_rank * mesh.sample_size
         self._settle_rest(
@@ -170,14 +170,18 @@ class StepLog:
             losses: of a step that has several counts.
             doubted: the doubts that the user is told of.
         """
-        peers = [{key: kind for key, kind, *_ in one} for one in lists]
+        peers = [{key: Kind(kind) for key, kind, *_ in one} for one in lists]
         common = set.intersection(*map(set, peers))
+        kinds = {key: {peer[key] for peer in peers} for key in common}
+        means_of_all = {key for key in common if kinds[key] <= set(MEANS)}  # all send as much
         shared = [call for call in calls if call.key in common and not _is_ratio(call)]
         shared.sort(key=_key)
         values = [call.values[0] for call in shared]
-        means = [call for call in shared if evidence_of and _is_mean(call)]
+        means = [
+            call for call in shared if evidence_of and _is_mean(call) and call.key in means_of_all
+        ]
         values += [evidence_of(call.values[0]) for call in means] if evidence_of else []
-        of_losses = [call for call in shared if losses and call.kind in MEANS]
+        of_losses = [call for call in shared if losses and call.key in means_of_all]
         values += [losses.likeness(call.values[0]) for call in of_losses] if losses else []
         both = side_by_side(values, mesh)
         rows, evidence = both[: len(shared)], both[len(shared) : len(shared) + len(means)]
@@ -202,8 +206,7 @@ class StepLog:
         for call, row, (differ, *nan) in zip(shared, rows, flags, strict=False):
             if differ and shares is not None and _is_mean(call):
                 self._warn_of_nan(call, [x and y > 0 for x, y in zip(nan, shares, strict=True)])
-            kinds = {peer[call.key] for peer in peers}
-            kind = call.kind if len(kinds) == 1 else Kind.METRIC
+            kind = call.kind if len(kinds[call.key]) == 1 else Kind.METRIC
             if kind in MEANS and shares is not None:
                 own = losses.shares_by(alike[call.key]) if losses and differ else shares
                 if own is None:
@@ -249,11 +252,12 @@ class StepLog:
             self._doubted.add(about)
             self._warn(explained(doubt, call.where, names, evidence))
 
-    def _joined(self, own: list[Any], lists: list[list[Any]]) -> list[Call]:
-        """Ratios that only other ranks have logged: here nothing was counted."""
-        ratios = {item[0]: item[2:] for one in lists for item in one if item[1] == "ratio"}
-        found: list[Call] = []
-        for key in sorted(ratios.keys() - {key for key, *_ in own}):
+    def _joined(self, calls: list[Call], lists: list[list[Any]]) -> list[Call]:
+        """This rank's calls with ratios that only others have logged: here nothing was counted, whatever the
+        rank has logged in their place."""
+        ratios = {key: rest for one in lists for key, kind, *rest in one if kind == "ratio"}
+        found = [call for call in calls if _is_ratio(call) or call.key not in ratios]
+        for key in sorted(ratios.keys() - {call.key for call in found}):
             call = self._join(*ratios[key])
             call.key = key
             found.append(call)

@@ -17,6 +17,14 @@ CLOSURES = "tests/strategies/test_closures.py::test_"
 
 GUARD_MUTANTS = (
     Mutant(
+        "ranks send what their own kind of a value needs",
+        "lightning_cp/logs/settle.py",
+        "if losses and call.key in means_of_all]",
+        "if losses and call.kind in MEANS]",
+        ("tests/strategies/test_log_kinds.py::test_ranks_that_log_a_name_with_other_kinds[ring3]",),
+        "A rank that logs an integer where another has a float ends the run.",
+    ),
+    Mutant(
         "closures return the plain mean of ranks",
         "lightning_cp/strategies/step/values.py",
         "        mean, is_known = self._averaged(own) if one_batch else self._alike(own)\n        if",

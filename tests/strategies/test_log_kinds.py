@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import lru_cache
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.utils import get_total_norm
+from torch.utils.data import DataLoader
 
 from tests.pool import run_ranks
 from tests.strategies.logs import DDP, RING_TWICE, Logs, Report, same_reports, watched
-from tests.strategies.small import RING, ULYSSES, Batch, loader, trainer_of
+from tests.strategies.small import HYBRID, RING, RING3, ULYSSES, Batch, loader, samples, trainer_of
 
 BOTH: Any = {"on_step": True, "on_epoch": True}
 
@@ -204,3 +206,69 @@ def norms_alone() -> Report:
 def test_what_is_spread_over_ranks_is_logged_whole(engine: str) -> None:
     for got in run_ranks(2, watched, {**RING, "data_parallel": engine}, Norms, test=False):
         same_reports(got, norms_alone())
+
+
+class Mixed(Logs):
+    """Where a rank has no targets it logs integers, and plain numbers in the place of ratios."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False  # type: ignore[assignment]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        """Two counts."""
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        losses, mask = self.of_tokens(batch)
+        for at, part in enumerate((mask, mask & (batch["input_ids"] % 2 == 0))):
+            loss = (losses * part).sum() / self.count_targets(part)
+            self.manual_backward(loss, retain_graph=not at)
+            self.show(f"train_{at}", loss, part)
+        optimizer.step()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        losses, mask = self.of_tokens(batch)
+        self.show("val", (losses * mask).sum() / mask.sum().clamp(min=1), mask)
+
+    def of_tokens(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, labels = self.logits(batch).transpose(1, 2), batch["labels"]
+        return F.cross_entropy(logits, labels.clamp(min=0), reduction="none"), labels != -100
+
+    def show(self, name: str, loss: torch.Tensor, mask: torch.Tensor) -> None:
+        count = mask.sum()
+        self.log(name, loss.detach() if count else 0, batch_size=1)
+        self.log(
+            f"{name}_largest", loss.detach() if count else False, batch_size=1, reduce_fx="max"
+        )
+        if count:
+            self.cp_log(f"{name}_ratio", loss.detach() * count, count)
+        else:
+            self.log(f"{name}_ratio", 0.0, batch_size=1)
+
+
+def mixed(rank: int, world_size: int, settings: Any) -> tuple[dict[str, float], list[str]]:
+    rows = samples(20)  # more batches than those whose values are looked at
+    for row in rows:
+        row["labels"] = row["input_ids"].roll(-1)
+        row["labels"][4:] = -100
+    data: Any = DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = trainer_of(world_size, settings)
+        trainer.fit(Mixed(), data, data)
+    shown = {name: float(x) for name, x in trainer.callback_metrics.items()}
+    return shown, [str(x.message) for x in caught if "self.log" in str(x.message)]
+
+
+@pytest.mark.quick("ring3")
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(2, RING), (3, RING3), (4, HYBRID)],
+    ids=["ring", "ring3", "hybrid"],
+)
+def test_ranks_that_log_a_name_with_other_kinds(ranks: int, settings: Any) -> None:
+    """No rank sends more numbers than another; one without targets has no say."""
+    ((want, said),) = run_ranks(1, mixed, None)
+    assert not said
+    for shown, _ in run_ranks(ranks, mixed, {**settings, "layout": "contiguous"}):
+        assert shown == pytest.approx(want, rel=1e-10)
