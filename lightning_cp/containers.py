@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -28,6 +28,14 @@ def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]
         yield name or ROOT, value
     for key, item in items_of(value):
         yield from tensors_of(item, f"{name}.{key}" if name else str(key))
+
+
+def memory_of(x: torch.Tensor) -> int:
+    """What a tensor has in common with its views, and with what a transform of ``torch.func`` makes of it."""
+    functorch = cast(Any, torch._C)._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return x.untyped_storage()._cdata if torch._C._has_storage(x) else id(x)
 
 
 def nodes_of(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

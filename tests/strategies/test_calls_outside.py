@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_cp.comm.local import local_part
-from tests.pool import run_ranks
+from lightning_cp.errors import ConfigError
+from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.small import (
     LENGTH,
     RING,
@@ -78,6 +79,54 @@ def test_calls_in_hooks_equal_those_of_one_process(engine: str, place: str, trai
     (want,) = run_ranks(1, called, None, place, trains)
     for got in run_ranks(2, called, {**RING, "data_parallel": engine}, place, trains):
         close(got, want)
+
+
+class TransformsOutside(CallsOutside):
+    """Calls its model through transforms of ``torch.func``, with whole rows, in a hook."""
+
+    def call(self, *_: Any) -> None:
+        at = torch.arange(LENGTH)[None]
+
+        def by_embedding(weight: torch.Tensor) -> torch.Tensor:
+            logits = torch.func.functional_call(self.model, {"embed.weight": weight}, (PROMPT, at))
+            return logits[0, -1, :2]
+
+        with torch.no_grad():
+            rows = torch.stack([PROMPT, PROMPT.flip(1)])
+            self.got.append(torch.vmap(lambda row: self.model(row, at))(rows).flatten())
+            weight = self.model.embed.weight.detach()
+            self.got.append(torch.func.jacrev(by_embedding)(weight).flatten())
+        self.got = [torch.cat(self.got)]
+
+
+def transformed(_rank: int, world_size: int, settings: dict[str, Any] | None) -> torch.Tensor:
+    module = TransformsOutside("on_train_batch_end")
+    trainer_of(world_size, settings).fit(module, loader(4), loader(2))
+    return module.got[0]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
+def test_transforms_of_the_model_in_a_hook() -> None:
+    (want,) = run_ranks(1, transformed, None)
+    for got in run_ranks(2, transformed, RING):
+        close(got, want)
+
+
+class MapsPart(Small):
+    """Maps its model over the rows of a part of a batch, before its step begins."""
+
+    def on_train_batch_start(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        at = torch.arange(batch["input_ids"].shape[1])[None]
+        torch.vmap(lambda row: self.model(row[None], at))(batch["input_ids"])
+
+
+def maps_part(rank: int, world_size: int) -> None:
+    trainer_of(world_size, RING).fit(MapsPart(), loader(2))
+
+
+def test_a_transform_over_a_part_of_a_batch() -> None:
+    match = "PlainLlama is called with this rank's part of a batch outside of the step"
+    expect_on_every_rank(2, maps_part, error=ConfigError, match=match)
 
 
 class Generates(pl.LightningModule):

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -23,7 +22,7 @@ from lightning_cp.batch import (
 from lightning_cp.comm.agreement import find_difference, gathered_lists
 from lightning_cp.comm.checksum import checksum, fingerprint
 from lightning_cp.comm.vote import tally
-from lightning_cp.containers import tensors_of
+from lightning_cp.containers import memory_of, tensors_of
 from lightning_cp.errors import BatchMismatchError, ShapeError, UndeclaredError
 from lightning_cp.layout import LayoutChoice, SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh, Flat
@@ -119,13 +118,8 @@ def shared_with(batch: Any, before: ShardedBatch | None) -> list[str]:
     if before is None or before.layout.cp_size == 1:
         return []
     local_len = before.layout.local_len
-    shards = {_memory(x) for _, x in tensors_of(before.batch) if local_len in x.shape}
-    return [name for name, x in tensors_of(batch) if _memory(x) in shards]
-
-
-def _memory(x: torch.Tensor) -> int:
-    """What a tensor and its views have in common."""
-    return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)
+    shards = {memory_of(x) for _, x in tensors_of(before.batch) if local_len in x.shape}
+    return [name for name, x in tensors_of(batch) if memory_of(x) in shards]
 
 
 def _refuse_sharded(whole: WholeBatch, before: ShardedBatch | None) -> None:
