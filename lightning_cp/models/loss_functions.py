@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from lightning_cp.loss_terms import Count, note_mean, targets_of
 from lightning_cp.models.functions import LINK, Link, Replaced
@@ -48,6 +49,10 @@ def _noted(
         handle = held()
         state = None if handle is None else handle.state
         if state is None or not (loss.requires_grad or state.losses is not None):
+            return loss
+        if is_functorch_wrapped_tensor(
+            loss
+        ):  # of vmap or grad: none after it, and of none of its tokens
             return loss
         count = counted(*args, **kwargs)
         if count is None:

@@ -271,7 +271,20 @@ def diverged(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return by_row(logits * torch.nan, labels)
 
 
-BY_HAND: dict[str, ByHand] = {"by_row": by_row, "unseen": by_row_unseen, "diverged": diverged}
+def by_vmap(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean over targets, beside the loss of a gradient that PyTorch's function transforms take."""
+    torch.func.grad(lambda x: ce(x, labels))(logits.detach())
+    torch.func.vmap(lambda x, y: ce(x[None], y[None]))(logits.detach(), labels)
+    each = torch.func.vmap(lambda x, y: ce(x[None], y[None], reduction="sum"))(logits, labels)
+    return each.sum() / (labels != -100).sum()
+
+
+BY_HAND: dict[str, ByHand] = {
+    "by_row": by_row,
+    "unseen": by_row_unseen,
+    "diverged": diverged,
+    "by_vmap": by_vmap,
+}
 
 
 def uneven_rows(some: int, last: int = 0) -> DataLoader[Any]:
@@ -325,4 +338,13 @@ def test_rows_without_targets_on_a_rank_are_said(
 @pytest.mark.parametrize("train", [False])
 def test_a_model_that_gives_nan_is_not_explained(train: bool) -> None:
     for _, said in run_ranks(2, logged, RING, "diverged", train, 0):
+        assert not said
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["trains", "validates"])
+def test_losses_within_function_transforms_leave_nothing(train: bool) -> None:
+    """A tensor of a transform is dead once that has ended."""
+    ((want, _),) = run_ranks(1, logged, None, "by_vmap", train, 0)
+    for shown, said in run_ranks(2, logged, RING, "by_vmap", train, 0):
+        assert shown == pytest.approx(want, rel=1e-10)
         assert not said
