@@ -92,7 +92,7 @@ def counted_means(loss: torch.Tensor) -> Means:
             other_terms |= not factors and not _is_shared(node)
             shared += [x for x in (_sources(node) if factors else [node]) if x not in factors]
             constants = _constants(node)
-            numbers += _numbers_of(node) if factors else []
+            numbers += [] if _is_of_parameters(node) else _numbers_of(node)
             own_factor |= bool(factors) and not all(map(_is_number, constants))
             ahead.extend(factors)
         elif _is_shared(node):

@@ -171,6 +171,18 @@ def test_numbers_within_a_term_of_parameters_are_told() -> None:
     assert sorted(counted_means(mean(tokens()) + term).numbers) == [3, 5, 7]
 
 
+@pytest.mark.parametrize(
+    ("loss", "want"),
+    [
+        (lambda: of_rows() * 3, [3]),
+        (lambda: of_rows() / 3, [3]),
+        (lambda: mean(tokens()) / 7 + of_rows() * 3, [3, 7]),
+    ],
+)
+def test_numbers_beside_whole_rows_are_told(loss: Any, want: list[float]) -> None:
+    assert sorted(counted_means(loss()).numbers) == want
+
+
 def test_numbers_are_told_under_a_mode_that_counts() -> None:
     """Which is handed numbers that autograd has wrapped as Python has them."""
     with FlopCounterMode(display=False):

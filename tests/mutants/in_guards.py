@@ -17,6 +17,14 @@ CLOSURES = "tests/strategies/test_closures.py::test_"
 
 GUARD_MUTANTS = (
     Mutant(
+        "numbers beside values of whole sequences are left out",
+        "lightning_cp/loss_terms.py",
+        "[] if _is_of_parameters(node) else _numbers_of(node)",
+        "_numbers_of(node) if factors else []",
+        ("tests/test_loss_terms.py::test_numbers_beside_whole_rows_are_told",),
+        "Whole rows times a number that differs a little between ranks train on.",
+    ),
+    Mutant(
         "ranks send what their own kind of a value needs",
         "lightning_cp/logs/settle.py",
         "if losses and call.key in means_of_all]",

@@ -341,6 +341,19 @@ def test_whole_rows_with_a_tensor_of_whole_rows_are_exact(ranks: int, settings: 
         close(got, want)
 
 
+def whole_by_its_number(loop: Loop, batch: Batch) -> torch.Tensor:
+    """Less apart than the rounding that is let pass in gradients."""
+    return whole_losses(loop, batch).sum() * (1 + 1e-6 * torch.distributed.get_rank())
+
+
+@pytest.mark.quick("ring 3")
+@GRIDS
+def test_whole_rows_times_a_rank_s_own_number_are_refused(ranks: int, settings: Settings) -> None:
+    match = r"a loss is multiplied or divided by 1 on rank 0 and by .* on rank 1.*No rank has"
+    way = whole_by_its_number
+    expect_on_every_rank(ranks, stepped, settings, way, error=ConfigError, match=match)
+
+
 def by_its_sample(loop: Loop, batch: Batch) -> torch.Tensor:
     """Times another number in each data rank."""
     return loop.loss(batch) * (1 + torch.distributed.get_rank() // 2)
