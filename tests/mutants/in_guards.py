@@ -227,8 +227,8 @@ GUARD_MUTANTS = (
     Mutant(
         "a sum of losses is averaged by the last count",
         "lightning_cp/strategies/step/weighting.py",
-        "return every[0] if all(shares == every[0] for shares in every) else None",
-        "return every[0]",
+        "return self.shares if self._weigh_alike is not None and self._weigh_alike else None",
+        "return self.shares",
         (f"{SEVERAL}a_sum_of_losses_is_refused",),
         "Of two losses of other targets a sum is shown that one process does not have.",
     ),

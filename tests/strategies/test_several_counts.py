@@ -65,6 +65,8 @@ class Twice(ContextParallelMixin, Small):
             if self.when == "labels first" and not at:
                 continue
             loss = (losses * mask).sum() / self.count_targets(mask)
+            if self.when == "before":
+                self.keep("ac"[at], loss)
             self.manual_backward(loss, retain_graph=not at)
             found.append(loss.detach())
             if self.when == "each":
@@ -123,22 +125,27 @@ def by_fabric(
         optimizer.zero_grad()
         positions = batch.get("position_ids", torch.arange(batch["input_ids"].shape[1])[None])
         logits, found = model(batch["input_ids"], positions), []
+        of_all = ours.average if ours else torch.Tensor.clone
         for at, (losses, mask) in enumerate(two_losses(logits, batch)):
             count = ours.count_targets(mask) if ours else mask.sum()
             found.append((losses * mask).sum() / count)
+            if when == "before":
+                shown["ac"[at]].append(float(of_all(found[-1].detach())))
             fabric.backward(found[-1], retain_graph=not at)
-        of_all = ours.average if ours else torch.Tensor.clone
         if when == "sum":
             of_all((found[0] + found[1]).detach())
-        for name, loss in zip("ac", found, strict=True):
+        for name, loss in zip("ac" if when != "before" else "", found, strict=when != "before"):
             shown[name].append(float(of_all(loss.detach())))
         optimizer.step()
     return weights(module), shown, []
 
 
-@pytest.mark.quick("trained-end-ring3", "by_fabric-end-ring", "trained-labels first-ring")
+@pytest.mark.quick(
+    *("trained-end-ring3", "by_fabric-end-ring", "trained-labels first-ring"),
+    *("trained-before-ring", "by_fabric-before-ring3"),
+)
 @pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("when", ["each", "end", "labels first"])
+@pytest.mark.parametrize("when", ["each", "end", "labels first", "before"])
 @pytest.mark.parametrize("run", [trained, by_fabric], ids=["trained", "by_fabric"])
 def test_each_loss_is_one_process_s(run: Any, when: str, grid: str) -> None:
     ranks, settings = GRIDS[grid]

@@ -148,7 +148,8 @@ class StepValues(RunMesh):
     def average(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over the cp group, weighted by targets: what one process would have computed.
 
-        Where losses of several counts went backward in the step, by those of the loss that it is.
+        Where losses of several counts went backward in the step, by those of the loss that it is; another
+        value between ``count_targets`` and the backward of its loss by that count.
 
         Raises:
             ConfigError: it is none of these.
@@ -168,7 +169,7 @@ class StepValues(RunMesh):
             return weighted_mean(rows, self.shares).to(value), True
         rows, alike = side_by_side([value, self._loss.likeness(value)], self.mesh)
         shares = self._loss.shares_by(alike)
-        is_known = shares is not None or bool(equal(rows).all())
+        is_known = shares is not None or self._loss.awaits_loss or bool(equal(rows).all())
         return weighted_mean(rows, shares or self.shares).to(value), is_known
 
     def closure_value(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
@@ -252,9 +253,9 @@ class StepValues(RunMesh):
 
 _NO_LOSS = (
     "average was given a value that is none of the losses which went backward, in a step that declared "
-    "several counts, so that it is not known which targets it is a mean over. Average each loss by itself "
-    "after its backward, as it was given to that, and add up the averages; average other values before the "
-    "next count_targets."
+    "several counts, so that it is not known which targets it is a mean over. Average each loss by itself, "
+    "between its count_targets and its backward, or after that as it was given to it, and add up the "
+    "averages; average other values before the next count_targets."
 )
 
 _BATCHES = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,6 +28,9 @@ from lightning_cp.strategies.step.accumulation import AccumulatedTokens
 from lightning_cp.strategies.step.counts import COUNTS, MORE_TOKENS, NUMBER
 from lightning_cp.strategies.step.sharding import Sharding
 
+_Gone = tuple[Sequence[float] | torch.Tensor, torch.Tensor]
+"""What ranks counted in a loss, and its value."""
+
 
 class StepLoss:
     """Weights the losses of one batch; see ``lightning_cp.loss`` for the formula.
@@ -49,8 +53,11 @@ class StepLoss:
         self._layout, self._rows = sharding.part.layout, sharding.part.rows
         self._padding: torch.Tensor | None = None
         self._is_used = self._is_number = False
-        self._gone: list[tuple[Sequence[float] | torch.Tensor, torch.Tensor]] = []
-        """Of each loss that went backward, what ranks counted, and its value."""
+        self._gone: deque[_Gone] = deque(maxlen=16)
+        """Of the last losses that went backward, what ranks counted, and the value."""
+        self._weigh_alike: torch.Tensor | None = None
+        """Whether all losses that went backward, and what comes next, weigh ranks alike; ``None`` as long as
+        there is one count."""
 
     @property
     def shares(self) -> list[float]:
@@ -67,7 +74,12 @@ class StepLoss:
     @property
     def has_several_counts(self) -> bool:
         """True if losses of other counts than the current ones went backward; on all ranks alike."""
-        return any(counts is not self._counts for counts, _ in self._gone)
+        return self._weigh_alike is not None
+
+    @property
+    def awaits_loss(self) -> bool:
+        """True from where a count is declared until its loss goes backward; on all ranks alike."""
+        return self._declared is not None and not self._is_used
 
     def likeness(self, value: torch.Tensor) -> torch.Tensor:
         """float64 [losses]: 1 for each loss that went backward and is this value, on this rank."""
@@ -89,10 +101,7 @@ class StepLoss:
             shares = _shares(counts)
             if all(same or not share for same, share in zip(of_ranks, shares, strict=True)):
                 return shares
-        every = [
-            _shares(counts) for counts in (self._counts, *(counts for counts, _ in self._gone))
-        ]
-        return every[0] if all(shares == every[0] for shares in every) else None
+        return self.shares if self._weigh_alike is not None and self._weigh_alike else None
 
     @property
     def targets(self) -> torch.Tensor | int:
@@ -131,7 +140,7 @@ class StepLoss:
             ConfigError: no count, or a second one before the loss of the first went backward; or in one
                 batch where windows of accumulation are weighted; or, where nothing is trained, of padding.
         """
-        if self._declared is not None and (self._of_window or not self._is_used):
+        if self.awaits_loss or (self._of_window and self._declared is not None):
             raise ConfigError(_TWICE)
         self._note_padding(counted)
         if not self._trains and self._padding is not None and self._padding:
@@ -178,7 +187,11 @@ class StepLoss:
         counts[first + mesh.cp_rank] = count.to(counts)
         if ranks > 1:
             counts = all_sum(counts, mesh.group(Flat.LOSS if of_window else Flat.CP))
-        self._declared = counts[first : first + mesh.cp_size]
+        declared = counts[first : first + mesh.cp_size]
+        if self._gone:
+            same = (_weights(declared) == _weights(self._counts).to(declared.device)).all()
+            self._weigh_alike = same if self._weigh_alike is None else self._weigh_alike & same
+        self._declared = declared
         if of_window:
             self._targets = float(counts.sum())
 
@@ -283,6 +296,12 @@ class StepLoss:
 def _shares(counts: Sequence[float] | torch.Tensor) -> list[float]:
     numbers = counts.tolist() if isinstance(counts, torch.Tensor) else counts
     return [average_weight(numbers, rank) for rank in range(len(numbers))]
+
+
+def _weights(counts: Sequence[float] | torch.Tensor) -> torch.Tensor:
+    """float64: ``_shares``, without waiting for the device."""
+    counts = torch.as_tensor(counts, dtype=torch.float64)
+    return torch.where(counts.sum() > 0, counts / counts.sum(), 1 / len(counts))
 
 
 def _is_same(value: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
