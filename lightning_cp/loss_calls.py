@@ -1,7 +1,8 @@
-"""Loss functions that a step of evaluation calls, beside the values that it logs.
+"""Loss functions that a step calls, beside the values that it logs.
 
-Without gradients there is no graph that tells what a value is made of (``loss_terms``), so that values are
-compared: one that equals a loss is that loss. Nothing here waits for a device.
+What is logged has no graph that tells what a value is made of (``loss_terms``), so that values are compared,
+in evaluation and in the first steps of training: one that equals a loss is that loss. Nothing here waits for
+a device.
 """
 
 from __future__ import annotations

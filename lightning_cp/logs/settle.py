@@ -304,10 +304,10 @@ MEANS = (Kind.MEAN, Kind.LARGEST, Kind.SMALLEST)
 
 _NAN = (
     "self.log({name!r}, ...) in {where} was given NaN by rank {ranks} of those that share a sample, and a "
-    "number by others, so it shows NaN, where one process may have a number: it is a mean over what such a "
-    "rank has none of, as of a row whose labels other ranks have (0 / 0). Compute it from "
-    "self.unshard(values of tokens) of ContextParallelMixin, which all ranks have whole; log a mean over "
-    "tokens by self.cp_log({name!r}, total, count)."
+    "number by others, so it shows NaN, where one process may have a number. Maybe it is a mean over what "
+    "such a rank has none of, as of a row whose labels other ranks have (0 / 0), and maybe values overflow "
+    "there. Compute such a mean from self.unshard(values of tokens) of ContextParallelMixin, which all ranks "
+    "have whole; log a mean over tokens by self.cp_log({name!r}, total, count)."
 )
 
 _MEAN_METRIC = (
