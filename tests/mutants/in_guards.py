@@ -91,7 +91,7 @@ GUARD_MUTANTS = (
     Mutant(
         "numbers of targets are factors of a rank's own",
         COUNTS,
-        "all(_is_near(x, ratios[0]) for x in ratios)",
+        "all(_is_near(x, ratios[0], limit) for x in ratios)",
         "False",
         (f"{LATER}right_factors_cost_no_agreement",),
         "Right losses by hand are looked at again.",
