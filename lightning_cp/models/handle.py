@@ -31,7 +31,6 @@ from lightning_cp.models.checks import Checks
 from lightning_cp.models.max_logits import Collector, Inputs, Tell, plan_by_kernel, plan_of_pass
 from lightning_cp.models.report import SwapReport
 from lightning_cp.models.step_state import StepState
-from lightning_cp.untraced import untraced
 
 Listener = Callable[[AttentionPlan, torch.Tensor, torch.Tensor], None]
 
@@ -73,6 +72,7 @@ class SwapHandle:
         """Whether arguments of a call hold a tensor of the step's batch."""
         self._enter: list[Callable[[], Callable[[], None]]] = []
         self._leave: list[Callable[[], None]] = []
+        self._stop_waiting: Callable[[], object] = list  # nothing
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -121,18 +121,21 @@ class SwapHandle:
             return
         state.left = state.waits = True
 
-        @untraced
         def look(module: nn.Module, args: Any) -> None:
+            if torch.compiler.is_compiling():  # it was called outside of the compiled code before
+                return
             handle = known()
             if handle is not None:
                 handle.take_up(args)
 
-        self._leave.append(register_module_forward_pre_hook(look).remove)
+        self._stop_waiting = register_module_forward_pre_hook(look).remove
+        self._leave.append(self._stop_waiting)
 
     def take_up(self, given: Any) -> None:
         """Something is called: with a tensor of its batch, the step waits no longer."""
         if self.state is not None and self.state.waits and self.has_batch(given):
             self.state.waits = False
+            self._stop_waiting()
 
     def note_call(self, module: nn.Module, given: Any) -> None:
         """Something of the model is called in a step that could attend.

@@ -160,8 +160,8 @@ GUARD_MUTANTS = (
     Mutant(
         "a call of another model takes up no step",
         "lightning_cp/models/handle.py",
-        "        self._leave.append(register_module_forward_pre_hook(look).remove)\n",
-        "",
+        "self._stop_waiting = register_module_forward_pre_hook(look).remove\n",
+        "pass\n",
         (f"{ENDS}a_step_is_not_ended_early[sharding]",),
         "A teacher that comes first attends to a rank's part alone.",
     ),

@@ -36,8 +36,8 @@ VOTE_MUTANTS = (
     Mutant(
         "calls compared within lists only",
         "lightning_cp/comm/agreement.py",
-        "calls = [(1, everybody), *(",
-        "calls = [*(",
+        "    if len({row[1] for row in gathered}) > 1:\n",
+        "    if within is None and len({row[1] for row in gathered}) > 1:\n",
         ("tests/comm/test_agreement.py::test_lists_at_different_calls_are_refused",),
         "Data ranks at different agreements take each other's answers for their own.",
     ),

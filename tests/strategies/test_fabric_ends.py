@@ -31,7 +31,7 @@ from tests.strategies.small import (
     trainer_of,
     weights,
 )
-from tests.strategies.test_fabric import Loop
+from tests.strategies.test_fabric import Loop, fabric_of, model_of, sgd
 
 LENGTHS = range(5, LENGTH + 1)
 """Of rows that a plain model is called with; a rank's share of a row is among them."""
@@ -231,6 +231,53 @@ def labels_by_a_stranger(run: Ending) -> None:
     run.step_of(run.loss({**batch, "labels": labels}))
 
 
+def positions_of(batch: Batch) -> torch.Tensor:
+    return batch.get("position_ids", torch.arange(batch["input_ids"].shape[1])[None])
+
+
+class Weighs(nn.Module):
+    """Looks at a tensor of the batch that no rank shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale).sum()
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.text = PlainLlama(VOCAB, num_heads=4, num_kv_heads=2, layers=1)
+        self.image = Weighs()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.image(x)
+
+
+def image_first(rank: int, world_size: int, settings: Settings | None) -> list[torch.Tensor]:
+    """A part of the model is called first, with a tensor that ranks hold whole, by name, too."""
+    fabric = fabric_of(world_size, settings)
+    fabric.launch()
+    plain = Several().double()
+    model, _ = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    image = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+    rows: Any = [{**row, "image": image} for row in samples(2)]
+    strategy: Any = fabric.strategy
+    found: list[torch.Tensor] = []
+    for call in (plain.image, lambda x: model(x=x)):
+        loaded: Any = fabric.setup_dataloaders(DataLoader(rows, batch_size=2))
+        batch = next(iter(loaded))
+        of_image = call(batch["image"])
+        logits = plain.text(batch["input_ids"], positions_of(batch))
+        found += [of_image, strategy.unshard(logits) if world_size > 1 else logits]
+        if world_size > 1:
+            strategy.end_step()
+    return [x.detach().double() for x in found]
+
+
 def calls_with_keywords(run: Ending) -> None:
     """One batch, of which the model is called with other tensors: in the same memory, by name."""
     batch = run.local(next(iter(run.batches(4))))
@@ -287,6 +334,62 @@ def test_a_step_is_not_ended_early(settings: Settings, ways: Sequence[Way]) -> N
     (want,) = run_ranks(1, trained, None, ways)
     for got in run_ranks(2, trained, settings, ways):
         close(got, want)
+
+
+def test_a_part_that_is_given_another_tensor_of_the_batch_first() -> None:
+    (want,) = run_ranks(1, image_first, None)
+    for got in run_ranks(2, image_first, {**SHARDING, "sequence_dims": {"image": None}}):
+        close(got, want)
+
+
+def counting(sizes: list[int]) -> Any:
+    """A backend of the compiler that notes how many calls each graph has."""
+
+    def compiled(graph: Any, _: object) -> Any:
+        sizes.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
+        return graph.forward
+
+    return compiled
+
+
+def compiles(rank: int, world_size: int, waits: bool) -> tuple[list[int], list[int], list[int]]:
+    """Sizes of the graphs of the model, of another one by then, and of that with ``fullgraph``."""
+    torch._dynamo.reset()
+    fabric = fabric_of(world_size, SHARDING)
+    fabric.launch()
+    plain, graphs, others, full = model_of(), list[int](), list[int](), list[int]()
+    whole: Any = torch.compile(plain, backend=counting(graphs))
+    model, optimizer = fabric.setup(whole, sgd(plain))
+    loaded: Any = fabric.setup_dataloaders(loader(2), use_distributed_sampler=False)
+    batches = iter(loaded)
+    batch = next(batches)
+    if waits:
+        del batches
+    other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    torch.compile(other, backend=counting(full), fullgraph=True)(torch.ones(3))
+    compiled = torch.compile(other, backend=counting(others))
+    for _ in range(2):
+        logits = model(batch["input_ids"], positions_of(batch))
+        fabric.backward(F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()))
+        optimizer.step()
+        compiled(torch.ones(3))
+    strategy: Any = fabric.strategy
+    strategy.end_step()
+    torch._dynamo.reset()
+    return graphs, others, full
+
+
+@pytest.mark.filterwarnings(
+    # PyTorch's compiler asks every tensor for its gradient that one graph hands to the next.
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    "ignore:.*should not be instantiated:DeprecationWarning",
+    "ignore:Using .torch.compile.module.. when there are global hooks:UserWarning",
+)
+def test_a_step_that_waits_leaves_the_compiler_alone() -> None:
+    want = run_ranks(2, compiles, False)[0]
+    assert len(want[0]) > 2
+    assert want[1:] == ([2], [2])
+    assert run_ranks(2, compiles, True) == [want, want]
 
 
 # -- whole rows where a batch waits for its call ------------------------------------------------------

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_cp.attention.delegate import THEIR_KERNELS
 from lightning_cp.batch import BatchRules, WholeBatch, read_batch
+from lightning_cp.containers import memory_of, tensors_of
 from lightning_cp.errors import ConfigError
 from lightning_cp.faults.position import Position
 from lightning_cp.kernels.api import Request, explain_kernels
@@ -159,7 +160,10 @@ class AttachedModel(StepLosses):
         def has_batch(given: Any) -> bool:
             core = known()
             part = None if core is None else core.part
-            return part is None or part.layout.cp_size == 1 or bool(shared_with(given, part))
+            if part is None or part.layout.cp_size == 1:
+                return True
+            known_memory = {memory_of(x) for _, x in tensors_of(part.batch)}
+            return any(memory_of(x) in known_memory for _, x in tensors_of(given))
 
         handle.has_batch = has_batch
 
