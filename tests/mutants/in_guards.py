@@ -17,6 +17,14 @@ CLOSURES = "tests/strategies/test_closures.py::test_"
 
 GUARD_MUTANTS = (
     Mutant(
+        "a check leaves its passes in trained weights",
+        "lightning_cp/strategies/parity/untouched.py",
+        "trained = (p for p in parameters if p.requires_grad and",
+        "trained = (p for p in parameters if not p.requires_grad and",
+        ("tests/parity/test_left_behind.py::test_the_run_is_the_one_without[MovesWeights]",),
+        "A step that changes its weights trains on other ones than without the check.",
+    ),
+    Mutant(
         "numbers beside values of whole sequences are left out",
         "lightning_cp/loss_terms.py",
         "[] if _is_of_parameters(node) else _numbers_of(node)",

@@ -22,7 +22,7 @@ THREE = {"ring_size": 3, "ulysses_size": 1}
 OFF, TWICE = {"parity_check": "off"}, {"parity_check": "every_2"}
 NAMES = (
     *("WarmsUp", "UsedOnce", "InEvaluation", "DropsLayers", "Recomputes", "Freezes"),
-    *("HooksItself", "ShrinksInBackward", "KeepsInObjects"),
+    *("HooksItself", "ShrinksInBackward", "KeepsInObjects", "MovesWeights"),
 )
 
 
@@ -113,7 +113,7 @@ def test_what_watches_a_run_sees_the_run(how: str) -> None:
     assert bool(graphs) == (how == "compiled")
 
 
-@pytest.mark.quick("DropsLayers", "ShrinksInBackward", "KeepsInObjects")
+@pytest.mark.quick("DropsLayers", "ShrinksInBackward", "KeepsInObjects", "MovesWeights")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_run_is_the_one_without(name: str) -> None:
     require_same(2, name, RING)

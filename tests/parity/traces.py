@@ -103,6 +103,16 @@ class HooksItself(Healthy):
         return super().training_step(batch, batch_idx)
 
 
+class MovesWeights(Healthy):
+    """Trained weights that the step itself changes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.head.weight.mul_(0.9)
+        self.head.bias.data.clamp_(-0.01, 0.01)
+        return super().training_step(batch, batch_idx)
+
+
 class ShrinksInBackward(Healthy):
     """Parameters that change whenever a gradient has come to them."""
 

@@ -49,7 +49,7 @@ def untouched(
         found = Snapshot(model.modules(), step)
         stack.callback(found.put_back)
         parameters = _parameters_of(found.modules)
-        stack.callback(_keep_frozen(model, parameters))
+        stack.callback(_keep_values(model, parameters))
         stack.callback(_keep_caches(model))
         stack.callback(_keep_modes(found.modules))
         stack.callback(_keep_parameters(parameters))
@@ -144,11 +144,12 @@ def _parameters_of(modules: list[nn.Module]) -> list[nn.Parameter]:
     return list({id(p): p for p in found}.values())
 
 
-def _keep_frozen(model: nn.Module, parameters: list[nn.Parameter]) -> Any:
-    """Parameters that are not trained, which a step may move by itself: a teacher that follows.
+def _keep_values(model: nn.Module, parameters: list[nn.Parameter]) -> Any:
+    """What parameters hold, which a step may change by itself: noise on weights, a teacher that follows.
 
-    As many numbers as are trained, the model's own first and then the smallest: adapters leave what is below
-    them alone, and a large teacher in a list takes no room from the model's.
+    Of those that are not trained as many numbers as are, the model's own first and then the smallest:
+    adapters leave what is below them alone, and a large teacher in a list takes no room from the model's.
+    Those that are trained wait on the host: a later check finds the device full of an optimizer's state.
     """
     own = set(map(id, model.parameters()))
     frozen = [p for p in parameters if not p.requires_grad and is_strided(p)]
@@ -157,10 +158,12 @@ def _keep_frozen(model: nn.Module, parameters: list[nn.Parameter]) -> Any:
     sizes = itertools.accumulate(p.numel() for p in frozen)
     frozen = [p for p, size in zip(frozen, sizes, strict=True) if size <= room]
     kept = [(p, local_part(p).detach().clone()) for p in frozen]
+    trained = (p for p in parameters if p.requires_grad and is_strided(p))
+    kept += [(p, local_part(p).detach().to("cpu", copy=True)) for p in trained]
 
     def put_back() -> None:
         for p, then in kept:
-            put_into(local_part(p).detach(), then)
+            put_into(local_part(p).detach(), then.to(local_part(p).device))
 
     return put_back
 
