@@ -189,10 +189,9 @@ class StepLog:
             call.key: x
             for call, x in zip(of_losses, both[len(values) - len(of_losses) :], strict=True)
         }
-        of_step = [row for call, row in zip(shared, rows, strict=True) if _is_step_loss(call)]
-        of_means = [
-            row for call, row in zip(shared, rows, strict=True) if evidence_of and _is_mean(call)
-        ]
+        row_of = {call.key: row for call, row in zip(shared, rows, strict=True)}
+        of_step = [row_of[call.key] for call in shared if _is_step_loss(call)]
+        of_means = [row_of[call.key] for call in means]
         found = [_unlike(row) for row in rows]
         found += [
             _beside(doubts(x), row, of_step) for x, row in zip(evidence, of_means, strict=True)
