@@ -117,7 +117,7 @@ def leaves_out(loss: torch.Tensor, label: int) -> bool:
     return False
 
 
-class Factors(NamedTuple):
+class LossFactors(NamedTuple):
     """Numbers and tensors of one element that terms of a loss are multiplied by, in the order of the graph.
 
     What is multiplied by 0 has no say in its gradient: a penalty that is going to be warmed up, say.
@@ -140,12 +140,12 @@ class Factors(NamedTuple):
         return len(zeros) == len(self.values) and all(not x for zero, x in pairs if zero)
 
 
-def factors_of(loss: torch.Tensor, tokens: int) -> Factors:
+def factors_of(loss: torch.Tensor, tokens: int) -> LossFactors:
     """Those of a loss, as far down as what has a number for each of ``tokens`` and no features.
 
     Below, autograd could compute a layer again to tell a factor, where it is checkpointed.
     """
-    found = Factors([], [])
+    found = LossFactors([], [])
     ahead, seen = [loss.grad_fn], set()
     while ahead:
         node: Any = ahead.pop()

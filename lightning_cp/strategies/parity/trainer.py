@@ -35,7 +35,7 @@ _WAY_ON = "To train all the same: parity_check='off'."
 
 
 @dataclass
-class _MicroBatch:
+class _CheckedBatch:
     """A whole batch, as it would be sharded, and its step."""
 
     module: Any
@@ -62,9 +62,9 @@ class TrainerParity:
         """Why it could not be made."""
         self._unsaid: str | None = None
         """The same, until the batch has been sharded: what refuses it says more."""
-        self._current: _MicroBatch | None = None
+        self._current: _CheckedBatch | None = None
         """The last one, until its loss is known; ``None`` where no loss needs a look."""
-        self._kept: dict[int, _MicroBatch] = {}
+        self._kept: dict[int, _CheckedBatch] = {}
         """Of the window: those whose loss may need a look before the optimizer's step, by number."""
         self._wanted: dict[str, int] = {}
         """The first one of the window for each reason of a look."""
@@ -83,7 +83,7 @@ class TrainerParity:
         number = (
             int(module.trainer.fit_loop.epoch_loop.batch_idx) + 1
         )  # the loop counts it afterwards
-        micro_batch = _MicroBatch(module, batch, callback, number)
+        micro_batch = _CheckedBatch(module, batch, callback, number)
         if self._is_due(module.trainer):
             self._check(micro_batch)
             if self._core.settings.parity_steps is None:
@@ -138,7 +138,7 @@ class TrainerParity:
         if found == before and self._core.ask_for_counts is None:
             self._leave_out("run again for it, the step had a loss of a known kind, or declared it")
 
-    def _check(self, micro_batch: _MicroBatch) -> None:
+    def _check(self, micro_batch: _CheckedBatch) -> None:
         module, callback = micro_batch.module, micro_batch.callback
         self._checked, self._again = module.trainer.global_step, None
         if not module.automatic_optimization:
@@ -157,13 +157,13 @@ class TrainerParity:
         self._core.ask_for_counts = None
         rank_zero_info(self.healthy)
 
-    def _check_again(self, micro_batch: _MicroBatch) -> None:
+    def _check_again(self, micro_batch: _CheckedBatch) -> None:
         """Say nothing but an error; where it cannot be made, the first one holds."""
         self._again = None
         with suppress(CannotRun):
             self._compare(micro_batch, says=False)
 
-    def _compare(self, micro_batch: _MicroBatch, *, says: bool = True) -> str:
+    def _compare(self, micro_batch: _CheckedBatch, *, says: bool = True) -> str:
         """The line about a model that is well."""
         module = micro_batch.module
         plugin = module.trainer.precision_plugin
@@ -239,7 +239,9 @@ def _unwatched(trainer: Any) -> Iterator[None]:
         trainer.loggers, trainer.profiler = loggers, profiler
 
 
-def _step_of(micro_batch: _MicroBatch, context: Callable[[], AbstractContextManager[Any]]) -> Step:
+def _step_of(
+    micro_batch: _CheckedBatch, context: Callable[[], AbstractContextManager[Any]]
+) -> Step:
     """The user's ``training_step``, called as the Trainer calls it, with autocast or without."""
     module, number = micro_batch.module, micro_batch.number
     takes_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)

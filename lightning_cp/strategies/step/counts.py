@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.agreement import gathered_lists
 from lightning_cp.errors import ConfigError
-from lightning_cp.loss_terms import DECLARE, Count, Factors, Means
+from lightning_cp.loss_terms import DECLARE, Count, LossFactors, Means
 
 
 @dataclass
@@ -161,7 +161,7 @@ class TargetCounts:
         return all(float(count) == rows for count, weight in self._pairs if _differ(count, weight))
 
     def note_shared(
-        self, weighted: Count, means: Means | None, factors: Factors | None = None
+        self, weighted: Count, means: Means | None, factors: LossFactors | None = None
     ) -> None:
         """Follow what ranks which share a sample have to have alike, in the backward that is about to run.
 
