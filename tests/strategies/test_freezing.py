@@ -225,7 +225,7 @@ def test_parts_of_the_model_as_in_one_process(kind: str) -> None:
         torch.testing.assert_close(got, alone(kind), rtol=0, atol=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.quick("a part by hand-fsdp")
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [

@@ -72,14 +72,15 @@ class Group:
         """Freeze or unfreeze both forms of a parameter alike, the whole one and the sharded one.
 
         FSDP2 copies that from the sharded form when it gathers, and never back: what a step freezes of the
-        parameters that it sees would be trained again afterwards. Whoever differs from what both were has
-        been changed.
+        parameters that it sees would be trained again afterwards. A form that differs from what both were has
+        been changed, also a whole one that a step still holds after its memory was freed.
         """
-        if not self._group.is_unsharded or not self._trained:
+        if not self._trained:
             self._trained = [p.requires_grad for p in self.parameters()]
-            return
         for at, each in enumerate(self._group.fsdp_params):
-            forms, before = (each.sharded_param, each._unsharded_param), self._trained[at]
+            whole = getattr(each, "_unsharded_param", None)
+            forms = [each.sharded_param] if whole is None else [each.sharded_param, whole]
+            before = self._trained[at]
             if any(form.requires_grad != before for form in forms):
                 for form in forms:
                     form.requires_grad_(not before)
@@ -103,7 +104,7 @@ class Group:
         def unshard() -> None:
             came = not group.is_unsharded
             if came:
-                self._trained = [p.requires_grad for p in self.parameters()]
+                self.settle()
             to_unsharded()
             if came:
                 self._versions = [each._unsharded_param._version for each in group.fsdp_params]
