@@ -84,8 +84,10 @@ def loads_parts(rank: int, world: int, form: str) -> None:
     model, optimizer = fabric.setup(module.model, module.configure_optimizers())
     (batch,) = loader(1, rows=1)
     local = fabric.strategy.shard_batch(dict(batch))
-    fabric.strategy.count_targets(local["labels"] != -100)
-    fabric.backward(model(local["input_ids"], local["position_ids"]).square().mean())
+    counts = local["labels"] != -100
+    fabric.strategy.count_targets(counts)
+    logits = model(local["input_ids"], local["position_ids"])
+    fabric.backward(logits[counts].square().mean())
     optimizer.step()
     fabric.strategy.end_step()
     fabric.save("a", {"model": model, "optimizer": optimizer, "step": 2, "own": {"x": [1, 2.5]}})
