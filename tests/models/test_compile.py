@@ -58,7 +58,7 @@ def parallel(
     try:
         called = compiled(model, how, backend)
         step_of(core, case, called, world_size)
-        assert len(said) == bool(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        assert len(said) == bool(torch._dynamo.utils.counters["frames"]["total"])
         said.append("again")
         model.zero_grad()
         outcome = step_of(core, case, called, world_size)
