@@ -6,6 +6,10 @@ import math
 
 import torch
 import torch.distributed as dist
+
+# Before there is a world: its functions have the world's group for a default, which they would keep alive
+# until Python exits. PyTorch 2.14 imports it with the first part of a mesh.
+import torch.distributed.nn
 from torch.distributed.device_mesh import DeviceMesh
 
 FAKE = "fake"
