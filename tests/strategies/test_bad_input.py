@@ -620,23 +620,21 @@ def test_steps_that_would_be_silently_wrong(name: str) -> None:
     expect_on_every_rank(2, fit_step, name, error=ConfigError, match=STEPS[name][1])
 
 
-def fit_gptj(rank: int, world_size: int) -> None:
-    from transformers import GPTJConfig, GPTJForCausalLM
+def fit_mpt(rank: int, world_size: int) -> None:
+    from transformers import MptConfig, MptForCausalLM
 
     class Wrapped(Module):
         def __init__(self) -> None:
             pl.LightningModule.__init__(self)
-            config = GPTJConfig(
-                vocab_size=48, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=64
-            )
-            self.model = GPTJForCausalLM(config)  # type: ignore[assignment]
+            config = MptConfig(vocab_size=48, d_model=32, n_layers=1, n_heads=4, max_seq_len=64)
+            self.model = MptForCausalLM(config)  # type: ignore[assignment]
 
     fit(world_size, Wrapped(), [sample()], {"ring_size": 2, "ulysses_size": 1})
 
 
 def test_a_model_without_the_attention_interface() -> None:
-    match = "GPTJForCausalLM does not use transformers' attention interface"
-    expect_on_every_rank(2, fit_gptj, error=ConfigError, match=match)
+    match = "MptForCausalLM does not use transformers' attention interface"
+    expect_on_every_rank(2, fit_mpt, error=ConfigError, match=match)
 
 
 class ManualMean(Module):
