@@ -70,7 +70,7 @@ $(OLDEST)/stamp: $(STAMPS)/venv pyproject.toml constraints.txt constraints-oldes
 # Installs nothing: $(VENV) if it is there, else PYTHON; or GPU_PYTHON=python for an environment of your own.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu-check:
-	@PYTHONPATH=. $(GPU_PYTHON) -m lightning_cp.bench.gpu_check $(ARGS)
+	@PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.gpu_check $(ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightning_cp import _moved
 from lightning_cp._autoload import register_when_loaded
-from lightning_cp._lazy import lazy
+from lightning_cp.utils.lazy import lazy
 
 if TYPE_CHECKING:
     from lightning_cp.attention.api import context_parallel_attention as context_parallel_attention
-    from lightning_cp.attention.keep import keep_attention as keep_attention
+    from lightning_cp.attention.checkpointing import keep_attention as keep_attention
     from lightning_cp.attention.spec import AttentionSpec as AttentionSpec
     from lightning_cp.callback import ContextParallelCallback as ContextParallelCallback
     from lightning_cp.layout import Documents as Documents
     from lightning_cp.layout import SequenceLayout as SequenceLayout
-    from lightning_cp.length.cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from lightning_cp.memory.chunked_loss import linear_cross_entropy as linear_cross_entropy
     from lightning_cp.mesh import ContextParallelMesh as ContextParallelMesh
     from lightning_cp.mixin import ContextParallelMixin as ContextParallelMixin
     from lightning_cp.strategies.trainer import UlyssesRingStrategy as UlyssesRingStrategy
@@ -38,8 +39,8 @@ _HOME = {
     "ThroughputCallback": "lightning_cp.throughput.callback",
     "UlyssesRingStrategy": "lightning_cp.strategies.trainer",
     "context_parallel_attention": "lightning_cp.attention.api",
-    "keep_attention": "lightning_cp.attention.keep",
-    "linear_cross_entropy": "lightning_cp.length.cross_entropy",
+    "keep_attention": "lightning_cp.attention.checkpointing",
+    "linear_cross_entropy": "lightning_cp.memory.chunked_loss",
 }
 
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
@@ -47,3 +48,4 @@ __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 __getattr__, __dir__ = lazy(__name__, _HOME)
 
 register_when_loaded()
+_moved.install()

@@ -1,9 +1,9 @@
-"""Teaching Lightning the names of the strategies.
+"""Registration of the strategies' names in Lightning, without an import of this package.
 
-The registries belong to Lightning, and importing Lightning takes seconds; so where one is not loaded yet, a
-hook on the import system adds the names when it is. This file does not import lightning: torch itself
-loads it at the end of its own import, through the entry point group ``torch.backends``, so that the names are
-known to those who never import this package. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns that off.
+Lightning owns the registries, and importing Lightning takes seconds; so if one is not loaded yet, an import
+hook adds the names when it is. This file does not import lightning. Torch loads it at the end of its own
+import, through the entry point group ``torch.backends``, so the names are known to programs that never import
+this package. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns that off.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from types import ModuleType
 from typing import Any
 
 NAMES = {"ulysses_ring": "popen", "ulysses_ring_spawn": "spawn", "ulysses_ring_fork": "fork"}
-"""Registered name -> how its processes start."""
+"""Registered name -> start method of its processes."""
 ALIASES = ("ulysses-ring", "context_parallel", "ulyssesringstrategy")
-"""Of the first name; the class's in lower case, as Lightning looks names up."""
+"""Aliases of the first name; the class's is in lower case, as Lightning looks names up."""
 
 DESCRIPTION = "Context parallelism: Ulysses over a ring"
 
@@ -59,20 +59,20 @@ REGISTRIES: dict[str, tuple[str, Callable[..., Any]]] = {
         partial(_wrong_namespace, "lightning_fabric", "lightning.fabric"),
     ),
 }
-"""Module -> the name of its registry, and what makes the strategy."""
+"""Module -> the name of its registry, and the factory of the strategy."""
 
 
 def autoload() -> None:
-    """The entry point that torch loads; whatever goes wrong here must not break ``import torch``."""
+    """Run as the entry point that torch loads; an error here must not break ``import torch``."""
     try:
         register_when_loaded()
         _allow_plain_forms()
-    except Exception:  # any: torch would refuse to be imported
+    except Exception:  # any: it would make the import of torch fail
         return
 
 
 def register_when_loaded() -> None:
-    """Register the names in every registry that is loaded, and in the others as soon as they are."""
+    """Register the names in every loaded registry, and in the others when they are loaded."""
     waiting: set[str] = set()
     for name, (registry, _) in REGISTRIES.items():
         module = sys.modules.get(name)
@@ -85,7 +85,7 @@ def register_when_loaded() -> None:
 
 
 def _allow_plain_forms() -> None:
-    """Have ``torch.load(weights_only=True)`` read our files that hold objects, without these."""
+    """Allow ``torch.load(weights_only=True)`` to read this package's files with objects, in plain form."""
     from torch.serialization import add_safe_globals
 
     from lightning_cp.checkpoint.objects import SAFE
@@ -102,7 +102,7 @@ def _register(module: ModuleType) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds a registry's module the usual way, and has the names registered after it has run."""
+    """Finds a registry's module in the usual way, and registers the names after it has run."""
 
     def __init__(self, waiting: set[str]) -> None:
         self._waiting = waiting
@@ -122,7 +122,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Runs a module with its own loader, then registers the name in it."""
+    """Runs a module with its own loader, then registers the names in it."""
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader

@@ -1,7 +1,7 @@
-"""ContextParallelCallback: where a batch is sharded, outputs are unsharded, and logs are averaged.
+"""ContextParallelCallback: shards batches, unshards outputs, and averages logged values.
 
-The strategy attaches one by itself. Subclass it and pass yours to the Trainer to change how batches
-become shards; the hooks below are called by the strategy at the right moment.
+The strategy attaches one automatically and calls its hooks. Subclass it and pass an instance to the Trainer
+to change the sharding of batches.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.faults.position import Phase
-from lightning_cp.faults.watch import Watch
-from lightning_cp.logs.found import Ranks
-from lightning_cp.logs.module import ModuleLog
-from lightning_cp.logs.replicated import ReplicatedMetrics
+from lightning_cp.logging.metrics import ReplicatedMetrics
+from lightning_cp.logging.module_logger import ModuleLog
+from lightning_cp.logging.pending import StepRanks
 from lightning_cp.mixin import options_of, refuse_deepspeed
+from lightning_cp.watchdog.phase import Phase
+from lightning_cp.watchdog.watch import Watch
 
 
-class Core(Ranks, Protocol):
+class Core(StepRanks, Protocol):
     """The part of the strategy's core that the callback needs."""
 
     @property
@@ -45,11 +45,11 @@ class ContextParallelCallback(Callback):
         self._replicated: ReplicatedMetrics | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is not connected: what belongs to a run stays with it."""
+        """Return the state of a copy, which is not connected to a run."""
         return {**vars(self), "_core": None, "_log": None, "_replicated": None}
 
     def connect(self, core: Core) -> None:
-        """Called by the strategy before anything else."""
+        """Connect to the strategy's core; the strategy calls this first."""
         self._core = core
 
     @property
@@ -67,15 +67,15 @@ class ContextParallelCallback(Callback):
         return self._core
 
     def shard_batch(self, batch: Any, *, needs_labels: bool) -> Any:
-        """The local part of a batch; override to shard containers of your own."""
+        """Return the local part of a batch; override it to shard custom containers."""
         return self.core.shard(batch, needs_labels=needs_labels)
 
     def unshard_output(self, output: Any, dims: Mapping[str, int | None]) -> Any:
-        """The outputs of ``predict_step`` in original order and length."""
+        """Return the outputs of ``predict_step`` in original order and length."""
         return self.core.unshard(output, dims)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a foreign strategy.
+        """Check that the strategy is the context-parallel one.
 
         Raises:
             ConfigError: the Trainer has another strategy.
@@ -84,7 +84,7 @@ class ContextParallelCallback(Callback):
         _ = self.core
 
     def watch(self, trainer: Trainer, module: LightningModule) -> None:
-        """Called by the strategy once there is a mesh: the module logs what one process would.
+        """Make the module log the values of one process; the strategy calls this once the mesh exists.
 
         Raises:
             ConfigError: the module declares metrics that it does not have.
@@ -95,18 +95,18 @@ class ContextParallelCallback(Callback):
             self._log = ModuleLog(trainer, module, core)
 
     def logging_together(self) -> AbstractContextManager[None]:
-        """While a step function runs: what it logs becomes one value when it ends."""
+        """Return a context for a step function: its logged values are reduced to one when it ends."""
         if self._log is None or not self.core.in_step:
             return nullcontext()
         return self._log.during_step()
 
     def note_loss(self, loss: torch.Tensor, show: Callable[[torch.Tensor], None]) -> None:
-        """What a step returned, within ``logging_together``; ``show`` is told one process's value."""
+        """Note a step's loss inside ``logging_together``; ``show`` receives the value of one process."""
         if self._log is not None:
             self._log.note_loss(loss, show)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave the module, and the Trainer's callbacks, as they were."""
+        """Restore the module and the Trainer's callbacks."""
         self._release()
         strategy: Any = trainer.strategy
         strategy.detach_callbacks(trainer)
@@ -114,7 +114,7 @@ class ContextParallelCallback(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Tell the other ranks of an error, and leave the module as it was then, too."""
+        """Report an error to the other ranks, and restore the module."""
         if self._core is not None:
             self._core.watch.note(exception)
             strategy: Any = trainer.strategy
@@ -122,13 +122,13 @@ class ContextParallelCallback(Callback):
         self._release()
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Backward is over: the model is the plain model until the next batch."""
+        """End the step: the model is the plain model until the next batch."""
         self.core.watch.position.enter(Phase.BETWEEN_STEPS)
         self.core.end_step()
         self._begin_hook("on_train_batch_end")
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """What is logged in this hook, and in the ones below, waits until all have had their turn."""
+        """Begin a hook: values logged in it, or in the hooks below, are reduced after all callbacks ran."""
         self._begin_hook("on_validation_batch_end")
 
     def on_test_batch_end(self, *args: Any, **kwargs: Any) -> None:
@@ -161,10 +161,12 @@ class ContextParallelCallback(Callback):
 
 
 def callback_among(callbacks: list[Any]) -> ContextParallelCallback:
-    """The one of a Trainer's callbacks, or a new one; put in front, so that others find values settled.
+    """Return the Trainer's ContextParallelCallback, or a new one, and move it to the front.
+
+    In front, it reduces values before other callbacks read them.
 
     Raises:
-        ConfigError: there are several.
+        ConfigError: the Trainer has several.
     """
     found = [callback for callback in callbacks if isinstance(callback, ContextParallelCallback)]
     if len(found) > 1:

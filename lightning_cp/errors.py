@@ -1,4 +1,4 @@
-"""Every error a user can meet. Each message says what was asked, what was got and what would work."""
+"""The package's errors. Each message says what was asked, what was found and what works."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from lightning_cp import console
+from lightning_cp import error_display as console
 
 
 class LightningCPError(Exception):
-    """Base of all errors raised by this package; if nobody catches it, one rank shows it (``console``)."""
+    """Base of this package's errors; if uncaught, one rank shows it (``error_display``)."""
 
     is_own: ClassVar[bool] = True
-    """It was raised where it was found, and is not a report of another rank's."""
+    """True if this rank failed itself; False for a report of another rank's error."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -26,10 +26,10 @@ class ConfigError(LightningCPError, ValueError):
 
 
 class UndeclaredError(ConfigError):
-    """All questions about what a run would have to guess, and the strategy's arguments that answer them.
+    """Everything that a run would have to guess, and the strategy's arguments that declare it.
 
     Args:
-        questions: one or more sentences each; what is wrong goes first.
+        questions: one or more sentences each, the problem first.
         arguments: by name, with the values that look right.
     """
 
@@ -53,7 +53,7 @@ class UndeclaredError(ConfigError):
 
 
 def _quoted(value: Any) -> str:
-    """A value in Python, text in double quotes."""
+    """Return a value as Python code, with text in double quotes."""
     if isinstance(value, str):
         return f'"{value}"'
     if isinstance(value, Mapping):
@@ -72,7 +72,7 @@ class BatchMismatchError(LightningCPError, RuntimeError):
 
 
 class ParityError(LightningCPError, RuntimeError):
-    """A model that computes something else on ranks that share its sequences than in one process."""
+    """A model whose results on ranks that share its sequences differ from those of one process."""
 
 
 class NonFiniteError(LightningCPError, ArithmeticError):
@@ -90,13 +90,13 @@ class CheckpointError(LightningCPError, RuntimeError):
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint of that path."""
+    """A path without a checkpoint."""
 
 
 def without_home(text: str) -> str:
-    """A text that goes to other ranks, or into a report: ``~`` stands for the home directory."""
+    """Replace the home directory by ``~`` in a text for other ranks or a report."""
     try:
         home = Path.home()
-    except RuntimeError:  # there is none
+    except RuntimeError:  # no home directory
         return text
     return text if len(home.parts) < 2 else text.replace(str(home), "~")

@@ -1,4 +1,4 @@
-"""Sizes -> DeviceMesh -> process groups.
+"""The mesh of a run: axis sizes, DeviceMesh and process groups.
 
 Axes, outer to inner: ``dp_replicate, dp_shard, ring, ulysses, tp``. Flattened groups: ``cp`` = ring
 x ulysses (ranks that share a sample), ``fsdp`` = dp_shard x cp, ``data`` = dp_replicate x dp_shard,
@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_cp.axes import FLATTENED, Axis, Flat
-from lightning_cp.axes import Factors as Factors
-from lightning_cp.axes import factorise as factorise
 from lightning_cp.comm.all_gather import all_gather
-from lightning_cp.comm.dtensor_caches import forget_meshes
 from lightning_cp.comm.groups import gloo_group, gloo_mesh, is_fake, warm_up
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
-from lightning_cp.loss_terms import note_sequence
+from lightning_cp.layout.axes import FLATTENED, Axis, Flat
+from lightning_cp.layout.axes import Factors as Factors
+from lightning_cp.layout.axes import factorise as factorise
+from lightning_cp.utils.autograd_notes import note_sequence
+from lightning_cp.utils.dtensor import forget_meshes
 
 
 class ContextParallelMesh:
@@ -61,7 +61,7 @@ class ContextParallelMesh:
         _check_sizes(self.sizes)
         forget_meshes()
         self.device_type = device_type
-        # A fake world's groups are made as those of GPUs are: each axis has its own.
+        # In a fake world each axis has its own group, as on GPUs.
         saves_groups = device_type == "cpu" and not is_fake()
         make = gloo_mesh if saves_groups else init_device_mesh
         self.device_mesh: DeviceMesh = make(
@@ -69,7 +69,7 @@ class ContextParallelMesh:
             tuple(self.sizes.values()),
             mesh_dim_names=tuple(axis.value for axis in self.sizes),
         )
-        # Slicing a DeviceMesh takes about 100 us, and attention asks for a group at every hop.
+        # Cached: slicing a DeviceMesh takes about 100 us, and attention needs a group at every hop.
         self._meshes: dict[Axis | Flat, DeviceMesh] = {
             axis: self.device_mesh[axis.value] for axis in Axis
         }
@@ -85,18 +85,18 @@ class ContextParallelMesh:
         self._control = self._control_groups()
         if device_type == "cuda" and ring_size > 1:
             warm_up(self._groups[Axis.RING], torch.device("cuda", torch.cuda.current_device()))
-        # Who destroys it at once would hang up on a rank that still connects.
+        # A rank that destroys the mesh at once would disconnect from a rank that still connects.
         dist.barrier(self.everyone)
         self._destroyed = False
-        # PyTorch's meshes refer to each other in circles, and to their groups.
+        # PyTorch's meshes hold references to each other in cycles, and to their groups.
         registries = [getattr(mesh, "_pg_registry", {}) for mesh in self._meshes.values()]
         registries.append(getattr(self.device_mesh, "_pg_registry", {}))
-        self._let_go = weakref.finalize(
-            *(self.device_mesh, _let_go, self._groups, self._control, *registries)
+        self._release = weakref.finalize(
+            *(self.device_mesh, _release_groups, self._groups, self._control, *registries)
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallelMesh:
-        """The mesh: its groups are those of the process, whoever refers to them."""
+        """Return the mesh itself: its groups belong to the process, and cannot be copied."""
         return self
 
     @property
@@ -121,7 +121,7 @@ class ContextParallelMesh:
 
     @property
     def sample_size(self) -> int:
-        """Ranks that are given the same sample: each has a part of its tokens, of its layers, or of both."""
+        """Ranks with the same sample: each has a part of its tokens, of the layers, or of both."""
         return self.cp_size * self.tp_size
 
     @property
@@ -131,59 +131,59 @@ class ContextParallelMesh:
 
     @property
     def ring_rank(self) -> int:
-        """This rank's place in its ring."""
+        """This rank within its ring."""
         return self._ranks[Axis.RING]
 
     @property
     def ulysses_rank(self) -> int:
-        """This rank's place in its Ulysses group."""
+        """This rank within its Ulysses group."""
         return self._ranks[Axis.ULYSSES]
 
     @property
     def cp_rank(self) -> int:
-        """This rank's place among those that share its sample."""
+        """This rank within the ranks that share its sample."""
         return self._ranks[Flat.CP]
 
     @property
     def tp_rank(self) -> int:
-        """This rank's place among those that share its layers."""
+        """This rank within the ranks that share its layers."""
         return self._ranks[Axis.TP]
 
     @property
     def sample_rank(self) -> int:
-        """This rank's place among those that are given its sample, and in the control group of ``cp``."""
+        """This rank within the ranks with its sample, and within the control group of ``cp``."""
         return self.cp_rank * self.tp_size + self.tp_rank
 
     @property
     def data_rank(self) -> int:
-        """This rank's number among data ranks, which tells its samples."""
+        """This rank's number among data ranks, which determines its samples."""
         return self._ranks[Flat.DATA]
 
     def axis_mesh(self, axis: Axis | Flat | str) -> DeviceMesh:
-        """The one-dimensional mesh of an axis or a flattened group."""
-        return self._meshes[_member(axis)]
+        """Return the one-dimensional mesh of an axis or a flattened group."""
+        return self._meshes[_parse_axis(axis)]
 
     def group(self, axis: Axis | Flat | str) -> dist.ProcessGroup:
-        """The process group of an axis or a flattened group.
+        """Return the process group of an axis or a flattened group.
 
         Raises:
             ConfigError: the mesh was destroyed.
         """
         if self._destroyed:
             raise ConfigError("this mesh was destroyed, and its groups with it. Make a new one.")
-        return self._groups[_member(axis)]
+        return self._groups[_parse_axis(axis)]
 
     def control_group(self, flat: Flat) -> dist.ProcessGroup:
-        """A group for small CPU messages (agreement), with the tensor-parallel ranks that go along.
+        """Return a group for small CPU messages (agreement), tensor-parallel ranks included.
 
-        ``cp``: the ``sample_size`` ranks that are given one sample; ``loss``: all ranks. Without tensor
+        ``cp``: the ``sample_size`` ranks with one sample; ``loss``: all ranks. Without tensor
         parallelism the group itself on CPU, a gloo twin otherwise.
         """
         return self._control.get(flat) or self.group(flat)
 
     @property
     def everyone(self) -> dist.ProcessGroup:
-        """All ranks, also those that share a layer, for small CPU messages."""
+        """Group of all ranks, tensor-parallel ones included, for small CPU messages."""
         world = dist.group.WORLD
         assert world is not None
         return self._control.get(Flat.LOSS) or world
@@ -192,9 +192,9 @@ class ContextParallelMesh:
         if self.device_type == "cpu" and self.tp_size == 1:
             return {}
         shape = (self.data_size, self.sample_size)
-        together = {Flat.CP: torch.arange(math.prod(shape)).view(shape)}
-        together[Flat.LOSS] = together[Flat.CP].reshape(1, -1)
-        return {flat: gloo_group(ranks) for flat, ranks in together.items()}
+        ranks = {Flat.CP: torch.arange(math.prod(shape)).view(shape)}
+        ranks[Flat.LOSS] = ranks[Flat.CP].reshape(1, -1)
+        return {flat: gloo_group(partition) for flat, partition in ranks.items()}
 
     def shard(
         self,
@@ -203,12 +203,12 @@ class ContextParallelMesh:
         dim: int = 1,
         pad_value: float | int | bool = 0,
     ) -> torch.Tensor:
-        """This rank's tokens of ``x``, which every rank of the cp group holds whole; no communication."""
+        """Return this rank's tokens of ``x``, which is whole on all ranks of the group; no communication."""
         self.require_layout(layout)
         return layout.shard(x, self.cp_rank, dim=dim, pad_value=pad_value)
 
     def unshard(self, x_local: torch.Tensor, layout: SequenceLayout, dim: int = 1) -> torch.Tensor:
-        """The whole sequence, in original order and length, from every rank's tokens.
+        """Gather the whole sequence, in original order and length, from every rank's tokens.
 
         Differentiable: gradients of all ranks are summed.
         """
@@ -220,7 +220,7 @@ class ContextParallelMesh:
         return whole
 
     def require_layout(self, layout: SequenceLayout) -> None:
-        """Refuse a layout that was made for other sizes.
+        """Check that a layout has the sizes of the mesh.
 
         Raises:
             ConfigError: naming both.
@@ -233,17 +233,17 @@ class ContextParallelMesh:
             )
 
     def destroy(self) -> None:
-        """Destroy the groups made here, once; the world group stays."""
+        """Destroy the mesh's groups, but not the world group; repeated calls do nothing."""
         if self._destroyed:
             return
         self._destroyed = True
         groups = {*self._groups.values(), *self._control.values()}
         known = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
         for group in groups - {dist.group.WORLD}:
-            if group in known:  # the world's end takes all groups along
+            if group in known:  # the destruction of the world group includes all groups
                 dist.destroy_process_group(group)
-        # Threads and sockets of a group live as long as somebody refers to it.
-        self._let_go()
+        # Threads and sockets of a group live as long as a reference to it.
+        self._release()
         self._meshes = {}
 
     def __repr__(self) -> str:
@@ -272,15 +272,15 @@ def _check_sizes(sizes: dict[Axis, int]) -> None:
         )
 
 
-def _let_go(*groups: dict[Any, dist.ProcessGroup]) -> None:
-    """Refer to no group any more, at the latest when Python exits.
+def _release_groups(*groups: dict[Any, dist.ProcessGroup]) -> None:
+    """Drop all references to groups, at the latest when Python exits.
 
-    A gloo group that outlives that can abort the process ("terminate called without an active exception"),
-    where another rank had gone before.
+    A gloo group that lives longer can abort the process ("terminate called without an active exception") if
+    another rank has exited before.
     """
     for by_axis in groups:
         by_axis.clear()
 
 
-def _member(axis: Axis | Flat | str) -> Axis | Flat:
+def _parse_axis(axis: Axis | Flat | str) -> Axis | Flat:
     return Flat(axis) if axis in set(Flat) else Axis(axis)

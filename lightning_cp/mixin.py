@@ -1,4 +1,4 @@
-"""ContextParallelMixin: what a LightningModule may say about itself. Everything is optional."""
+"""ContextParallelMixin: optional settings and helpers for a LightningModule."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.logs.token_mean import RATIO_HOOK, show_ratio, where_counted
-from lightning_cp.loss_terms import declared_count, divisor
+from lightning_cp.loss.averages import RATIO_HOOK, log_token_ratio, zero_where_uncounted
+from lightning_cp.loss.terms import declared_count, divisor
 
 
 class ContextParallelMixin:
-    """Customises context parallelism for one LightningModule; the strategy works without it too.
+    """Mixin that customises context parallelism for one LightningModule; the strategy works without it too.
 
-    Override what differs from the defaults::
+    Override only what differs from the defaults::
 
         class Model(ContextParallelMixin, L.LightningModule):
             context_parallel_labels = "aligned"
@@ -29,54 +29,54 @@ class ContextParallelMixin:
     """Dotted name of a batch tensor -> its sequence dimension; ``None``: every rank gets all of it."""
 
     context_parallel_label_key: ClassVar[str | None] = None
-    """Dotted name of the labels in a batch; ``None``: as the strategy says (``labels``)."""
+    """Dotted name of the labels in a batch; ``None``: the strategy's setting (default ``labels``)."""
 
     context_parallel_labels: ClassVar[str | None] = None
-    """``"aligned"``: labels[i] is the target of token i; ``None``: as the strategy says."""
+    """``"aligned"``: labels[i] is the target of token i; ``None``: the strategy's setting."""
 
     context_parallel_num_heads: ClassVar[int | None] = None
-    """Query heads, where no attribute of the model tells; ``None``: found."""
+    """Number of query heads, if no attribute of the model has it; ``None``: read from the model."""
 
     context_parallel_output_dims: ClassVar[Mapping[str, int | None]] = {}
-    """Dotted name of what ``predict_step`` returns -> its sequence dimension; ``None``: left as it is."""
+    """Dotted name of an output of ``predict_step`` -> its sequence dimension; ``None``: not unsharded."""
 
     context_parallel_replicated_metrics: ClassVar[Sequence[str]] = ()
-    """Dotted names of metrics that are fed with whole values (``self.unshard(...)``), the same on all ranks
-    that share a sample; all others are fed with what a rank holds."""
+    """Dotted names of metrics whose inputs are whole values (``self.unshard(...)``), equal on all ranks that
+    share a sample; the inputs of all other metrics are a rank's own tokens."""
 
     def context_parallel_modules(self) -> Iterable[nn.Module] | None:
-        """The modules whose attention runs along the sequence, Hugging Face models or others; ``None``: all.
+        """Return the modules whose attention runs along the sequence, Hugging Face or others; ``None``: all.
 
-        All other attention is left alone: on each rank it sees what the rank holds.
+        All other attention stays local: it sees the tokens of its rank only.
         """
         return None
 
     def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """A local tensor of the current step, whole, in original order and length, on every rank.
+        """Return the whole tensor of a local one of the current step, in original order and length.
 
-        Differentiable. A loss of it is the same on every rank, and its gradients are those of one process.
+        Differentiable. Every rank calls it and gets the same; a loss of it has the gradients of one process.
         """
         strategy = _strategy_of(self)
         return strategy.unshard(x, dim=dim) if hasattr(strategy, "unshard") else x
 
     def count_targets(self, counted: torch.Tensor | float) -> torch.Tensor:
-        """Declare what the loss of this step counts, where that is not the batch's labels.
+        """Declare the targets that the loss of this step counts, if they are not the batch's labels.
 
-        For targets that the step draws or leaves out, for weights of classes or of tokens, and for a mean by
-        hand::
+        Use it for targets that the step draws or leaves out, for weights of classes or of tokens, and for a
+        mean by hand::
 
             masked = (torch.rand(ids.shape) < 0.15) & self.token_mask(ids)
             loss = (token_losses * masked).sum() / self.count_targets(masked)
 
-        Every rank calls it, before backward; a Hugging Face model that is given ``labels=`` is called
-        after it. Without context parallelism it only counts.
+        Every rank calls it, before backward, and before it calls a Hugging Face model with ``labels=``.
+        Without context parallelism it only counts.
 
         Args:
-            counted: a mask of this rank's tokens, their weights, or how many targets this rank counts. All
-                leave out padding, see ``token_mask``: it is refused before a weight changes.
+            counted: a mask of this rank's tokens, their weights, or the number of targets on this rank.
+                Padding must not count, see ``token_mask``: it is refused before a weight changes.
 
         Returns:
-            The count of this rank, and 1 where it is 0: what a sum over targets is to be divided by.
+            The count of this rank, or 1 where it is 0: the divisor of a sum over targets.
         """
         strategy = _strategy_of(self)
         if hasattr(strategy, "count_targets"):
@@ -84,10 +84,10 @@ class ContextParallelMixin:
         return divisor(declared_count(counted))
 
     def token_positions(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """int64 [B or 1, L]: the positions of a step's tokens in the whole sequence, 0 for padding.
+        """Return int64 [B or 1, L]: positions of the step's tokens in the whole sequence, 0 for padding.
 
-        What a model that counts its tokens should use instead; batches that are no dict cannot carry
-        ``position_ids``. Without context parallelism it is 0, 1, 2, ... along dimension ``dim`` of ``x``.
+        Use it in a model that would count its tokens, if the batch is not a dict and so has no
+        ``position_ids``. Without context parallelism: 0, 1, 2, ... along dimension ``dim`` of ``x``.
         """
         strategy = _strategy_of(self)
         if hasattr(strategy, "token_positions"):
@@ -95,11 +95,11 @@ class ContextParallelMixin:
         return torch.arange(x.size(dim), device=x.device)[None]
 
     def token_mask(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """bool [1, L]: true for tokens of the sequence, false for padding that the strategy added.
+        """Return bool [1, L]: true for tokens of the sequence, false for padding that the strategy added.
 
-        A sequence whose length does not divide among ranks is padded. Masks that a step draws or makes of
-        inputs leave that out: ``mask & self.token_mask(mask)``. Padding of the batch's own is true. Without
-        context parallelism all is true, along dimension ``dim`` of ``x``.
+        The strategy pads a sequence whose length does not divide among ranks. Masks that a step draws or
+        computes must exclude that padding: ``mask & self.token_mask(mask)``. The batch's own padding is true.
+        Without context parallelism all is true, along dimension ``dim`` of ``x``.
         """
         strategy = _strategy_of(self)
         if hasattr(strategy, "token_mask"):
@@ -107,47 +107,47 @@ class ContextParallelMixin:
         return torch.ones(1, x.size(dim), dtype=torch.bool, device=x.device)
 
     def draw_per(self, what: Literal["token", "row"]) -> AbstractContextManager[None]:
-        """A block within which random numbers are of each ``"token"``, or of each ``"row"`` of the batch.
+        """Set the unit of random numbers within the block: each ``"token"``, or each ``"row"`` of the batch.
 
-        For dropout and random functions of tensors whose shape does not tell: numbers of tokens differ
-        between ranks that share a sample, those of rows (of parameters, of layers) are equal on them.
+        Use it for dropout and random functions whose tensor's shape does not show the unit: numbers of tokens
+        differ between ranks that share a sample, those of rows (of parameters, of layers) are equal on them.
         """
         strategy = _strategy_of(self)
         return strategy.draw_per(what) if hasattr(strategy, "draw_per") else nullcontext()
 
     def average(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over ranks that share a sample, weighted by their targets: one process's mean.
+        """Return the mean over ranks that share a sample, weighted by their targets: one process's mean.
 
-        For what a step computes from its own tokens and does not pass to ``self.log`` directly: values kept
-        for the end of the epoch, metrics that average losses, functions of the loss. Every rank calls it.
+        Use it for values of local tokens that do not go to ``self.log`` directly: values for the end of the
+        epoch, metrics that average losses, functions of the loss. Every rank calls it.
         """
         strategy = _strategy_of(self)
         return strategy.average(value) if hasattr(strategy, "average") else value
 
     def cp_log(self, name: str, total: Any, count: Any, **log_options: Any) -> None:
-        """Log total / count, where both are sums over what this rank holds: the mean of one process.
+        """Log total / count, where both are sums over this rank's tokens: the mean of one process.
 
-        At a step that is the sum of totals over the sum of counts of the ranks that share the sample; in
-        training of all ranks, as they step together. For the epoch it is the same over all batches and all
-        ranks, so every token has the same weight; ``sync_dist`` makes no difference. Where nothing was
-        counted at all, the step shows NaN, and the epoch is not affected. Ranks may call it or not: one
-        that does not has counted nothing. Without context parallelism it is what
-        ``self.log(name, total / count, batch_size=count)`` shows, and the epoch's mean is over all ranks.
+        The step's value is the sum of totals over the sum of counts of the ranks that share the sample; in
+        training, of all ranks, as they step together. The epoch's value is the same over all batches and all
+        ranks, so every token has the same weight; ``sync_dist`` makes no difference. If nothing was counted,
+        the step shows NaN, and the epoch is not affected. A rank need not call it: it then counts nothing.
+        Without context parallelism the value is that of ``self.log(name, total / count, batch_size=count)``,
+        and the epoch's mean is over all ranks.
 
         Args:
             name: as for ``self.log``.
-            total: a number or a tensor with one element; not looked at where ``count`` is 0.
-            count: how many tokens (or predictions, documents, ...) ``total`` is the sum of.
+            total: a number or a tensor with one element; ignored where ``count`` is 0.
+            count: number of tokens (or predictions, documents, ...) that ``total`` is the sum of.
             **log_options: ``prog_bar``, ``logger``, ``on_step``, ``on_epoch``, ``add_dataloader_idx``.
 
         Raises:
-            ConfigError: another option, or values that are no scalars.
+            ConfigError: an unknown option, or values that are not scalars.
         """
         module: Any = self
         log_options.pop("sync_dist", None)
         options = _log_options(log_options)
         total, count = (_scalar(name, value, module.device) for value in (total, count))
-        total = where_counted(total, count)
+        total = zero_where_uncounted(total, count)
         take = module.__dict__.get(RATIO_HOOK)
         if take is not None:
             take(name, total, count, options)
@@ -158,11 +158,11 @@ class ContextParallelMixin:
         elif module._trainer is None:
             module.log(name, total / count)
         else:
-            show_ratio(module, module.log, name, total, count, (total, count), options)
+            log_token_ratio(module, module.log, name, total, count, (total, count), options)
 
 
 def _strategy_of(module: Any) -> Any:
-    """The Trainer's, or Fabric's; ``None`` without any, in one process.
+    """Return the strategy of the Trainer or of Fabric; ``None`` without either, in one process.
 
     Raises:
         ConfigError: it is DeepSpeed's; or there is none, and several processes may share a sample.
@@ -184,10 +184,10 @@ _NO_TRAINER = (
 
 
 def refuse_deepspeed(strategy: object, what: str) -> None:
-    """Refuse ``what`` under DeepSpeed, which brings an engine, groups and checkpoints of its own.
+    """Refuse ``what`` under DeepSpeed, which has its own engine, groups and checkpoints.
 
     Raises:
-        ConfigError: naming the engines that do what its stages do.
+        ConfigError: naming the engines that correspond to its stages.
     """
     names = {kind.__name__ for kind in type(strategy).__mro__}
     if "DeepSpeedStrategy" in names:
@@ -199,7 +199,7 @@ def refuse_deepspeed(strategy: object, what: str) -> None:
 
 
 def _scalar(name: str, value: Any, device: torch.device) -> torch.Tensor:
-    """float64, on the module's device, where ranks can add them."""
+    """Return a float64 scalar on the module's device, where ranks can add them."""
     tensor = torch.as_tensor(value)
     if tensor.numel() != 1 or tensor.is_complex():
         raise ConfigError(
@@ -221,7 +221,7 @@ def _log_options(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def options_of(module: object) -> dict[str, Any]:
-    """The options that a module declares; empty without the mixin."""
+    """Return the options that a module declares; empty without the mixin."""
     if not isinstance(module, ContextParallelMixin):
         return {}
     return {

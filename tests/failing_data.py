@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lightning_cp.data import PackedBytes, python_stdlib
-from lightning_cp.data.module import ByteDataModule
+from lightning_cp.apps.data import PackedBytes, python_stdlib
+from lightning_cp.apps.data.module import ByteDataModule
 
 
 class Failing(PackedBytes):

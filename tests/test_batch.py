@@ -20,10 +20,10 @@ from lightning_cp.batch import (
     unshard_output,
     valid_counts,
 )
-from lightning_cp.containers import tensors_of
 from lightning_cp.errors import ConfigError, ShapeError
-from lightning_cp.labels import IGNORED_LABEL, shift
 from lightning_cp.layout import Documents, SequenceLayout
+from lightning_cp.utils.containers import tensors_of
+from lightning_cp.utils.labels import IGNORED_LABEL, shift
 from tests.layout.cases import layouts
 
 SIZES = [(1, 2), (2, 1), (2, 2), (4, 1), (3, 2), (1, 3)]

@@ -6,10 +6,9 @@ import math
 
 import pytest
 
-from lightning_cp.bench import balance, cpu_ratio, rank_flops
-from lightning_cp.bench.case import Case
-from lightning_cp.bench.clock import Figure
-from lightning_cp.bench.ways import Way, our_ways
+from benchmarks import balance, cpu_ratio, rank_flops
+from lightning_cp.bench.methods import AttentionCase, AttentionMethod, context_parallel_methods
+from lightning_cp.bench.timers import Figure
 from tests.pool import call_on_ranks
 
 
@@ -24,7 +23,7 @@ def test_a_row_for_each_split(
     assert head.count("|") == line.count("|") == len(cpu_ratio.HEAD) + 1
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert [row[:2] for row in cells] == [["64", "2"]] * 6
-    assert [row[2] for row in cells] == [way.name for way in our_ways(2)]
+    assert [row[2] for row in cells] == [way.name for way in context_parallel_methods(2)]
     for row in cells:
         assert all(math.isfinite(float(x)) and float(x) > 0 for x in row[3::2]), row
 
@@ -32,7 +31,7 @@ def test_a_row_for_each_split(
 def test_the_spread_of_both_sides_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def seconds(case: Case, ways: list[Way], repeats: int) -> list[Figure]:
+    def seconds(case: AttentionCase, ways: list[AttentionMethod], repeats: int) -> list[Figure]:
         return [Figure(2.0, 0.25)] if case.ranks == 1 else [Figure(3.0, 0.1)] * len(ways)
 
     monkeypatch.setattr(cpu_ratio, "cpu_seconds", seconds)
@@ -46,7 +45,7 @@ def test_the_spread_of_both_sides_is_shown(
 
 
 def test_modes_are_named_as_the_field_does() -> None:
-    assert [way.name for way in our_ways(4)] == [
+    assert [way.name for way in context_parallel_methods(4)] == [
         "ulysses",
         "hybrid 2x2",
         "zigzag ring",

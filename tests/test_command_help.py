@@ -18,17 +18,23 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import lightning_cp
-from lightning_cp.command_help import Files, argument_parser, explanations, help_text, leaves
-from lightning_cp.config_files import config_dir
-from lightning_cp.doctor.__main__ import HELP
-from lightning_cp.strategies.front import ContextParallelFront
+from lightning_cp.apps.doctor.__main__ import HELP
+from lightning_cp.strategies.base import ContextParallelFront
+from lightning_cp.utils.command_help import (
+    ConfigFiles,
+    argument_parser,
+    explanations,
+    help_text,
+    leaves,
+)
+from lightning_cp.utils.run_folder import config_dir
 from tests.launch.start import environment
 
 PROGRAMS = {"train": "", "plan": "", "compare": "compare", "bench": "bench"}
 PACKAGE = Path(lightning_cp.__file__).parent
 
 
-def configs(name: str) -> Iterator[tuple[dict[str, Any], Files]]:
+def configs(name: str) -> Iterator[tuple[dict[str, Any], ConfigFiles]]:
     """A program's config, and with every choice of every group."""
     folder = config_dir() / PROGRAMS[name]
     _, files = composed(folder, name)
@@ -39,12 +45,12 @@ def configs(name: str) -> Iterator[tuple[dict[str, Any], Files]]:
             yield composed(folder, name, *filter(None, [override]))
 
 
-def composed(folder: Path, name: str, *overrides: str) -> tuple[dict[str, Any], Files]:
+def composed(folder: Path, name: str, *overrides: str) -> tuple[dict[str, Any], ConfigFiles]:
     with initialize_config_dir(str(folder), version_base="1.3"):
         whole = compose(name, overrides=list(overrides), return_hydra_config=True)
     own = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
     plain: Any = OmegaConf.to_container(own)
-    return plain, Files(folder, name, dict(whole.hydra.runtime.choices))
+    return plain, ConfigFiles(folder, name, dict(whole.hydra.runtime.choices))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -110,7 +116,7 @@ def test_what_nothing_explains_has_no_words(tmp_path: Path) -> None:
         "# A program.\na: 1 # the first\nb: '#2'\nc:\n  d: [1] # a list\n"
     )
     config = {"a": 1, "b": "#2", "c": {"d": [1], "_target_": "nowhere.at_all"}}
-    files = Files(tmp_path, "own", {})
+    files = ConfigFiles(tmp_path, "own", {})
     assert explanations(config, files) == {"a": "the first", "c.d": "a list"}
     text = help_text(config, files)
     assert text.startswith("A program.\n")
@@ -157,7 +163,7 @@ class _Parsed(Exception):  # noqa: N818 - no error
 
 
 @pytest.mark.parametrize(
-    "module", [x for x in modules_with_arguments() if x != "lightning_cp.command_help"]
+    "module", [x for x in modules_with_arguments() if x != "lightning_cp.utils.command_help"]
 )
 def test_every_argument_is_explained(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parsers: list[argparse.ArgumentParser] = []

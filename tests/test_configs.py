@@ -18,13 +18,13 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp import ThroughputCallback, UlyssesRingStrategy
-from lightning_cp.bench.settings import Settings
-from lightning_cp.config_files import config_dir
-from lightning_cp.data import ByteDataModule
+from lightning_cp.apps.data import ByteDataModule
+from lightning_cp.apps.train.model import LanguageModel
+from lightning_cp.bench.settings import BenchSettings
+from lightning_cp.config import StrategyConfig as StrategySettings
 from lightning_cp.errors import ConfigError
 from lightning_cp.optim import Muon
-from lightning_cp.strategies.arguments.settings import Settings as StrategySettings
-from lightning_cp.train.module import LanguageModel
+from lightning_cp.utils.run_folder import config_dir
 
 CONFIGS = config_dir()
 GROUPS = ("model", "optim", "data", "trainer", "strategy", "throughput", "experiment")
@@ -273,7 +273,7 @@ def test_the_measurements_compose_and_leave_everything_open() -> None:
     with initialize_config_dir(str(CONFIGS / "bench"), version_base="1.3"):
         config = OmegaConf.to_container(compose("bench"))
     assert isinstance(config, dict)
-    settings = Settings.of({str(name): value for name, value in config.items()})
+    settings = BenchSettings.of({str(name): value for name, value in config.items()})
     assert settings.devices >= 1
     assert settings.modes == ()
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from lightning_cp.containers import is_container, map_tensors, tensors_of
 from lightning_cp.errors import ConfigError
+from lightning_cp.utils.containers import is_container, map_tensors, tensors_of
 
 
 class Pair(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cp.data import (
+from lightning_cp.apps.data import (
     ByteDataModule,
     Document,
     PackedBytes,
@@ -22,10 +22,10 @@ from lightning_cp.data import (
     stdlib_files,
     text_files,
 )
-from lightning_cp.data.corpus import unigram_entropy
+from lightning_cp.apps.data.corpus import unigram_entropy
 from lightning_cp.errors import ConfigError
-from lightning_cp.labels import IGNORED_LABEL
 from lightning_cp.layout import Documents
+from lightning_cp.utils.labels import IGNORED_LABEL
 
 
 def as_bytes(text: str) -> np.ndarray[Any, np.dtype[np.uint8]]:

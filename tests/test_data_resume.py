@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_cp.data import ByteDataModule, text_files
+from lightning_cp.apps.data import ByteDataModule, text_files
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp.errors import ConfigError, NonFiniteError
-from lightning_cp.loss import average_weight, loss_scale, mute, require_connected, require_muted
+from lightning_cp.loss.weighting import (
+    average_weight,
+    check_connected,
+    check_zero_loss,
+    loss_scale,
+    zero_loss,
+)
 
 counts = st.lists(st.integers(0, 50), min_size=1, max_size=8)
 
@@ -95,20 +101,20 @@ def test_cross_entropy_over_nothing_adds_nothing(dtype: torch.dtype, options: An
         options = {"weight": torch.rand(11, dtype=dtype)}
     loss = F.cross_entropy(logits, NOTHING, **options)
     assert bool(loss.isnan()), "torch's mean over nothing"
-    muted = mute(loss)
+    muted = zero_loss(loss)
     assert (muted.item(), muted.dtype) == (0.0, dtype)
     muted.backward()
     assert Attention.backwards == 1, "the graph runs: other ranks wait for it"
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.zeros_like(weight))
-    require_muted(loss.item(), [weight.grad])
+    check_zero_loss(loss.item(), [weight.grad])
 
 
 @pytest.mark.parametrize("value", ["sum", "mean over max(n, 1)"])
 def test_a_finite_loss_over_nothing_adds_nothing(value: str) -> None:
     logits, weight = tiny(torch.float32)
     losses = F.cross_entropy(logits, NOTHING, reduction="sum")
-    muted = mute(losses if value == "sum" else losses / 1 + 3 * logits.mean())
+    muted = zero_loss(losses if value == "sum" else losses / 1 + 3 * logits.mean())
     muted.backward()
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.zeros_like(weight))
@@ -134,10 +140,10 @@ def masked_mean(logits: torch.Tensor) -> torch.Tensor:
 def test_a_loss_that_cannot_be_muted_is_refused(make: Any, shown: str) -> None:
     logits, weight = tiny(torch.float32)
     loss = make(logits)
-    mute(loss).backward()
+    zero_loss(loss).backward()
     assert weight.grad is not None
     with pytest.raises(NonFiniteError, match=rf"the loss is ({shown}) on a rank.*no valid label"):
-        require_muted(loss.item(), [weight.grad])
+        check_zero_loss(loss.item(), [weight.grad])
 
 
 def chunked(logits: torch.Tensor) -> torch.Tensor:
@@ -149,10 +155,10 @@ def chunked(logits: torch.Tensor) -> torch.Tensor:
 def test_a_mean_of_means_over_nothing_adds_nothing() -> None:
     logits, weight = tiny(torch.float32)
     loss = chunked(logits)
-    mute(loss).backward()
+    zero_loss(loss).backward()
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.zeros_like(weight))
-    require_muted(loss.item(), [weight.grad])
+    check_zero_loss(loss.item(), [weight.grad])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -165,16 +171,16 @@ def test_a_checkpointed_model_over_nothing_adds_nothing(reentrant: bool) -> None
     x = torch.randn(TOKENS, 5, requires_grad=True)
     logits: Any = checkpoint(block, x, use_reentrant=reentrant)
     loss = F.cross_entropy(logits, NOTHING.clamp(max=4))
-    mute(loss).backward()
+    zero_loss(loss).backward()
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.zeros_like(weight))
-    require_muted(loss.item(), [weight.grad])
+    check_zero_loss(loss.item(), [weight.grad])
 
 
 @pytest.mark.parametrize("make", [chunked, masked_mean, lambda logits: logits.sum() * 0 + 1])
 def test_a_loss_that_is_computed_from_the_model(make: Any) -> None:
     logits, _ = tiny(torch.float32)
-    require_connected(make(logits) / 3)
+    check_connected(make(logits) / 3)
 
 
 @pytest.mark.parametrize(
@@ -191,4 +197,4 @@ def test_a_loss_that_is_not_is_refused(loss: torch.Tensor | None) -> None:
     with pytest.raises(
         ConfigError, match=r"training_step returned (no loss|a loss of \d\.\d that is not)"
     ):
-        require_connected(loss)
+        check_connected(loss)

@@ -14,17 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.loss_terms import (
-    counted_means,
-    declared_count,
-    divisor,
-    factors_of,
-    note_mean,
-    note_sequence,
-    note_tokens,
-    targets_of,
-)
-from lightning_cp.strategies.step.counts import TargetCounts
+from lightning_cp.loss.counts import TargetCounts
+from lightning_cp.loss.terms import declared_count, divisor, factors_of, loss_terms, targets_of
+from lightning_cp.utils.autograd_notes import note_mean, note_sequence, note_tokens
 
 TARGETS = torch.tensor([[0, 1, -100, 2], [3, -100, 4, 4]])
 CLASSES = torch.tensor([1.0, 2.0, 0.5, 0.5, 3.0])
@@ -132,7 +124,7 @@ UNKNOWN: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_counts(name: str) -> None:
     make, want = KNOWN[name]
-    means = counted_means(make())
+    means = loss_terms(make())
     assert not means.other_terms
     assert sorted(map(float, means.counts)) == want
     assert not means.own_factor
@@ -153,7 +145,7 @@ OWN_FACTORS: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", OWN_FACTORS)
 def test_a_tensor_as_a_factor_may_be_a_rank_s_own(name: str) -> None:
-    means = counted_means(OWN_FACTORS[name]())
+    means = loss_terms(OWN_FACTORS[name]())
     assert not means.other_terms
     assert set(map(int, means.counts)) == {6}
     assert means.own_factor
@@ -162,13 +154,13 @@ def test_a_tensor_as_a_factor_may_be_a_rank_s_own(name: str) -> None:
 def test_numbers_of_python_are_told() -> None:
     one, other = mean(tokens()), mean(tokens())
     loss = torch.stack([torch.sub(one * 3, other / 7.5, alpha=2), 0.5 * other]).sum() / True
-    means = counted_means(loss)
+    means = loss_terms(loss)
     assert sorted(means.numbers) == [0.5, 2, 3, 7.5]
 
 
 def test_numbers_within_a_term_of_parameters_are_told() -> None:
     term = 3 * (7 * a_parameter() / 5).square().sum()
-    assert sorted(counted_means(mean(tokens()) + term).numbers) == [3, 5, 7]
+    assert sorted(loss_terms(mean(tokens()) + term).numbers) == [3, 5, 7]
 
 
 @pytest.mark.parametrize(
@@ -180,23 +172,23 @@ def test_numbers_within_a_term_of_parameters_are_told() -> None:
     ],
 )
 def test_numbers_beside_whole_rows_are_told(loss: Any, want: list[float]) -> None:
-    assert sorted(counted_means(loss()).numbers) == want
+    assert sorted(loss_terms(loss()).numbers) == want
 
 
 def test_numbers_are_told_under_a_mode_that_counts() -> None:
     """Which is handed numbers that autograd has wrapped as Python has them."""
     with FlopCounterMode(display=False):
-        means = counted_means(mean(tokens()) * 3)
+        means = loss_terms(mean(tokens()) * 3)
     assert means.numbers == [3]
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_no_counts(name: str) -> None:
-    assert counted_means(UNKNOWN[name]()).other_terms
+    assert loss_terms(UNKNOWN[name]()).other_terms
 
 
 def test_a_mean_beside_another_term_is_counted() -> None:
-    means = counted_means(mean(tokens()) + tokens()[:, 0].square().mean())
+    means = loss_terms(mean(tokens()) + tokens()[:, 0].square().mean())
     assert list(map(int, means.counts)) == [6]
     assert means.other_terms
 
@@ -210,11 +202,11 @@ def test_another_tensor_beside_parameters_is_told() -> None:
         lambda x: (float(x[0]) - a_parameter()).square().sum() + mean(tokens()),
         lambda x: (-(a_parameter() + 2 * a_parameter() - x).abs()).mean() + mean(tokens()),
     ):
-        told, other = (counted_means(loss(x)).joined for x in (own, zero))
+        told, other = (loss_terms(loss(x)).joined for x in (own, zero))
         assert len(told) == len(other) > 0
         assert any(not torch.equal(a, b) for a, b in zip(told, other, strict=True))
     regulariser = mean(tokens()) + 0.1 * a_parameter().square().sum().sqrt() + tokens().sum()
-    assert counted_means(regulariser).joined == ()
+    assert loss_terms(regulariser).joined == ()
 
 
 @pytest.mark.parametrize(
@@ -233,7 +225,7 @@ def test_a_small_part_of_another_tensor_is_told(term: Any) -> None:
     parameter = nn.Parameter(torch.zeros(4000, 8))
     for x in (own, own.index_fill(0, torch.tensor([7]), 0.0)):
         counts = TargetCounts()
-        counts.note_shared(3, counted_means(mean(tokens()) + 0.1 * term(parameter, x)))
+        counts.note_shared(3, loss_terms(mean(tokens()) + 0.1 * term(parameter, x)))
         other.append(counts.numbers[-1][0])
     a, b = ([float(number) for number in each] for each in other)
     assert len(a) == len(b) > 0
@@ -254,7 +246,7 @@ def test_factors_of_zero() -> None:
 def test_what_is_noted_of_other_functions() -> None:
     loss = tokens().sum()
     note_mean(loss, 5)
-    assert counted_means(0.5 * loss) == ([5], False, [0.5], False, (), ())
+    assert loss_terms(0.5 * loss) == ([5], False, [0.5], False, (), ())
     soft = torch.full((6, 5), 0.2)
     assert targets_of(soft, None, -100, 5) == 6
 

@@ -20,7 +20,8 @@ import lightning_cp.mesh as mesh_module
 from lightning_cp.comm.groups import gloo_group
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import SequenceLayout
-from lightning_cp.mesh import Axis, ContextParallelMesh, Flat, factorise
+from lightning_cp.layout.axes import Axis, Flat, factorise
+from lightning_cp.mesh import ContextParallelMesh
 from tests.pool import expect_on_every_rank, run_ranks
 
 GRIDS = [(2, 1), (1, 2), (3, 1), (2, 2), (4, 2), (2, 4)]

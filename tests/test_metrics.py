@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from lightning_cp.apps.train.model import aligned_labels, bits_per_byte, token_perplexity
 from lightning_cp.errors import ConfigError
-from lightning_cp.labels import IGNORED_LABEL
-from lightning_cp.metrics import aligned_labels, bits_per_byte, token_perplexity
+from lightning_cp.utils.labels import IGNORED_LABEL
 from tests.pool import run_ranks
 
 

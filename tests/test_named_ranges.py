@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_cp.named_ranges import named
+from lightning_cp.utils.tracing import profile_range
 
 
 class Unnameable:
@@ -18,14 +18,14 @@ class Unnameable:
 
 
 def test_nothing_is_made_or_formatted_while_nobody_profiles() -> None:
-    first = named("hop {} compute", Unnameable())
-    assert first is named("merge")
+    first = profile_range("hop {} compute", Unnameable())
+    assert first is profile_range("merge")
     with first, first:
         pass
 
 
 def test_any_profiler_sees_them() -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as recorded, named("hop {} compute", 3):
+    with profile(activities=[ProfilerActivity.CPU]) as recorded, profile_range("hop {} compute", 3):
         torch.ones(2).sum()
     events: Any = recorded.events()
     names = [event.name for event in events]

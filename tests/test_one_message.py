@@ -10,11 +10,11 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from lightning_cp.apps.train.run import instantiate_part
 from lightning_cp.attention.plan import check_inputs
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.layout import SequenceLayout
-from lightning_cp.strategies.parity.untouched import untouched
-from lightning_cp.train.run import made
+from lightning_cp.parity.restore import untouched
 
 
 @pytest.mark.parametrize("length", [16, 36])
@@ -42,7 +42,7 @@ def test_rows_of_another_call_in_the_middle_of_a_step(length: int) -> None:
 def test_settings_that_cannot_be_used(target: str, given: dict[str, object], match: str) -> None:
     config = OmegaConf.create({"trainer": {"_target_": target, **given}})
     with pytest.raises(ConfigError, match=match):
-        made(config, "trainer")
+        instantiate_part(config, "trainer")
 
 
 @pytest.fixture

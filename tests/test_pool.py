@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_cp.faults.watch import SWITCH
+from lightning_cp.watchdog.watch import SWITCH
 from tests.pool import master, rank_pids, run_ranks
 
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cp.bench.report import Report
+from lightning_cp.bench.report import BenchReport
 from lightning_cp.checkpoint import load_pretrained
-from lightning_cp.checkpoint.manifest import About
+from lightning_cp.checkpoint.manifest import SaveInfo
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
-from lightning_cp.comm.objects import told
+from lightning_cp.comm.consensus import error_summary
 from lightning_cp.errors import CheckpointError, without_home
-from lightning_cp.faults.notes import Note
-from lightning_cp.faults.position import Place, Position
-from lightning_cp.faults.watcher import Watcher
+from lightning_cp.watchdog.messages import Note
+from lightning_cp.watchdog.phase import PhasePosition, Position
+from lightning_cp.watchdog.thread import Watcher
 from tests.bench.configured import TINY, settings_of
 from tests.bench.test_report import LINKS, MACHINE, MODES
 
@@ -48,7 +48,7 @@ def require_clean(text: str) -> None:
 def test_checkpoints(form: str, home: Path) -> None:
     target = home / "runs" / "step-1.ckpt"
     state = {"w": torch.ones(2), "step": 1}
-    save_checkpoint(state, target, form=form, about=About(1, {"ring": 2}, "ddp"))
+    save_checkpoint(state, target, form=form, about=SaveInfo(1, {"ring": 2}, "ddp"))
     for path in (home / "runs").rglob("*"):
         if path.is_file():
             require_clean(path.read_bytes().decode(errors="replace"))
@@ -79,7 +79,7 @@ def load_weights(path: Path) -> None:
 
 def test_bench(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    report = Report(MACHINE, settings_of(*TINY), home)
+    report = BenchReport(MACHINE, settings_of(*TINY), home)
     report.take("links", LINKS)
     report.take("modes", MODES)
     files = sorted(home.iterdir())
@@ -98,20 +98,20 @@ def failing(home: Path) -> BaseException:
 
 
 def test_what_other_ranks_say_of_an_error(home: Path) -> None:
-    note = Note.of_error(failing(home), Place())
+    note = Note.of_error(failing(home), PhasePosition())
     assert note.error.endswith("~/data/train.bin'")
     assert "Traceback" in note.traceback
     require_clean(note.error + note.traceback)
     odd = RuntimeError(f"PytorchStreamReader failed reading {home / 'a'}")
-    assert told(odd) == "RuntimeError: PytorchStreamReader failed reading ~/a"
-    require_clean(told(failing(home)))
+    assert error_summary(odd) == "RuntimeError: PytorchStreamReader failed reading ~/a"
+    require_clean(error_summary(failing(home)))
 
 
 def test_where_a_rank_stands(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stack(frame: object) -> list[str]:
         return [f'  File "{home / "code" / "train.py"}", line 3, in step\n']
 
-    monkeypatch.setattr("lightning_cp.faults.watcher.traceback.format_stack", stack)
+    monkeypatch.setattr("lightning_cp.watchdog.thread.traceback.format_stack", stack)
     watcher = Watcher(0, [], Position(), {}, lambda *_: None, "")
     try:
         assert "~/code/train.py" in watcher._stack()

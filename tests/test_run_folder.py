@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.run_folder import check_folder
+from lightning_cp.utils.run_folder import check_folder
 
 OPTIONS = ["hydra.run.dir", "hydra.sweep.dir"]
 

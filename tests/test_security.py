@@ -55,12 +55,11 @@ def test_pickles_stay_within_a_run() -> None:
     """Between ranks, and between a program and the processes that it has started itself."""
     found = {path for path, made in sources() if any(map(unpickles, ast.walk(made)))}
     assert found == {
-        "lightning_cp/comm/parcel.py",
+        "lightning_cp/comm/object_broadcast.py",
         "lightning_cp/bench/processes.py",
-        "lightning_cp/checkpoint/full_file.py",  # where a user says weights_only=False
+        "lightning_cp/checkpoint/full.py",  # where a user says weights_only=False
         "lightning_cp/checkpoint/objects.py",  # likewise
-        "lightning_cp/strategies/launch/results.py",
-        "lightning_cp/strategies/watch/launchers.py",
+        "lightning_cp/launch/worker_results.py",
         "hydra_plugins/lightning_cp/launcher.py",
         "hydra_plugins/lightning_cp/result.py",
     }

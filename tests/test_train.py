@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cp.train.picture import draw_losses, read_points
+from lightning_cp.apps.train.report import draw_losses, read_points
 from tests.launch.start import all_succeeded, ranks, torchrun_variables
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from lightning_cp.apps.train.resume import checkpoint_to_resume
+from lightning_cp.apps.train.run import check_extras
 from lightning_cp.errors import CheckpointError, ConfigError
-from lightning_cp.train.resume import checkpoint_to_resume
-from lightning_cp.train.run import check_extras
 from tests.test_train import command
 
 TWO = ("trainer.devices=2", "strategy=ring", "data.validation_sequences=4")

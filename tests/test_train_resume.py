@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_cp.apps.train.resume import (
+    ContinuedCSV,
+    check_folder_named,
+    newest_whole,
+    run_folder,
+)
 from lightning_cp.checkpoint import save_checkpoint
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.errors import CheckpointError, ConfigError
-from lightning_cp.run_folder import FOLDER_OF_FIRST, one_folder
-from lightning_cp.train.resume import ContinuedCSV, newest_whole, require_folder, run_folder
+from lightning_cp.utils.run_folder import FOLDER_OF_FIRST, one_folder
 from tests.checkpoint.states import same
 from tests.launch.start import free_port
 from tests.test_train import COLUMNS, command, launched, table
@@ -61,10 +66,10 @@ def test_one_of_another_strategy_is_taken_if_its_archive_is_whole(tmp_path: Path
 
 
 def test_auto_wants_a_folder() -> None:
-    require_folder("auto", ["hydra.run.dir=outputs/mine"])
-    require_folder(None, [])
+    check_folder_named("auto", ["hydra.run.dir=outputs/mine"])
+    check_folder_named(None, [])
     with pytest.raises(ConfigError, match=r"Name it: resume=auto hydra\.run\.dir"):
-        require_folder("auto", ["hydra.verbose=true"])
+        check_folder_named("auto", ["hydra.verbose=true"])
 
 
 def test_ranks_of_a_cluster_look_in_the_first_ones_folder(

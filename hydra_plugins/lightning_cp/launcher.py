@@ -38,7 +38,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from hydra_plugins.lightning_cp.command import job_command
 from hydra_plugins.lightning_cp.result import RESULT
 from lightning_cp.errors import ConfigError
-from lightning_cp.jobs import describe_status, refuse_outer_launcher, run_job, this_program
+from lightning_cp.utils.subprocess import (
+    check_no_outer_launcher,
+    describe_status,
+    run_job,
+    this_program,
+)
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +87,7 @@ class FreshProcessLauncher(Launcher):
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         try:
-            refuse_outer_launcher()
+            check_no_outer_launcher()
             program = this_program()
         except ConfigError as error:
             raise SweepError(f"ConfigError: {error}") from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from lightning_cp.config_files import config_dir
+from lightning_cp.utils.run_folder import config_dir
 
 
 class UlyssesRingSearchPath(SearchPathPlugin):

@@ -1,1 +1,1 @@
-"""The algorithms: a mesh, a layout and a kernel become one differentiable attention call."""
+"""Context-parallel attention: one differentiable call from a mesh, a layout and a kernel."""

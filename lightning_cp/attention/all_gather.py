@@ -1,11 +1,11 @@
-"""All-gather: every ring rank gathers all keys once, and sends their gradients home (zigzag_llama3).
+"""Attention by all-gather: every ring rank gathers all keys once, and reduce-scatters their gradients.
 
-Keys are gathered a few K/V heads at a time (``kv_heads_per_gather``), which bounds the memory: the next
-heads are on their way while these are computed. What arrives in rank order is put into sequence order, so
-that a chunk of queries needs one slice of it. *two_kernel* makes one kernel call per chunk on a view of its
-slice, and gradients of overlapping slices add up where they lie; *fused* makes one call for all chunks, on
-copies of their slices, and adds the copies' gradients up afterwards. Backward gathers the keys again
-instead of keeping them (Grattafiori et al. 2024, arXiv 2407.21783, section 3.3.2).
+This is zigzag_llama3. Keys are gathered a few K/V heads at a time (``kv_heads_per_gather``), which bounds the
+memory: the next heads travel while these are computed. Gathered keys are reordered from rank order to
+sequence order, so that a chunk of queries needs one slice of them. *two_kernel* makes one kernel call per
+chunk on a view of its slice, and gradients of overlapping slices add up in place; *fused* makes one call for
+all chunks, on copies of their slices, and adds up the copies' gradients afterwards. Backward gathers the keys
+again instead of storing them (Grattafiori et al. 2024, arXiv 2407.21783, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -15,50 +15,49 @@ from types import TracebackType
 
 import torch
 
-from lightning_cp.attention.keys import KeyGradients, Keys, kernel_keys, take, unpair
+from lightning_cp.attention.keys import KeyGradients, Keys, kernel_keys, split_pair, take_ranges
 from lightning_cp.attention.plan import AttentionPlan
-from lightning_cp.attention.sinks import Attended, finish
+from lightning_cp.attention.sinks import AttentionResult, finish_attention
 from lightning_cp.comm.all_gather import PendingShards, start_all_gather, start_reduce_scatter
-from lightning_cp.kernels.api import QKV, Merged, accumulate_dtype
-from lightning_cp.kernels.merge import Accumulator
-from lightning_cp.kernels.sums import GradientSum, GradientSums
+from lightning_cp.kernels.merge import Accumulator, GradientSum, GradientSums
+from lightning_cp.kernels.protocol import QKV, Merged, accumulate_dtype
+from lightning_cp.layout.axes import Axis
 from lightning_cp.layout.heads import HeadBlock
 from lightning_cp.layout.tiles import Ranges
-from lightning_cp.mesh import Axis
-from lightning_cp.named_ranges import named
+from lightning_cp.utils.tracing import profile_range
 
 
-def gather_forward(q_TBHD: torch.Tensor, keys: Keys, plan: AttentionPlan) -> Attended:
-    """Attention of this rank's queries [T, B, h, D] over the whole sequence."""
+def gather_forward(q_TBHD: torch.Tensor, keys: Keys, plan: AttentionPlan) -> AttentionResult:
+    """Compute attention of this rank's queries [T, B, h, D] over the whole sequence."""
     tokens, batch, heads, _ = q_TBHD.shape
     out = q_TBHD.new_empty(tokens, batch, heads, keys.value_dim)
     lse = q_TBHD.new_empty(batch, heads, tokens, dtype=accumulate_dtype(q_TBHD.dtype))
     peak = torch.empty_like(lse, dtype=torch.float32) if plan.scores.max_logits else None
-    for block, kv in _gathered(keys, plan):
+    for block, kv in _gather_blocks(keys, plan):
         queries = slice(*block.q)
-        found = _attend(q_TBHD[:, :, queries].transpose(0, 1), kv, block, plan)
-        del kv  # before the next heads are put into order
-        out[:, :, queries] = found.out.transpose(0, 1)
-        lse[:, queries] = found.lse
-        if peak is not None and found.max_logits is not None:
-            peak[:, queries] = found.max_logits
-        del found  # before there is another one
-    return Attended(out, lse, peak)
+        result = _attend(q_TBHD[:, :, queries].transpose(0, 1), kv, block, plan)
+        del kv  # before the next heads are reordered
+        out[:, :, queries] = result.out.transpose(0, 1)
+        lse[:, queries] = result.lse
+        if peak is not None and result.max_logits is not None:
+            peak[:, queries] = result.max_logits
+        del result  # before the next one exists
+    return AttentionResult(out, lse, peak)
 
 
 def _attend(
     q_BLHD: torch.Tensor, kv_SBKD: torch.Tensor, block: HeadBlock, plan: AttentionPlan
-) -> Attended:
-    """Attention of a block of heads over all keys in sequence order."""
+) -> AttentionResult:
+    """Compute attention of a block of heads over all keys in sequence order."""
     scores, key_dim = plan.scores.of_heads(*block.q), q_BLHD.shape[3]
     state = Accumulator(q_BLHD, accumulate_dtype(q_BLHD.dtype), kv_SBKD.shape[3] - key_dim)
     for index, call in enumerate(plan.gathered.calls(plan.exchange.forward)):
-        k, v = kernel_keys(Keys((take(kv_SBKD, call.slices),), key_dim), block.kv_of_q)
+        k, v = kernel_keys(Keys((take_ranges(kv_SBKD, call.slices),), key_dim), block.kv_of_q)
         state.widen()
-        with named("chunk {} compute", index):
+        with profile_range("chunk {} compute", index):
             plan.kernel.forward(QKV(q_BLHD, k, v), call.tiles, scores, state)
     sinks = None if plan.own_sinks is None else plan.own_sinks[slice(*block.q)]
-    return finish(state, q_BLHD.dtype, sinks, max_logits=scores.max_logits)
+    return finish_attention(state, q_BLHD.dtype, sinks, max_logits=scores.max_logits)
 
 
 def gather_backward(
@@ -69,31 +68,31 @@ def gather_backward(
     lse_BHT: torch.Tensor,
     plan: AttentionPlan,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of this rank's queries and of its own keys and values.
+    """Compute gradients of this rank's queries, keys and values.
 
     Returns:
-        ``dq``, ``dk`` and ``dv`` like q, k and v, in the dtype of the inputs: the sum of a head is
-        complete once it is home, and rounded there. Only that of K/V heads which Ulysses ranks share is not,
-        and stays in the accumulation dtype.
+        ``dq``, ``dk`` and ``dv`` like q, k and v, in the dtype of the inputs: the sum of a head is complete
+        on its owner, and rounded there. Sums of K/V heads that Ulysses ranks share are not complete, and
+        stay in the accumulation dtype.
     """
     dtype = q_TBHD.dtype
-    home = _GradientsHome(accumulate_dtype(dtype) if plan.heads.shares_kv else dtype, plan)
+    reduction = _GradientReduction(accumulate_dtype(dtype) if plan.heads.shares_kv else dtype, plan)
     dq: list[torch.Tensor] = []
-    for block, kv in _gathered(keys, plan):
+    for block, kv in _gather_blocks(keys, plan):
         queries = slice(*block.q)
         dout, q, out = (x[:, :, queries].transpose(0, 1) for x in (dout_TBHD, q_TBHD, out_TBHD))
         merged = Merged(dout, out, lse_BHT[:, queries])
         own, dkv = _differentiate(merged, q, kv, block, plan)
-        del kv  # before the gradients are put into order
+        del kv  # before the gradients are reordered
         dq.append(own.to(dtype).transpose(0, 1))
         del own
-        home.leave(dkv)
-        del dkv  # before the next ones are made
-    return _all_heads(dq), *unpair(home.finish(), keys.key_dim)
+        reduction.send(dkv)
+        del dkv  # before the next ones exist
+    return _concatenate_heads(dq), *split_pair(reduction.finish(), keys.key_dim)
 
 
-def _all_heads(blocks_TBHD: list[torch.Tensor]) -> torch.Tensor:
-    """All blocks of heads side by side; only those that are done took memory until now. Empties the list."""
+def _concatenate_heads(blocks_TBHD: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate all blocks of heads, and empty the list."""
     whole = blocks_TBHD[0] if len(blocks_TBHD) == 1 else torch.cat(blocks_TBHD, dim=2)
     blocks_TBHD.clear()
     return whole
@@ -106,7 +105,7 @@ def _differentiate(
     block: HeadBlock,
     plan: AttentionPlan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``dq`` like q, and the gradients of all keys, pairs [S, B, k, D], in sequence order."""
+    """Compute ``dq`` like q, and the gradients of all keys, pairs [S, B, k, D], in sequence order."""
     dq = GradientSum(q_BLHD, accumulate_dtype(q_BLHD.dtype))
     dkv = torch.zeros_like(kv_SBKD, dtype=dq.dtype)
     scores = plan.scores.of_heads(*block.q)
@@ -114,20 +113,20 @@ def _differentiate(
         with (
             _SliceGradients(dkv, call.slices) as into,
             KeyGradients(
-                Keys((take(kv_SBKD, call.slices),), q_BLHD.shape[3]),
+                Keys((take_ranges(kv_SBKD, call.slices),), q_BLHD.shape[3]),
                 block.kv_of_q,
                 dq.dtype,
                 into=into,
             ) as (k, v, dk, dv),
-            named("chunk {} compute", index),
+            profile_range("chunk {} compute", index),
         ):
             inputs, gradients = QKV(q_BLHD, k, v), GradientSums(dq, dk, dv)
             plan.kernel.backward(merged, inputs, call.tiles, scores, gradients)
     return dq.result, dkv
 
 
-def _gathered(keys: Keys, plan: AttentionPlan) -> Iterator[tuple[HeadBlock, torch.Tensor]]:
-    """All keys in sequence order, a block of heads at a time; the next block is posted first."""
+def _gather_blocks(keys: Keys, plan: AttentionPlan) -> Iterator[tuple[HeadBlock, torch.Tensor]]:
+    """Yield all keys in sequence order, one block of heads at a time; posts the next block first."""
     blocks, group = plan.blocks(plan.exchange.kv_heads_per_gather), plan.mesh.group(Axis.RING)
     shards = [keys.of_heads(*block.kv) for block in blocks]
     pending = start_all_gather(shards[0], group)
@@ -135,18 +134,18 @@ def _gathered(keys: Keys, plan: AttentionPlan) -> Iterator[tuple[HeadBlock, torc
         arriving = pending
         if index + 1 < len(blocks):
             pending = start_all_gather(shards[index + 1], group)
-        # Not kept in a variable here: who takes it decides how long it lives.
+        # No variable here refers to the keys: the caller decides how long they live.
         yield block, _in_sequence_order(arriving, plan)
 
 
 def _in_sequence_order(arriving: PendingShards, plan: AttentionPlan) -> torch.Tensor:
     gathered = arriving.wait()
-    with named("copies"):
-        return take(gathered, plan.gathered.rank_order)
+    with profile_range("copies"):
+        return take_ranges(gathered, plan.gathered.rank_order)
 
 
 class _SliceGradients:
-    """Where the gradients of one call's keys add up: in place for one slice, else in a copy."""
+    """Memory for the sum of a call's key gradients: in place for one slice, else a copy."""
 
     def __init__(self, dkv_TBKD: torch.Tensor, slices: Ranges) -> None:
         self._parts = [dkv_TBKD[start:end] for start, end in slices]
@@ -170,8 +169,8 @@ class _SliceGradients:
             part += copy  # slices overlap: their gradients add up
 
 
-class _GradientsHome:
-    """Gradients of all keys on their way to the ranks that hold the keys."""
+class _GradientReduction:
+    """Reduce-scatter of the gradients of all keys to the ranks that hold the keys."""
 
     def __init__(self, dtype: torch.dtype, plan: AttentionPlan) -> None:
         self._dtype = dtype
@@ -180,17 +179,17 @@ class _GradientsHome:
         self._order = plan.gathered.rank_order
         self._pending: PendingShards | None = None
 
-    def leave(self, gradients_SBKD: torch.Tensor) -> None:
-        """Send the gradients of a block of heads; take in those of the block before."""
-        self._take_in()
+    def send(self, gradients_SBKD: torch.Tensor) -> None:
+        """Send the gradients of a block of heads; receive those of the previous block."""
+        self._receive()
         self._pending = start_reduce_scatter(gradients_SBKD, self._group, order=self._order)
 
     def finish(self) -> torch.Tensor:
-        """The gradients of this rank's own keys."""
-        self._take_in()
-        return _all_heads(self._blocks)
+        """Return the gradients of this rank's own keys."""
+        self._receive()
+        return _concatenate_heads(self._blocks)
 
-    def _take_in(self) -> None:
+    def _receive(self) -> None:
         if self._pending is not None:
             self._blocks.append(self._pending.wait().to(self._dtype))
             self._pending = None

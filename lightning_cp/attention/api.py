@@ -1,4 +1,4 @@
-"""context_parallel_attention: the one call."""
+"""``context_parallel_attention``, the public attention call, and the explanation of its kernel."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from typing import Literal, Required, TypedDict, overload
 import torch
 from typing_extensions import Unpack
 
-from lightning_cp.attention.attend import attend
-from lightning_cp.attention.delegate import THEIR_KERNELS, delegate
-from lightning_cp.attention.exchange import Exchange
-from lightning_cp.attention.keep import current_stash
-from lightning_cp.attention.plan import AttentionPlan, check_call, check_mesh, make_plan, request_of
+from lightning_cp.attention.checkpointing import current_stash
+from lightning_cp.attention.function import attend
+from lightning_cp.attention.plan import (
+    AttentionPlan,
+    check_call,
+    check_mesh,
+    make_plan,
+    make_request,
+)
+from lightning_cp.attention.ring_flash_attn_support import DELEGATED_KERNELS, delegate
 from lightning_cp.attention.spec import AttentionSpec
-from lightning_cp.comm.agreement import agree
-from lightning_cp.comm.checksum import fingerprint
-from lightning_cp.kernels.api import explain_kernels
+from lightning_cp.comm.consensus import agree, fingerprint
+from lightning_cp.kernels.select import explain_kernels
 from lightning_cp.layout import HeadSplit, SequenceLayout
-from lightning_cp.mesh import ContextParallelMesh, Flat
-from lightning_cp.untraced import untraced
+from lightning_cp.layout.axes import Flat
+from lightning_cp.layout.exchange import Exchange
+from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.utils.tracing import exclude_from_compile
 
 
 class _Options(TypedDict, total=False):
@@ -71,7 +77,7 @@ def context_parallel_attention(
 ) -> tuple[torch.Tensor, ...]: ...
 
 
-@untraced
+@exclude_from_compile
 def context_parallel_attention(
     q_BLHD: torch.Tensor,
     k_BLKD: torch.Tensor,
@@ -88,7 +94,7 @@ def context_parallel_attention(
     return_lse: bool = False,
     return_max_logits: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Exact attention over the whole sequence, of which every rank holds the tokens ``layout`` gives it.
+    """Compute exact attention over the whole sequence; every rank passes the tokens that ``layout`` gives it.
 
     All ranks of the cp group call it together. Before data moves they agree that they make the same
     call, so that a difference is an error on every rank.
@@ -98,11 +104,10 @@ def context_parallel_attention(
         k_BLKD: [batch, local tokens, K/V heads, head dim]; heads a multiple of K/V heads.
         v_BLKD: like ``k_BLKD``; its head dim, which is also that of ``out``, may be another.
         mesh: the process groups.
-        layout: which tokens each rank holds, and their documents.
+        layout: the tokens of each rank, and their documents.
         spec: mask and score semantics; causal by default.
-        exchange: how keys reach the queries over the ring axis: ``ring``, ``all_gather``, or
-            ``ring_flash_attn``, which leaves it to the package of that name where that is exact
-            (docs/kernels.md).
+        exchange: of keys over the ring axis: ``ring``, ``all_gather``, or ``ring_flash_attn``, which
+            delegates it to the package of that name where that is exact (docs/kernels.md).
         kernel: ``auto``, ``aten``, ``reference``, or one kernel's own name.
         forward_execution: of ``all_gather``, ``two_kernel`` or ``fused``; see :class:`Exchange`.
         backward_execution: likewise.
@@ -112,12 +117,12 @@ def context_parallel_attention(
             without sinks: float32 [B, H, L] (no gradient).
 
     Returns:
-        ``out`` [B, L, H, D of v]; then the lse and the largest scores, of those the ones asked for. Tokens of
-        padding get out 0 and -inf.
+        ``out`` [B, L, H, D of v]; then the lse and the largest scores, if requested. Padding tokens get out 0
+        and -inf.
 
     Raises:
         ShapeError: q, k, v do not fit each other or the layout, or slopes or sinks do not fit q.
-        ConfigError: heads that do not split, or nothing that can do what is asked.
+        ConfigError: heads that do not split, or no implementation for the call.
         BatchMismatchError: ranks of the cp group make different calls.
         RankFailure: another rank's call was refused.
     """
@@ -157,9 +162,9 @@ def explain(
     kernel: str = "auto",
     return_max_logits: bool = False,
 ) -> str:
-    """The kernel of a call with these arguments, and why each other one is passed over.
+    """Explain the kernel of a call with these arguments, and the reason against each other one.
 
-    Computes and communicates nothing; any rank may ask alone.
+    Computes and communicates nothing; a single rank may call it.
 
     Raises:
         ShapeError: q, k, v do not fit each other or the layout, or slopes or sinks do not fit q.
@@ -169,27 +174,25 @@ def explain(
     check_mesh(mesh)
     spec = AttentionSpec() if spec is None else spec
     check_call(q_BLHD, k_BLKD, v_BLKD, mesh, layout, spec)
-    HeadSplit(
-        q_BLHD.shape[2], k_BLKD.shape[2], mesh.ulysses_size
-    )  # refuses heads that do not split
+    HeadSplit(q_BLHD.shape[2], k_BLKD.shape[2], mesh.ulysses_size)  # checks that heads split
     if Exchange(exchange).name == "ring_flash_attn":
         delegate(q_BLHD, v_BLKD, layout, spec, kernel, max_logits=return_max_logits)
-        return THEIR_KERNELS
-    request = request_of(q_BLHD, v_BLKD, spec, max_logits=return_max_logits)
+        return DELEGATED_KERNELS
+    request = make_request(q_BLHD, v_BLKD, spec, max_logits=return_max_logits)
     return explain_kernels(kernel, request)
 
 
 def _agree_on_call(
     mesh: ContextParallelMesh, facts: dict[str, object], error: Exception | None
 ) -> None:
-    """Every rank of the cp group comes here, with what it was asked or with why it refused.
+    """Agree on a call with all ranks of the cp group: on its facts, or on the error of a refused call.
 
     Raises:
         BatchMismatchError: the calls differ.
         RankFailure: another rank's call was refused.
     """
     stash = current_stash()
-    agreed = stash is not None and stash.replaying  # when what is repeated now was recorded
+    agreed = stash is not None and stash.replaying  # when the forward was recorded
     if mesh.sample_size == 1 or agreed:
         return
     agree(
@@ -208,7 +211,7 @@ def _facts(
     spec: AttentionSpec,
     plan: AttentionPlan,
 ) -> dict[str, object]:
-    """The values that have to be equal on all ranks, as they look in a message."""
+    """Return the values that must be equal on all ranks, as a message shows them."""
     q_BLHD, k_BLKD, v_BLKD = inputs
     documents = layout.documents
     names = ("batch", "local tokens", "heads", "head dim")

@@ -1,4 +1,4 @@
-"""The one autograd Function: Ulysses around the ring or the all-gather."""
+"""The autograd Function of context-parallel attention, Ulysses around ring or all-gather, and its callers."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from lightning_cp.attention.all_gather import gather_backward, gather_forward
-from lightning_cp.attention.keep import Stash
+from lightning_cp.attention.checkpointing import Stash, current_stash
 from lightning_cp.attention.keys import Keys
 from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.attention.ring import ring_backward, ring_forward
 from lightning_cp.attention.ring_flash_attn import ring_flash_attn_backward, ring_flash_attn_forward
 from lightning_cp.attention.sinks import sink_gradients
-from lightning_cp.attention.ulysses import (
-    GradientsToTokens,
-    q_to_heads,
-    q_to_tokens,
-    to_heads,
-)
+from lightning_cp.attention.ulysses import GradientsToTokens, q_to_heads, q_to_tokens, to_heads
 
 FORWARD = {
     "ring": ring_forward,
@@ -31,11 +26,11 @@ BACKWARD = {
     "all_gather": gather_backward,
     "ring_flash_attn": ring_flash_attn_backward,
 }
-"""By exchange."""
+"""Implementations by exchange."""
 
 
 class ContextParallelAttention(torch.autograd.Function):
-    """Exact attention over a sequence that U x R ranks hold.
+    """Exact attention over a sequence that is sharded over U x R ranks.
 
     L local tokens, T = U*L tokens of a ring rank, H/K query and K/V heads, h = H/U local query heads,
     k the local K/V heads they use; hops h = 1 .. R-1 exchange only keys that some tile touches.
@@ -51,7 +46,7 @@ class ContextParallelAttention(torch.autograd.Function):
               kv of each hop                             send to r+h, receive from r-h over ring
               dkv of each hop, float32 or float64        send to r-h, receive from r+h over ring
               dq [T,B,h,D] -> [B,L,H,D]                  all-to-all over ulysses
-              dkv [T,B,2k,D] -> dk, dv [B,L,K,D]         with dq; alone if it is summed in a wider dtype
+              dkv [T,B,2k,D] -> dk, dv [B,L,K,D]         with dq; separate if summed in a wider dtype
     ========  =========================================  ==============================================
 
     With ``exchange="all_gather"`` the three lines of hops are, for some K/V heads at a time:
@@ -62,11 +57,11 @@ class ContextParallelAttention(torch.autograd.Function):
               dkv [R*T,B,2k,D] -> [T,B,2k,D], wide       reduce-scatter over ring
     ========  =========================================  ==============================================
 
-    lse [B, h, T], and the largest scores like it if the plan wants them (else None), are returned without
-    gradient. Sinks [H] are added to the merged out and lse, so that what is kept and saved has them. With
-    a replaying stash, forward computes and communicates nothing: out and lse come from the stash (None for
-    the largest scores), and q, kv and out are exchanged in backward (a recording one drops what it saves,
-    so that exchanging them again costs no memory).
+    lse [B, h, T], and the largest scores like it if the plan requests them (else None), have no gradient.
+    Sinks [H] are added to the merged out and lse, so that stored and saved results include them. With a
+    replaying stash, forward computes and communicates nothing: out and lse come from the stash (None for the
+    largest scores), and q, kv and out are exchanged in backward. A region that records saves local tensors,
+    which the checkpoint drops, so this exchange costs no memory.
     """
 
     @staticmethod
@@ -107,13 +102,13 @@ class ContextParallelAttention(torch.autograd.Function):
             q, keys = to_heads(q, kv[0], kv[1], plan)
             out = q_to_heads(out, plan)
         kv.clear()
-        # From here on nothing but these names holds them, unless the graph is kept.
+        # From here on only these names refer to them, unless the graph is retained.
         ctx.maybe_clear_saved_tensors()
         dtype = q.dtype
         dout = q_to_heads(dout_BLHD, plan)
         gradients = [*BACKWARD[plan.exchange.name](dout, q, keys, out, lse, plan)]
         for_sinks = (dout, out, lse, sinks) if ctx.needs_input_grad[3] else None
-        # All that is not needed is gone while the gradients travel; they are themselves once they are packed.
+        # Free everything else before the gradients travel; they are freed once they are packed.
         del dout, q, keys, out, lse, sinks
         pending = GradientsToTokens(gradients, plan, dtype)
         dsinks: torch.Tensor | None = None
@@ -121,3 +116,88 @@ class ContextParallelAttention(torch.autograd.Function):
             dsinks = sink_gradients(*for_sinks, plan.heads, plan.ulysses_rank)
             del for_sinks
         return *pending.wait(), dsinks, None, None
+
+
+def attend(
+    q_BLHD: torch.Tensor,
+    k_BLKD: torch.Tensor,
+    v_BLKD: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Execute a plan that the ranks have already agreed on (the strategy does so once per batch).
+
+    Returns:
+        ``out``; or a tuple of it and the requested ones of the lse and the largest scores.
+    """
+    stash = current_stash()
+    out, lse, peak = _apply(q_BLHD, k_BLKD, v_BLKD, plan, stash)
+    wanted = ((lse, return_lse), (peak, plan.scores.max_logits))
+    more = [_values_to_tokens(x, plan, stash) for x, asked in wanted if asked]
+    return (out, *more) if more else out
+
+
+def attend_with_max_logits(
+    q_BLHD: torch.Tensor, k_BLKD: torch.Tensor, v_BLKD: torch.Tensor, plan: AttentionPlan
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Execute a plan whose kernel computes the largest scores, and reduce these to one per head.
+
+    Returns:
+        ``out``; and the largest score of each head as from ``largest_scores``, or ``None`` for a replayed
+        call, whose forward returned them.
+    """
+    out, _, peak = _apply(q_BLHD, k_BLKD, v_BLKD, plan, current_stash())
+    return out, None if peak is None else _max_of_heads(peak, plan)
+
+
+@torch.no_grad()
+def largest_scores(
+    q_BLHD: torch.Tensor, k_BLKD: torch.Tensor, v_BLKD: torch.Tensor, plan: AttentionPlan
+) -> torch.Tensor:
+    """Compute the largest score of each query head over this rank's queries by a forward pass without graph.
+
+    Returns:
+        float32 [H]; -inf for the heads of other Ulysses ranks.
+    """
+    with torch.autocast(q_BLHD.device.type, enabled=False):
+        q, keys = to_heads(-q_BLHD if plan.negative else q_BLHD, k_BLKD, v_BLKD, plan)
+        peak = FORWARD[plan.exchange.name](q, keys, plan).max_logits
+    assert peak is not None
+    return _max_of_heads(peak, plan)
+
+
+def _max_of_heads(peak_BHT: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    """Reduce [B, h, T] of this Ulysses rank's heads to float32 [H] of all query heads."""
+    first, last = plan.heads.q_range(plan.ulysses_rank)
+    largest = peak_BHT.new_full((plan.heads.num_heads,), -torch.inf, dtype=torch.float32)
+    largest[first:last] = peak_BHT.amax((0, 2))
+    return largest
+
+
+def _apply(
+    q_BLHD: torch.Tensor,
+    k_BLKD: torch.Tensor,
+    v_BLKD: torch.Tensor,
+    plan: AttentionPlan,
+    stash: Stash | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Apply the Function."""
+    q_BLHD = -q_BLHD if plan.negative else q_BLHD
+    with torch.autocast(q_BLHD.device.type, enabled=False):  # kernels choose their own precision
+        return ContextParallelAttention.apply(  # type: ignore[return-value, misc]
+            q_BLHD, k_BLKD, v_BLKD, plan.sinks, plan, stash
+        )
+
+
+def _values_to_tokens(
+    x_BHT: torch.Tensor | None, plan: AttentionPlan, stash: Stash | None
+) -> torch.Tensor:
+    """Exchange one value per query and head: [B, h, T] of this rank's heads -> [B, H, L] of its tokens."""
+    if stash is not None and stash.replaying:
+        return stash.replay()[0]
+    assert x_BHT is not None
+    x_BHL = q_to_tokens(x_BHT.permute(2, 0, 1).unsqueeze(-1), plan).squeeze(-1).transpose(1, 2)
+    if stash is not None:
+        stash.record(x_BHL)
+    return x_BHL

@@ -1,7 +1,8 @@
-"""Keys and values: in messages, and in a kernel's shapes (ranges laid end to end, heads expanded).
+"""Keys and values, and sums of their gradients: as messages, and in a kernel's shapes.
 
 In a message K and V are one tensor, the *pair* [tokens, B, K/V heads, D of K + D of V]: K of head 0, V of
-head 0, K of head 1, ..., each as wide as it is, so that a range of K/V heads is one slice.
+head 0, K of head 1, ..., each in its own width, so that a range of K/V heads is one slice. For a kernel,
+ranges of keys are concatenated and heads expanded.
 """
 
 from __future__ import annotations
@@ -13,32 +14,32 @@ from itertools import groupby
 
 import torch
 
-from lightning_cp.kernels.sums import GradientSum
+from lightning_cp.kernels.merge import GradientSum
 from lightning_cp.layout.tiles import ALL_ROWS, Ranges, num_keys
 
 HeadIndex = tuple[int, ...] | None
-"""K/V head of each query head, where plain grouping does not say it (``HeadBlock.kv_of_q``)."""
+"""K/V head of each query head, or ``None`` for plain grouping (``HeadBlock.kv_of_q``)."""
 
 
-def unpair(kv: torch.Tensor, key_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of K [..., key dim] and V in their pair."""
+def split_pair(kv: torch.Tensor, key_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of K [..., key dim] and V in their pair."""
     return kv[..., :key_dim], kv[..., key_dim:]
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys and values of some tokens, token-first: apart, as the caller gave them, or as a pair."""
+    """Keys and values of some tokens, token-first: two tensors, as the caller gave them, or a pair."""
 
     tensors: tuple[torch.Tensor, ...]
-    """``(k, v)`` [T, B, K/V heads, D], or their pair alone."""
+    """``(k, v)`` [T, B, K/V heads, D], or a tuple of their pair."""
     key_dim: int
     """D of K."""
 
     @property
     def k_and_v(self) -> tuple[torch.Tensor, ...]:
-        """The two [T, B, K/V heads, D]."""
+        """K and V [T, B, K/V heads, D]."""
         is_pair = len(self.tensors) == 1
-        return unpair(self.tensors[0], self.key_dim) if is_pair else self.tensors
+        return split_pair(self.tensors[0], self.key_dim) if is_pair else self.tensors
 
     @property
     def value_dim(self) -> int:
@@ -46,29 +47,29 @@ class Keys:
         return self.pair_shape[3] - self.key_dim
 
     def of_heads(self, first: int, last: int) -> tuple[torch.Tensor, ...]:
-        """Views of the two, of some K/V heads."""
+        """Return views of some heads of K and V."""
         return tuple(x[:, :, first:last] for x in self.k_and_v)
 
     @property
     def pair_shape(self) -> tuple[int, int, int, int]:
-        """Of the pair."""
+        """Shape of the pair."""
         tokens, batch, heads, _ = self.tensors[0].shape
         return tokens, batch, heads, sum(x.shape[3] for x in self.tensors)
 
     def message(self, ranges: Ranges) -> torch.Tensor:
-        """The pair of some ranges (at least one), laid end to end in dense memory."""
+        """Return the pair of some ranges (at least one), concatenated in contiguous memory."""
         if len(self.tensors) == 1:
-            return take(self.tensors[0], ranges).contiguous()
+            return take_ranges(self.tensors[0], ranges).contiguous()
         made = self.tensors[0].new_empty(num_keys(ranges), *self.pair_shape[1:])
-        for x, into in zip(self.tensors, unpair(made, self.key_dim), strict=True):
+        for x, into in zip(self.tensors, split_pair(made, self.key_dim), strict=True):
             sizes = [end - start for start, end in ranges]
             for (start, end), part in zip(ranges, into.split(sizes), strict=True):
                 part.copy_(x[start:end])
         return made
 
 
-def take(kv_TBKD: torch.Tensor, ranges: Ranges) -> torch.Tensor:
-    """The keys of some ranges (at least one), laid end to end; no copy for a single range."""
+def take_ranges(kv_TBKD: torch.Tensor, ranges: Ranges) -> torch.Tensor:
+    """Concatenate the keys of some ranges (at least one); no copy for a single range."""
     if len(ranges) == 1:
         start, end = ranges[0]
         return kv_TBKD[start:end]
@@ -76,20 +77,20 @@ def take(kv_TBKD: torch.Tensor, ranges: Ranges) -> torch.Tensor:
 
 
 def kernel_keys(keys: Keys, index: HeadIndex) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V [B, keys, heads, D]; expanded to query heads where those straddle groups."""
+    """Return K and V [B, keys, heads, D]; expanded to query heads where those straddle groups."""
     k, v = (x.transpose(0, 1) for x in keys.k_and_v)
     if index is None:
         return k, v
-    # By views: an index on the device would make the host wait for it at every hop.
-    return _expanded(k, index), _expanded(v, index)
+    # With views: an index on the device would make the host wait at every hop.
+    return _expand(k, index), _expand(v, index)
 
 
-def _expanded(x_BTKD: torch.Tensor, index: tuple[int, ...]) -> torch.Tensor:
+def _expand(x_BTKD: torch.Tensor, index: tuple[int, ...]) -> torch.Tensor:
     return torch.stack([x_BTKD[:, :, head] for head in index], dim=2)
 
 
 def _queries_of(index: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
-    """Each K/V head, with the query heads that use it: they lie side by side."""
+    """Yield each K/V head with the slice of query heads that use it."""
     start = 0
     for head, group in groupby(index):
         end = start + len(list(group))
@@ -97,8 +98,8 @@ def _queries_of(index: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
         start = end
 
 
-class _NewPair:
-    """Memory of a pair, taken when it is first needed."""
+class _LazyPair:
+    """A pair that is allocated at its first use."""
 
     def __init__(self, keys: Keys, dtype: torch.dtype) -> None:
         self.shape, self.key_dim = keys.pair_shape, keys.key_dim
@@ -109,22 +110,22 @@ class _NewPair:
         return torch.empty(self.shape, **self._how)
 
     def half(self, at: int) -> torch.Tensor:
-        """Where the gradient of K or V lies in it, [B, keys, K/V heads, D]."""
-        return unpair(self.pair.transpose(0, 1), self.key_dim)[at]
+        """Return the view [B, keys, K/V heads, D] for the gradient of K (0) or V (1)."""
+        return split_pair(self.pair.transpose(0, 1), self.key_dim)[at]
 
-    def nothing(self) -> torch.Tensor:
-        """Of no keys."""
+    def empty(self) -> torch.Tensor:
+        """Return the pair of no keys."""
         return torch.empty((0, *self.shape[1:]), **self._how)
 
 
-class KeySums:
+class KeyGradientSums:
     """Sums of the gradients of K and V [B, keys, K/V heads, D].
 
     Args:
-        keys: K and V; not kept once there are gradients.
+        keys: K and V; released once there are gradients.
         dtype: of the sums.
-        into: a pair that holds sums already, to be added to; wherever they come to lie by default.
-        leave: they will become a message.
+        into: a pair of earlier sums to add to; by default memory is allocated on demand.
+        leave: the sums will become a message.
     """
 
     def __init__(
@@ -135,9 +136,9 @@ class KeySums:
         into: torch.Tensor | None = None,
         leave: bool = False,
     ) -> None:
-        self._new = new = _NewPair(keys, dtype)
+        self._new = new = _LazyPair(keys, dtype)
         laters = [partial(new.half, at) for at in range(2)] if leave else [None, None]
-        places = (None, None) if into is None else unpair(into.transpose(0, 1), keys.key_dim)
+        places = (None, None) if into is None else split_pair(into.transpose(0, 1), keys.key_dim)
         k, v = (
             GradientSum(x.transpose(0, 1), dtype, into=place, empty=False, later=later)
             for x, place, later in zip(keys.k_and_v, places, laters, strict=True)
@@ -146,34 +147,34 @@ class KeySums:
 
     @property
     def shape_of_key(self) -> tuple[int, ...]:
-        """[B, K/V heads, D] of the pair."""
+        """Shape of one key of the pair: [B, K/V heads, D]."""
         return self._new.shape[1:]
 
     def add(self, start: int, pair: torch.Tensor) -> None:
-        """Add the gradients of the tokens ``start ..``, a pair."""
-        parts = unpair(pair.transpose(0, 1), self._new.key_dim)
+        """Add a pair of gradients of the tokens ``start ..``."""
+        parts = split_pair(pair.transpose(0, 1), self._new.key_dim)
         for gradient, part in zip(self.both, parts, strict=True):
             gradient.add(ALL_ROWS, start, part)
 
     def message(self) -> torch.Tensor:
-        """The pair of both sums in dense memory, which is taken no earlier than it is needed."""
+        """Return the pair of both sums in contiguous memory, which is allocated only now."""
         for gradient in self.both:
             gradient.place()
         return self._new.pair
 
-    def nothing(self) -> torch.Tensor:
-        """The pair of no keys."""
-        return self._new.nothing()
+    def empty(self) -> torch.Tensor:
+        """Return the pair of no keys."""
+        return self._new.empty()
 
 
 class KeyGradients:
-    """K, V and sums of their gradients in the kernel's shapes; afterwards ``dk, dv`` of the K/V heads.
+    """Context with K, V and sums of their gradients in the kernel's shapes; folds these to K/V heads at exit.
 
     Args:
         keys: K and V.
-        index: which K/V heads are expanded.
+        index: K/V head of each query head, if heads are expanded.
         dtype: of the sums.
-        into: a pair that holds sums already, to be added to; wherever they come to lie by default.
+        into: a pair of earlier sums to add to; by default memory is allocated on demand.
         leave: the sums will become a message.
     """
 
@@ -186,7 +187,7 @@ class KeyGradients:
         into: torch.Tensor | None = None,
         leave: bool = False,
     ) -> None:
-        self.sums = KeySums(keys, dtype, into=into, leave=leave)
+        self.sums = KeyGradientSums(keys, dtype, into=into, leave=leave)
         self._index = index
         self._keys = kernel_keys(keys, index)
         self._expanded = self.sums.both
@@ -202,10 +203,10 @@ class KeyGradients:
             return
         if self._index is not None:
             for gradient, expanded in zip(self.sums.both, self._expanded, strict=True):
-                gradient.add(ALL_ROWS, 0, _folded(expanded.total, self._index))
+                gradient.add(ALL_ROWS, 0, _sum_query_heads(expanded.total, self._index))
 
 
-def _folded(expanded_BTHD: torch.Tensor, index: tuple[int, ...]) -> torch.Tensor:
-    """Summed over the query heads of each K/V head."""
+def _sum_query_heads(expanded_BTHD: torch.Tensor, index: tuple[int, ...]) -> torch.Tensor:
+    """Sum over the query heads of each K/V head."""
     parts = [expanded_BTHD[:, :, queries].sum(2) for _, queries in _queries_of(index)]
     return torch.stack(parts, dim=2)

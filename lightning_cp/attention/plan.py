@@ -1,4 +1,4 @@
-"""AttentionPlan: everything that one attention call needs, decided before any tensor moves."""
+"""The plan of an attention call: checked inputs, schedule and kernel, decided before any tensor moves."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from lightning_cp.attention.delegate import Delegate, delegate
-from lightning_cp.attention.exchange import Exchange
+from lightning_cp.attention.ring_flash_attn_support import Delegate, delegate
 from lightning_cp.attention.sinks import check_sinks
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.comm.all_to_all import HeadRanges
 from lightning_cp.errors import ConfigError, ShapeError
-from lightning_cp.kernels.api import Kernel, Request, Scores, select_kernel
+from lightning_cp.kernels.protocol import Kernel, Request, Scores
+from lightning_cp.kernels.select import select_kernel
 from lightning_cp.layout import (
     GatheredSchedule,
     HeadBlock,
@@ -24,14 +24,20 @@ from lightning_cp.layout import (
     gathered_schedule,
     schedule,
 )
+from lightning_cp.layout.exchange import Exchange
 from lightning_cp.mesh import ContextParallelMesh
 
 DEFAULT_EXCHANGE = Exchange()
+_OTHER_ROWS_HINT = (
+    " A call with other rows than the step's batch (a teacher of whole rows, text that is generated) belongs "
+    "between steps: with Fabric call fabric.strategy.end_step() before it; in a LightningModule move it to "
+    "on_train_batch_end, or to a hook that ends an epoch."
+)
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """This rank's place, heads and tiles, and the kernel that computes them."""
+    """This rank's place in the mesh, its heads and tiles, and the kernel that computes them."""
 
     mesh: ContextParallelMesh
     heads: HeadSplit
@@ -40,41 +46,41 @@ class AttentionPlan:
     kernel: Kernel
     exchange: Exchange = DEFAULT_EXCHANGE
     sinks: torch.Tensor | None = None
-    """[H], of all query heads."""
+    """[H], sinks of all query heads."""
     negative: bool = False
-    """The scale is below 0. Operators mask before they scale, which would turn -inf into +inf: so the
-    queries change their sign instead."""
+    """The scale is below 0. Operators mask before they scale, which would turn -inf into +inf, so the queries
+    are negated instead."""
     delegate: Delegate | None = None
-    """What computes the ring instead of us; with ``exchange="ring_flash_attn"``."""
+    """Functions that compute the ring, with ``exchange="ring_flash_attn"``."""
 
     @property
     def own_sinks(self) -> torch.Tensor | None:
-        """The sinks [h] of this rank's query heads, without their graph."""
+        """Sinks [h] of this rank's query heads, detached."""
         first, last = self.heads.q_range(self.ulysses_rank)
         return None if self.sinks is None else self.sinks.detach()[first:last]
 
     @property
     def ulysses_rank(self) -> int:
-        """Place in the Ulysses group."""
+        """Rank in the Ulysses group."""
         return self.mesh.ulysses_rank
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """The work of this ring rank on the keys of each ring rank, its own first."""
+        """Work of this ring rank on the keys of each ring rank, its own first."""
         return self.schedule.rank(self.mesh.ring_rank).hops
 
     @property
     def gathered(self) -> GatheredSchedule:
-        """The work of this ring rank once it has gathered all keys."""
+        """Work of this ring rank once it has gathered all keys."""
         return gathered_schedule(self.schedule, self.mesh.ring_rank)
 
     def blocks(self, kv_heads: int | None = None) -> tuple[HeadBlock, ...]:
-        """This rank's heads, at most ``kv_heads`` K/V heads at a time; all at once for ``None``."""
+        """Return this rank's heads in blocks of at most ``kv_heads`` K/V heads; one block for ``None``."""
         return self.heads.blocks(self.ulysses_rank, kv_heads)
 
     @cached_property
     def message(self) -> tuple[HeadRanges, HeadRanges]:
-        """The sends to each Ulysses rank: its query heads, then K and V of the heads that these use."""
+        """Head ranges sent to each Ulysses rank: its query heads, and the K/V heads that these use."""
         ranks = range(self.heads.ulysses_size)
         return [self.heads.q_range(rank) for rank in ranks], [
             self.heads.kv_range(rank) for rank in ranks
@@ -93,7 +99,7 @@ def make_plan(
     exchange: Exchange = DEFAULT_EXCHANGE,
     max_logits: bool = False,
 ) -> AttentionPlan:
-    """Check this rank's inputs and decide how the call is executed; moves nothing.
+    """Check this rank's inputs and plan the call; moves nothing.
 
     Raises:
         ShapeError: q, k and v do not fit each other or the layout, or slopes or sinks do not fit q.
@@ -103,7 +109,7 @@ def make_plan(
     check_call(q_BLHD, k_BLKD, v_BLKD, mesh, layout, spec)
     heads = HeadSplit(q_BLHD.shape[2], k_BLKD.shape[2], mesh.ulysses_size)
     whole = schedule(layout, None, spec.mask)
-    request = request_of(q_BLHD, v_BLKD, spec, max_logits=max_logits)
+    request = make_request(q_BLHD, v_BLKD, spec, max_logits=max_logits)
     scale = spec.scale(q_BLHD.shape[3])
     every = Scores(abs(scale), spec.mask, float(spec.softcap), spec.alibi_slopes, max_logits)
     scores = every.of_heads(*heads.q_range(mesh.ulysses_rank))
@@ -116,10 +122,10 @@ def make_plan(
     return AttentionPlan(*(mesh, heads, whole, scores, chosen, exchange), sinks, negative, theirs)
 
 
-def request_of(
+def make_request(
     q_BLHD: torch.Tensor, v_BLKD: torch.Tensor, spec: AttentionSpec, *, max_logits: bool = False
 ) -> Request:
-    """The request of a call to a kernel."""
+    """Return the requirements of a call on a kernel."""
     needs = spec.needs | ({"max_logits"} if max_logits else set())
     return Request(
         device_type=q_BLHD.device.type,
@@ -137,7 +143,7 @@ def _select(kernel: str, request: Request) -> Kernel:
 
 
 def _mask_kinds(spec: AttentionSpec) -> frozenset[str]:
-    """Kinds that tiles of this spec can have on any rank, so that all ranks choose alike."""
+    """Return the mask kinds of this spec's tiles on any rank, so that all ranks choose the same kernel."""
     if spec.mask.window != (-1, -1):
         return frozenset({"full", "causal", "band"})
     return frozenset({"full", "causal"} if spec.causal else {"full"})
@@ -151,23 +157,23 @@ def check_call(
     layout: SequenceLayout,
     spec: AttentionSpec,
 ) -> None:
-    """Check that everything that is given fits together.
+    """Check that all arguments fit together.
 
     Raises:
         ShapeError: q, k and v do not fit each other or the layout, or slopes or sinks do not fit q.
         ConfigError: an argument of another type, or a layout of another mesh.
     """
-    _require_type("layout", layout, SequenceLayout)
-    _require_type("spec", spec, AttentionSpec)
+    _check_type("layout", layout, SequenceLayout)
+    _check_type("spec", spec, AttentionSpec)
     for name, x in (("q_BLHD", q_BLHD), ("k_BLKD", k_BLKD), ("v_BLKD", v_BLKD)):
-        _require_type(name, x, torch.Tensor)
+        _check_type(name, x, torch.Tensor)
     check_inputs(q_BLHD, k_BLKD, v_BLKD, layout)
     spec.check_slopes(q_BLHD)
     check_sinks(spec.sinks, q_BLHD)
     mesh.require_layout(layout)
 
 
-def _require_type(name: str, value: object, wanted: type) -> None:
+def _check_type(name: str, value: object, wanted: type) -> None:
     if not isinstance(value, wanted):
         raise ConfigError(
             f"{name} must be a {wanted.__module__.partition('.')[0]} {wanted.__name__}, got "
@@ -177,12 +183,12 @@ def _require_type(name: str, value: object, wanted: type) -> None:
 
 
 def check_mesh(mesh: object) -> None:
-    """Before there is anybody to agree with.
+    """Check the type of ``mesh``, before ranks can agree.
 
     Raises:
-        ConfigError: it is no mesh.
+        ConfigError: not a ``ContextParallelMesh``.
     """
-    _require_type("mesh", mesh, ContextParallelMesh)
+    _check_type("mesh", mesh, ContextParallelMesh)
 
 
 def check_inputs(
@@ -193,7 +199,7 @@ def check_inputs(
     Raises:
         ShapeError: naming all three tensors.
     """
-    problem = _misfit(q_BLHD, k_BLKD, v_BLKD, layout)
+    problem = _shape_problem(q_BLHD, k_BLKD, v_BLKD, layout)
     if problem is not None:
         is_other = q_BLHD.dim() == 4 and q_BLHD.shape[1] != layout.local_len
         shown = ", ".join(
@@ -203,21 +209,14 @@ def check_inputs(
         raise ShapeError(
             f"{problem}, got {shown}. "
             "Give q, k and v as this rank's part of one sequence, of one dtype and device."
-            f"{_OTHER if is_other else ''}"
+            f"{_OTHER_ROWS_HINT if is_other else ''}"
         )
 
 
-_OTHER = (
-    " A call with other rows than the step's batch (a teacher of whole rows, text that is generated) belongs "
-    "between steps: with Fabric call fabric.strategy.end_step() before it; in a LightningModule move it to "
-    "on_train_batch_end, or to a hook that ends an epoch."
-)
-
-
-def _misfit(
+def _shape_problem(
     q_BLHD: torch.Tensor, k_BLKD: torch.Tensor, v_BLKD: torch.Tensor, layout: SequenceLayout
 ) -> str | None:
-    """The misfit, or ``None``."""
+    """Return the first problem of the shapes, or ``None``."""
     if any(x.dim() != 4 for x in (q_BLHD, k_BLKD, v_BLKD)):
         return "q, k and v must be [batch, local tokens, heads, head dim]"
     if not all(x.shape[3] for x in (q_BLHD, k_BLKD, v_BLKD)):

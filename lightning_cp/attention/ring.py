@@ -1,9 +1,9 @@
-"""The ring: keys travel to the queries, one hop at a time, and their gradients travel home.
+"""Ring attention: keys travel to the queries, one hop at a time, and their gradients travel home.
 
 At hop h this rank attends to the keys of ring rank ``r - h``. Hop h+1's keys are posted *before* hop
 h is computed, so that communication hides behind compute, in forward and in backward; in backward
 the gradients of hop h's keys are posted right after they are computed, and arrive during hop h+1.
-Only the key ranges that some tile touches travel, straight from their owner. Partial outputs merge
+Only the key ranges that some tile touches travel, directly from their owner. Partial outputs merge
 by log-sum-exp; each tile's backward uses the *merged* out and lse, which is exact
 (Dao 2022, arXiv 2205.14135, appendix B; Liu et al. 2023, arXiv 2310.01889).
 """
@@ -14,28 +14,29 @@ from dataclasses import replace
 
 import torch
 
-from lightning_cp.attention.keys import KeyGradients, Keys, KeySums, kernel_keys
+from lightning_cp.attention.keys import KeyGradients, KeyGradientSums, Keys, kernel_keys
 from lightning_cp.attention.plan import AttentionPlan
-from lightning_cp.attention.sinks import Attended, finish
+from lightning_cp.attention.sinks import AttentionResult, finish_attention
 from lightning_cp.comm.ring import Transfer, start_transfer
-from lightning_cp.kernels.api import QKV, Merged, accumulate_dtype
-from lightning_cp.kernels.merge import Accumulator
-from lightning_cp.kernels.sums import GradientSum, GradientSums
+from lightning_cp.kernels.merge import Accumulator, GradientSum, GradientSums
+from lightning_cp.kernels.protocol import QKV, Merged, accumulate_dtype
+from lightning_cp.layout.axes import Axis
 from lightning_cp.layout.tiles import Hop, Tile, num_keys
-from lightning_cp.mesh import Axis
-from lightning_cp.named_ranges import named
+from lightning_cp.utils.tracing import profile_range
 
 
-def ring_forward(q_TBHD: torch.Tensor, keys: Keys, plan: AttentionPlan) -> Attended:
-    """Attention of this rank's queries [T, B, h, D] over the whole sequence."""
+def ring_forward(q_TBHD: torch.Tensor, keys: Keys, plan: AttentionPlan) -> AttentionResult:
+    """Compute attention of this rank's queries [T, B, h, D] over the whole sequence."""
     q_BLHD = q_TBHD.transpose(0, 1)
     state = Accumulator(q_BLHD, accumulate_dtype(q_TBHD.dtype), keys.value_dim)
-    travel = _KeyTravel(keys, plan)
+    exchange = _KeyExchange(keys, plan)
     for hop in plan.hops:
         if hop.tiles:
-            state.widen()  # before memory is taken for the next keys
-        _attend(q_BLHD, *travel.arrive(hop), hop, state, plan)
-    attended = finish(state, q_TBHD.dtype, plan.own_sinks, max_logits=plan.scores.max_logits)
+            state.widen()  # before memory is allocated for the next keys
+        _attend(q_BLHD, *exchange.receive(hop), hop, state, plan)
+    attended = finish_attention(
+        state, q_TBHD.dtype, plan.own_sinks, max_logits=plan.scores.max_logits
+    )
     return attended._replace(out=attended.out.transpose(0, 1))
 
 
@@ -47,11 +48,11 @@ def _attend(
     state: Accumulator,
     plan: AttentionPlan,
 ) -> None:
-    """Merge one hop's share. The hop's keys are not referred to longer than this takes."""
+    """Merge one hop's share; references to the hop's keys end with this call."""
     if tiles:
         (heads,) = plan.blocks()
         k, v = kernel_keys(keys, heads.kv_of_q)
-        with named("hop {} compute", hop.index):
+        with profile_range("hop {} compute", hop.index):
             plan.kernel.forward(QKV(q_BLHD, k, v), tiles, plan.scores, state)
 
 
@@ -63,22 +64,24 @@ def ring_backward(
     lse_BHT: torch.Tensor,
     plan: AttentionPlan,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of this rank's queries and of its own keys and values.
+    """Compute gradients of this rank's queries, keys and values.
 
     Returns:
         ``dq``, ``dk`` and ``dv`` like q, k and v; in the accumulation dtype, or in that of the
-        kernel's results where nothing had to be added to them.
+        kernel's result if it is the only part.
     """
     merged = Merged(dout_TBHD.transpose(0, 1), out_TBHD.transpose(0, 1), lse_BHT)
     q_BLHD = q_TBHD.transpose(0, 1)
     dq = GradientSum(q_BLHD, accumulate_dtype(q_TBHD.dtype))
-    travel, (own, *hops) = _KeyTravel(keys, plan), plan.hops
-    home = _GradientTravel(_differentiate(merged, q_BLHD, travel.arrive(own), own, dq, plan), plan)
+    exchange, (own, *hops) = _KeyExchange(keys, plan), plan.hops
+    returning = _GradientExchange(
+        _differentiate(merged, q_BLHD, exchange.receive(own), own, dq, plan), plan
+    )
     for hop in hops:
         if hop.tiles:
             dq.widen()
-        home.leave(hop, _differentiate(merged, q_BLHD, travel.arrive(hop), hop, dq, plan))
-    dk, dv = home.finish().both
+        returning.send(hop, _differentiate(merged, q_BLHD, exchange.receive(hop), hop, dq, plan))
+    dk, dv = returning.finish().both
     return dq.result.transpose(0, 1), dk.result.transpose(0, 1), dv.result.transpose(0, 1)
 
 
@@ -89,32 +92,32 @@ def _differentiate(
     hop: Hop,
     dq: GradientSum,
     plan: AttentionPlan,
-) -> KeySums:
-    """Add one hop's share to ``dq``; the gradients of its keys."""
+) -> KeyGradientSums:
+    """Add one hop's share to ``dq``, and return the gradients of its keys."""
     keys, tiles = arrived
     (heads,) = plan.blocks()
     if not tiles:
-        return KeySums(keys, dq.dtype, leave=hop.index > 0)
-    found = KeyGradients(keys, heads.kv_of_q, dq.dtype, leave=hop.index > 0)
-    with found as (k, v, dk, dv), named("hop {} compute", hop.index):
-        gradients = GradientSums(dq, dk, dv)
-        plan.kernel.backward(merged, QKV(q_BLHD, k, v), tiles, plan.scores, gradients)
-    return found.sums
+        return KeyGradientSums(keys, dq.dtype, leave=hop.index > 0)
+    gradients = KeyGradients(keys, heads.kv_of_q, dq.dtype, leave=hop.index > 0)
+    with gradients as (k, v, dk, dv), profile_range("hop {} compute", hop.index):
+        sums = GradientSums(dq, dk, dv)
+        plan.kernel.backward(merged, QKV(q_BLHD, k, v), tiles, plan.scores, sums)
+    return gradients.sums
 
 
-class _KeyTravel:
-    """Keys on their way: posts the next hop whenever one arrives."""
+class _KeyExchange:
+    """Transfers of keys: posts the next hop whenever one arrives."""
 
     def __init__(self, keys: Keys, plan: AttentionPlan) -> None:
         self._own = keys
         self._plan = plan
         self._pending: Transfer | None = None
 
-    def arrive(self, hop: Hop) -> tuple[Keys, tuple[Tile, ...]]:
-        """Keys of ``hop`` with the tiles that index them; the next hop is posted first."""
+    def receive(self, hop: Hop) -> tuple[Keys, tuple[Tile, ...]]:
+        """Return the keys of ``hop`` with the tiles that index them; posts the next hop first."""
         arrived: torch.Tensor | None = None
         if self._pending is not None:
-            with named("hop {} keys wait", hop.index):
+            with profile_range("hop {} keys wait", hop.index):
                 arrived = self._pending.wait()
         hops = self._plan.hops
         self._pending = self._post(hops[hop.index + 1]) if hop.index + 1 < len(hops) else None
@@ -126,46 +129,46 @@ class _KeyTravel:
     def _post(self, hop: Hop) -> Transfer:
         shape = (num_keys(hop.recv), *self._own.pair_shape[1:]) if hop.recv else None
         group = self._plan.mesh.group(Axis.RING)
-        with named("copies"):
+        with profile_range("copies"):
             sent = self._own.message(hop.send) if hop.send else None
-        with named("hop {} keys post", hop.index):
+        with profile_range("hop {} keys post", hop.index):
             return start_transfer(sent, hop.dest, shape, hop.source, self._own.tensors[0], group)
 
 
-class _GradientTravel:
-    """Gradients of other ranks' keys on their way home, and of ours coming in."""
+class _GradientExchange:
+    """Transfers of the gradients of other ranks' keys home, and of this rank's keys here."""
 
-    def __init__(self, own: KeySums, plan: AttentionPlan) -> None:
+    def __init__(self, own: KeyGradientSums, plan: AttentionPlan) -> None:
         self._own = own
-        self._like = own.nothing()
+        self._like = own.empty()
         self._plan = plan
         self._pending: tuple[Transfer, Hop] | None = None
 
-    def leave(self, hop: Hop, gradients: KeySums) -> None:
-        """Send the gradients of hop's keys to their owner; take in those of the hop before."""
+    def send(self, hop: Hop, gradients: KeyGradientSums) -> None:
+        """Send the gradients of hop's keys to their owner; add those received for the previous hop."""
         self.finish()
         shape = (num_keys(hop.send), *gradients.shape_of_key) if hop.send else None
-        with named("copies"):
+        with profile_range("copies"):
             sent = gradients.message() if hop.recv else None
         to = (shape, hop.dest, self._like, self._plan.mesh.group(Axis.RING))
-        with named("hop {} gradients post", hop.index):
+        with profile_range("hop {} gradients post", hop.index):
             transfer = start_transfer(sent, hop.source, *to)
         self._pending = (transfer, hop)
 
-    def finish(self) -> KeySums:
-        """Add what came in to our own keys' gradients, which these are."""
+    def finish(self) -> KeyGradientSums:
+        """Add received gradients to those of this rank's keys, and return these."""
         if self._pending is None:
             return self._own
         transfer, hop = self._pending
         self._pending = None
-        with named("hop {} gradients wait", hop.index):
+        with profile_range("hop {} gradients wait", hop.index):
             received = transfer.wait()
         if received is not None:
-            with named("copies"):
-                self._take_in(received, hop)
+            with profile_range("copies"):
+                self._add(received, hop)
         return self._own
 
-    def _take_in(self, received: torch.Tensor, hop: Hop) -> None:
+    def _add(self, received: torch.Tensor, hop: Hop) -> None:
         sizes = [end - start for start, end in hop.send]
         for (start, _), part in zip(hop.send, received.split(sizes), strict=True):
             self._own.add(start, part)

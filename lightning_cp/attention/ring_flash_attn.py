@@ -1,8 +1,8 @@
-"""The ring, computed by the ring-flash-attn package: for those who want it, and for comparison.
+"""Ring attention by the ring-flash-attn package, as an option and for comparison.
 
-Only its functions of one pass are called, between our own Ulysses exchanges, so that what surrounds the
-ring (hybrid grids, kept results, the lse) is the same. See :mod:`lightning_cp.attention.delegate` for what
-it is trusted with.
+Only its functions of one pass are called, between this package's Ulysses exchanges, so that everything around
+the ring (hybrid grids, stored results, the lse) is the same. The supported calls are those of
+:mod:`lightning_cp.attention.ring_flash_attn_support`.
 """
 
 from __future__ import annotations
@@ -11,26 +11,28 @@ import torch
 
 from lightning_cp.attention.keys import KeyGradients, Keys, kernel_keys
 from lightning_cp.attention.plan import AttentionPlan
-from lightning_cp.attention.sinks import Attended
-from lightning_cp.kernels.api import accumulate_dtype
+from lightning_cp.attention.sinks import AttentionResult
+from lightning_cp.kernels.protocol import accumulate_dtype
+from lightning_cp.layout.axes import Axis
 from lightning_cp.layout.tiles import ALL_ROWS
-from lightning_cp.mesh import Axis
 
 
-def ring_flash_attn_forward(q_TBHD: torch.Tensor, keys: Keys, plan: AttentionPlan) -> Attended:
-    """Attention of this rank's queries [T, B, h, D] over the whole sequence."""
+def ring_flash_attn_forward(
+    q_TBHD: torch.Tensor, keys: Keys, plan: AttentionPlan
+) -> AttentionResult:
+    """Compute attention of this rank's queries [T, B, h, D] over the whole sequence."""
     assert plan.delegate is not None
     (heads,) = plan.blocks()
     k, v = kernel_keys(keys, heads.kv_of_q)
     out_BTHD, lse_BHT = plan.delegate.forward(
         plan.mesh.group(Axis.RING),
         q_TBHD.transpose(0, 1),
-        k.contiguous(),  # it sends them as they are
+        k.contiguous(),  # it sends them without a copy
         v.contiguous(),
         softmax_scale=plan.scores.softmax_scale,
         causal=plan.scores.mask.causal,
     )
-    return Attended(out_BTHD.transpose(0, 1), lse_BHT, None)
+    return AttentionResult(out_BTHD.transpose(0, 1), lse_BHT, None)
 
 
 def ring_flash_attn_backward(
@@ -41,7 +43,7 @@ def ring_flash_attn_backward(
     lse_BHT: torch.Tensor,
     plan: AttentionPlan,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of this rank's queries and of its own keys and values.
+    """Compute gradients of this rank's queries, keys and values.
 
     Returns:
         ``dq`` [T, B, h, D], ``dk`` and ``dv`` [T, B, k, D].
@@ -57,7 +59,7 @@ def ring_flash_attn_backward(
             k.contiguous(),
             v.contiguous(),
             out_TBHD.transpose(0, 1),
-            lse_BHT.contiguous(),  # flash-attn reads it as dense memory
+            lse_BHT.contiguous(),  # flash-attn ignores its strides
             softmax_scale=plan.scores.softmax_scale,
             causal=plan.scores.mask.causal,
             deterministic=torch.are_deterministic_algorithms_enabled(),

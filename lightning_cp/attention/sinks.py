@@ -1,6 +1,6 @@
 """Attention sinks: one logit per query head that takes part in the softmax and has no value.
 
-A sink is one more key with value 0, which every query that sees a key sees too. So it needs no kernel:
+A sink is an additional key with value 0, which every query with keys sees. So it needs no kernel:
 after the last merge ``lse' = logaddexp(lse, sink)`` and ``out' = out exp(lse - lse')``. Backward of the
 tiles is exact with the merged ``out'`` and ``lse'`` as it is, and by the softmax's derivative
 ``dsink = -sum exp(sink - lse') rowsum(dout out')`` over the queries of a head
@@ -23,7 +23,7 @@ _TOKENS_AT_ONCE = 4096
 
 
 def check_sinks(sinks_H: torch.Tensor | None, q_BLHD: torch.Tensor) -> None:
-    """Check that there is one sink per query head, beside the queries.
+    """Check that there is one sink per query head, on the queries' device.
 
     Raises:
         ShapeError: naming both.
@@ -40,7 +40,7 @@ def check_sinks(sinks_H: torch.Tensor | None, q_BLHD: torch.Tensor) -> None:
         )
 
 
-class Attended(NamedTuple):
+class AttentionResult(NamedTuple):
     """Attention of some queries over all keys, sinks included."""
 
     out: torch.Tensor
@@ -48,27 +48,27 @@ class Attended(NamedTuple):
     lse: torch.Tensor
     """[B, h, L] in the accumulation dtype."""
     max_logits: torch.Tensor | None
-    """float32 [B, h, L], the largest score of each query, sinks aside; if it was asked for."""
+    """float32 [B, h, L], the largest score of each query without sinks; if requested."""
 
 
-def finish(
+def finish_attention(
     state: Accumulator, dtype: torch.dtype, sinks_H: torch.Tensor | None, *, max_logits: bool
-) -> Attended:
-    """The result of all tiles, with the sinks [h] of the state's heads; rounded to ``dtype`` at the end."""
+) -> AttentionResult:
+    """Return the result of all tiles, with the sinks [h] of the state's heads, rounded to ``dtype``."""
     out, lse = state.result(dtype if sinks_H is None else state.dtype)
     if sinks_H is not None:
         out, lse = add_sinks(out, lse, sinks_H)
-    return Attended(out.to(dtype), lse, state.max_logits if max_logits else None)
+    return AttentionResult(out.to(dtype), lse, state.max_logits if max_logits else None)
 
 
 def add_sinks(
     out_BLHD: torch.Tensor, lse_BHL: torch.Tensor, sinks_H: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``out', lse'`` of merged ``out, lse`` in the accumulation dtype; ``out`` is changed in place.
+    """Return ``out', lse'`` of merged ``out, lse`` in the accumulation dtype; changes ``out`` in place.
 
     Args:
         out_BLHD: [B, L, h, D].
-        lse_BHL: [B, h, L], -inf for a query that saw no key (padding): it sees no sink either.
+        lse_BHL: [B, h, L], -inf for a query without keys (padding), which sees no sink either.
         sinks_H: the sinks [h] of these heads.
     """
     sinks = sinks_H.to(lse_BHL.dtype).unsqueeze(-1)
@@ -85,15 +85,15 @@ def sink_gradients(
     heads: HeadSplit,
     ulysses_rank: int,
 ) -> torch.Tensor:
-    """This rank's share of the gradient, [H] in the sinks' dtype: its own queries and heads; 0 elsewhere.
+    """Return this rank's share of the gradient, [H] in the sinks' dtype: of its queries and heads; else 0.
 
     Args:
         dout_TBHD: [T, B, h, D].
         out_TBHD: ``out'`` like it.
         lse_BHT: ``lse'`` [B, h, T] in the accumulation dtype.
         sinks_H: all sinks [H].
-        heads: how heads are split.
-        ulysses_rank: whose heads these are.
+        heads: the split of heads over Ulysses ranks.
+        ulysses_rank: the owner of these heads.
     """
     own = slice(*heads.q_range(ulysses_rank))
     dtype = lse_BHT.dtype

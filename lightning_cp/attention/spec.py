@@ -1,4 +1,4 @@
-"""AttentionSpec: what a query may see, and how scores are made."""
+"""``AttentionSpec``: mask and score semantics of an attention call."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class AttentionSpec:
         softcap: cap of the scores, ``softcap * tanh(score / softcap)``; 0.0 is off.
         alibi_slopes: float32 [H] or [B, H], a bias ``-slope * |distance|`` after the cap; no gradient.
         sinks: [H], one logit per query head that takes part in the softmax only; differentiable. Each
-            rank's gradient is its own share, as any replicated parameter's is.
-        dropout_p: must be 0.0: a mask that equals the unsharded one cannot be drawn.
+            rank's gradient is its share, as for any replicated parameter.
+        dropout_p: must be 0.0: ranks cannot draw the mask of the unsharded call.
 
     Raises:
-        ConfigError: a value that no mode can execute.
+        ConfigError: a value that no mode supports.
     """
 
     causal: bool = True
@@ -80,12 +80,12 @@ class AttentionSpec:
 
     @cached_property
     def mask(self) -> Mask:
-        """Causality and window, as the schedule takes them."""
+        """Causality and window, for the schedule."""
         return Mask(self.causal, self.window, uses_distance=self.alibi_slopes is not None)
 
     @property
     def needs(self) -> frozenset[str]:
-        """Score features that a kernel must declare; sinks are added to what any of them returns."""
+        """Score features that a kernel must declare; sinks are added to the results of any kernel."""
         asked = {"softcap": self.softcap != 0.0, "alibi": self.alibi_slopes is not None}
         return frozenset(name for name, wanted in asked.items() if wanted)
 
@@ -93,7 +93,8 @@ class AttentionSpec:
         """Check that the slopes fit the queries.
 
         Raises:
-            ShapeError: naming both, or slopes that are not finite (where looking costs nothing: on CPU).
+            ShapeError: shapes that do not fit; or slopes that are not finite (checked on CPU, where it is
+                cheap).
         """
         slopes = self.alibi_slopes
         if slopes is None:
@@ -113,19 +114,19 @@ class AttentionSpec:
             )
 
     def scale(self, head_dim: int) -> float:
-        """The factor on q.k."""
+        """Return the factor on q.k."""
         return head_dim**-0.5 if self.softmax_scale is None else float(self.softmax_scale)
 
 
 def _plain(value: object) -> object:
-    """The number in a tensor of one; one that is trained stays a tensor, and is refused."""
+    """Convert a tensor of one number to it; one that requires a gradient stays a tensor, and is refused."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.requires_grad:
         return value.item()
     return value
 
 
 def _is_number(value: object) -> bool:
-    """A finite number that a float can hold."""
+    """Return True for a finite number that fits a float."""
     try:
         return (
             isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(float(value))
@@ -135,7 +136,7 @@ def _is_number(value: object) -> bool:
 
 
 def _detached(value: object) -> str:
-    """Advice about a tensor that needs a gradient."""
+    """Return advice for a tensor that requires a gradient, else an empty text."""
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return ""
     return ", to which no gradient would flow: pass float(...), or multiply q by it"

@@ -1,11 +1,16 @@
-"""Sharding a batch along the sequence, and putting outputs together again."""
+"""Sharding of batches along the sequence, and unsharding of outputs."""
 
-from lightning_cp.batch.counted import CountedBatch
 from lightning_cp.batch.documents import documents_of
 from lightning_cp.batch.output import unshard_output
 from lightning_cp.batch.read import WholeBatch, read_batch
 from lightning_cp.batch.rules import KNOWN_DIMS, BatchRules
-from lightning_cp.batch.shard import ShardedBatch, completed, shard_batch, valid_counts
+from lightning_cp.batch.shard import (
+    CountedBatch,
+    ShardedBatch,
+    completed,
+    shard_batch,
+    valid_counts,
+)
 
 __all__ = [
     "KNOWN_DIMS",

@@ -1,8 +1,8 @@
-"""Declarations of a batch's sequence, their names and forms: understood, or refused by name.
+"""Names and forms of tensors that declare a batch's documents, padding and positions.
 
 Documents: ``cu_seqlens`` (and flash-attention's names of it) and ``segment_ids`` (or ``seq_idx``). Padding:
-``attention_mask``. Positions: ``position_ids``. A name counts wherever it stands in a batch; a nested tensor
-of another sequence is declared ``None`` in ``sequence_dims``, and then says nothing here.
+``attention_mask``. Positions: ``position_ids``. A name counts at any depth of a batch; a nested tensor of
+another sequence is ignored if ``sequence_dims`` declares it ``None``.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from lightning_cp.batch.noted import POSITIONS
 from lightning_cp.batch.rules import KNOWN_DIMS, BatchRules
-from lightning_cp.containers import nodes_of, tensors_of
+from lightning_cp.batch.tracked_batch import POSITIONS
 from lightning_cp.errors import ConfigError
+from lightning_cp.utils.containers import nodes_of, tensors_of
 
 MASK = "attention_mask"
 SEGMENTS = ("segment_ids", "seq_idx")
 _BOUNDARIES = ("cu_seqlens", "cu_seq_lens")
-"""How the names begin: flash-attention's end in ``_q``, ``_k`` or ``_kv``."""
+"""Prefixes of the names: flash-attention's end in ``_q``, ``_k`` or ``_kv``."""
 
 EXPRESSIBLE = (
     "What can be expressed: a 2-D padding mask, packed documents (restarting position_ids, cu_seqlens or "
@@ -28,7 +28,7 @@ EXPRESSIBLE = (
 
 
 def last_part(name: str) -> str:
-    """The name in its own container."""
+    """Return the last part of a dotted name."""
     return name.rpartition(".")[2]
 
 
@@ -38,10 +38,10 @@ def has_boundaries(name: str) -> bool:
 
 
 def check_forms(batch: Any, rules: BatchRules) -> None:
-    """Refuse what stands under a known name and is no ordinary tensor.
+    """Check that values under known names are ordinary (strided) tensors.
 
     Raises:
-        ConfigError: naming it, and what it is.
+        ConfigError: naming the value and its kind.
     """
     for name, value in nodes_of(batch):
         if value is None or rules.sequence_dims.get(name, 0) is None:

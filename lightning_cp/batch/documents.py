@@ -1,4 +1,4 @@
-"""The documents that a batch declares: every declaration is read, and they have to agree."""
+"""Documents that a batch declares: all declarations are read, and must agree."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from lightning_cp.batch.declarations import (
     has_boundaries,
     last_part,
 )
-from lightning_cp.batch.noted import POSITIONS
 from lightning_cp.batch.read import WholeBatch
 from lightning_cp.batch.rules import BatchRules
-from lightning_cp.containers import tensors_of
+from lightning_cp.batch.tracked_batch import POSITIONS
 from lightning_cp.errors import ConfigError, ShapeError
-from lightning_cp.labels import IGNORED_LABEL
 from lightning_cp.layout import Documents
 from lightning_cp.layout.documents import text_positions
+from lightning_cp.utils.containers import tensors_of
+from lightning_cp.utils.labels import IGNORED_LABEL
 
 
 @dataclass(frozen=True)
-class Declared:
-    """Tensors that tell documents in a batch, by dotted name; their last dimension is the sequence."""
+class DeclaredDocuments:
+    """Tensors that declare documents in a batch, by dotted name; their last dimension is the sequence."""
 
     found: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, whole: WholeBatch, rules: BatchRules) -> Declared:
-        """``cu_seqlens`` and ``segment_ids`` always; masks and positions if the model itself reads them."""
+    def of(cls, whole: WholeBatch, rules: BatchRules) -> DeclaredDocuments:
+        """Find ``cu_seqlens`` and ``segment_ids``; masks and positions if the model reads them."""
         names = (*SEGMENTS, MASK, POSITIONS) if rules.reads_masks else SEGMENTS
         found: dict[str, torch.Tensor] = {}
         for name, x in tensors_of(whole.batch):
@@ -44,15 +44,15 @@ class Declared:
         return cls(found)
 
     def called(self, *names: str) -> dict[str, torch.Tensor]:
-        """Those whose own name is among ``names``."""
+        """Return the tensors whose own name is among ``names``."""
         return {name: x for name, x in self.found.items() if last_part(name) in names}
 
     def documents(self, seq_len: int, rows: int | None) -> Documents | None:
-        """The documents that they tell, or ``None``: one document.
+        """Return the declared documents, or ``None``: one document.
 
         Args:
             seq_len: of the whole sequence.
-            rows: of the batch, if that is known.
+            rows: of the batch, if known.
 
         Raises:
             ConfigError: declarations that contradict each other.
@@ -64,8 +64,8 @@ class Declared:
                 said[name] = _read(name, x, rows, lambda x: Documents.from_cu_seqlens(x, seq_len))
             elif last_part(name) in SEGMENTS:
                 said[name] = _read(name, x, rows, Documents.from_segment_ids)
-        packed = _agreed(said)
-        padded = _agreed(
+        packed = _merge(said)
+        padded = _merge(
             {
                 name: _read(name, x, rows, Documents.from_padding_mask)
                 for name, x in self.called(MASK).items()
@@ -78,12 +78,12 @@ class Declared:
             return packed if padded is None else _within(packed, padded)
         if self.called(MASK):
             return padded
-        return _agreed(self._of_positions(rows))
+        return _merge(self._of_positions(rows))
 
     def _of_positions(self, rows: int | None) -> dict[str, Documents]:
         said: dict[str, Documents] = {}
         for name, x in self.called(POSITIONS).items():
-            text = _text_of(name, x, rows)
+            text = _text_positions(name, x, rows)
             if text is not None:
                 said[name] = _read(name, text, rows, Documents.from_position_ids)
             elif _restart_together(x):
@@ -96,7 +96,7 @@ class Declared:
 
     def _check_positions(self, packed: Documents, name: str, rows: int | None) -> None:
         for own, x in self.called(POSITIONS).items():
-            text = _text_of(own, x, rows)
+            text = _text_positions(own, x, rows)
             if text is not None and _restart_elsewhere(text, packed):
                 raise ConfigError(
                     f"{own!r} of shape {tuple(x.shape)} restart elsewhere than documents begin by {name!r}: "
@@ -106,23 +106,23 @@ class Declared:
 
 
 def documents_of(whole: WholeBatch, rules: BatchRules) -> Documents | None:
-    """The documents that a batch declares, or ``None``: one document.
+    """Return the documents that a batch declares, or ``None``: one document.
 
     Raises:
         ConfigError: declarations that contradict each other, or targets on the padding behind a row.
         ShapeError: a declaration that does not describe this batch.
     """
-    declared = Declared.of(whole, rules)
+    declared = DeclaredDocuments.of(whole, rules)
     rows = whole.rows if any(whole.dims.values()) else None
     found = declared.documents(whole.seq_len, rows)
     if found is not None and not found.is_dense:
         for mask in declared.called(MASK).values():
-            _refuse_padded_targets(mask, whole)
+            _check_no_padded_targets(mask, whole)
     return found
 
 
 def padding_mask_of(batch: Any) -> torch.Tensor | None:
-    """The batch's mask [B, S] that is 0 for padding, whether the model reads it or not."""
+    """Return the batch's mask [B, S], 0 for padding, even if the model does not read it."""
     mask = dict(tensors_of(batch)).get(MASK)
     return mask if mask is not None and mask.dim() == 2 else None
 
@@ -130,7 +130,7 @@ def padding_mask_of(batch: Any) -> torch.Tensor | None:
 def _read(
     name: str, x: torch.Tensor, rows: int | None, read: Callable[[torch.Tensor], Documents]
 ) -> Documents:
-    """One declaration; an error names it, and what was seen."""
+    """Read one declaration; an error names it and its shape."""
     shape = tuple(x.shape)
     try:
         found = read(x)
@@ -144,8 +144,8 @@ def _read(
     return found
 
 
-def _agreed(said: Mapping[str, Documents]) -> Documents | None:
-    """The one that all say; that with a line for each row, if there is one."""
+def _merge(said: Mapping[str, Documents]) -> Documents | None:
+    """Check that declarations agree and return one, if possible one with a line for each row."""
     if not said:
         return None
     name, found = max(said.items(), key=lambda item: item[1].num_rows)
@@ -164,27 +164,27 @@ def _rows_alike(a: Documents, b: Documents) -> bool:
 
 
 def _within(packed: Documents, padded: Documents) -> Documents:
-    """The documents, without what is padding."""
+    """Return the documents without padding."""
     count = max(packed.num_rows, padded.num_rows)
     rows = [
-        _clipped(packed.rows[row % packed.num_rows], padded.rows[row % padded.num_rows])
+        _clip(packed.rows[row % packed.num_rows], padded.rows[row % padded.num_rows])
         for row in range(count)
     ]
     return Documents(rows, packed.seq_len)
 
 
-def _clipped(documents: Any, kept: Any) -> Any:
-    """Intervals, cut to the one that a mask keeps, if it keeps any."""
+def _clip(documents: Any, kept: Any) -> Any:
+    """Clip intervals to the one that a mask keeps, if any."""
     start, end = kept[0] if len(kept) else (0, 0)
     cut = np.clip(documents, start, end)
     return cut[cut[:, 1] > cut[:, 0]]
 
 
-def _text_of(name: str, positions: torch.Tensor, rows: int | None) -> torch.Tensor | None:
-    """The positions that tell documents; ``None`` if they are of another kind.
+def _text_positions(name: str, positions: torch.Tensor, rows: int | None) -> torch.Tensor | None:
+    """Return the text positions, which show documents, or ``None`` for positions of another kind.
 
     Raises:
-        ShapeError: a shape in which no model takes positions.
+        ShapeError: a shape that no model takes.
     """
     of_rows = positions.dim() < 3 or rows is None or positions.shape[1] in (1, rows)
     if positions.dim() > 3 or not of_rows:
@@ -196,15 +196,15 @@ def _text_of(name: str, positions: torch.Tensor, rows: int | None) -> torch.Tens
 
 
 def _restart_together(positions: torch.Tensor) -> bool:
-    """True if all positions of some token [..., rows, S] are 0 again, and count on from there."""
+    """True if all positions [..., rows, S] of some token restart at 0, and count on from there."""
     zero = (positions == 0).flatten(0, -3).all(0)
     return bool((~zero[:, :-2] & zero[:, 1:-1] & ~zero[:, 2:]).any())
 
 
 def _restart_elsewhere(positions: torch.Tensor, packed: Documents) -> bool:
-    """True if positions [rows, S] restart, and not just where documents begin.
+    """True if positions [rows, S] restart, and at other places than where documents begin.
 
-    Where they run on through all rows they tell nothing. What does not count on from a restart is padding.
+    Positions without a restart declare nothing. A restart that does not count on is padding.
     """
     step = np.diff(positions.detach().cpu().numpy(), axis=-1)
     restarts = (step[:, :-1] < 0) & (step[:, 1:] == 1)
@@ -219,17 +219,17 @@ def _restart_elsewhere(positions: torch.Tensor, packed: Documents) -> bool:
     return False
 
 
-def _refuse_padded_targets(mask: torch.Tensor, whole: WholeBatch) -> None:
-    """In one process padding behind a row sees the row, and its loss counts; here it sees nothing.
+def _check_no_padded_targets(mask: torch.Tensor, whole: WholeBatch) -> None:
+    """Check that no target stands on padding behind a row.
 
-    Padding before a row sees nothing in one process either, so that the target which shifting puts on
-    the last of it is no error.
+    In one process that padding sees the row, and its loss counts; here it sees nothing. Padding before a row
+    sees nothing in one process either, so the target that shifting puts on its last token is accepted.
     """
     if whole.aligned_labels is None:
         return
     targets = (whole.aligned_labels != IGNORED_LABEL).movedim(whole.label_dim, -1)
     behind = (mask == 0) & (mask.cumsum(-1) > 0)
-    if targets.dim() > 2:  # several of each token
+    if targets.dim() > 2:  # several per token
         targets = targets.flatten(1, -2).any(1)
     count = int((behind & targets).sum())
     if count:

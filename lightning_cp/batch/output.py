@@ -1,4 +1,4 @@
-"""Outputs of a step in original order and length."""
+"""Unsharding of a predict step's outputs, in original order and length."""
 
 from __future__ import annotations
 
@@ -9,35 +9,34 @@ import numpy as np
 import torch
 
 from lightning_cp.batch.rules import KNOWN_DIMS
-from lightning_cp.comm.agreement import agree
 from lightning_cp.comm.all_gather import all_gather
-from lightning_cp.comm.checksum import checksum, fingerprint
-from lightning_cp.comm.sharded_logits import ShardedLogits, whole_logits
-from lightning_cp.containers import is_container, items_of, map_tensors, tensors_of
+from lightning_cp.comm.consensus import agree, checksum, fingerprint
+from lightning_cp.comm.vocab_parallel import ShardedLogits, whole_logits
 from lightning_cp.errors import BatchMismatchError, ConfigError
 from lightning_cp.layout import SequenceLayout
-from lightning_cp.mesh import ContextParallelMesh, Flat
+from lightning_cp.layout.axes import Flat
+from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.utils.containers import is_container, items_of, map_tensors, tensors_of
 
 
 def unshard_output(
     output: Any, mesh: ContextParallelMesh, layout: SequenceLayout, dims: Mapping[str, int | None]
 ) -> Any:
-    """Outputs of a predict step in original order and length, on every rank.
+    """Return the outputs of a predict step in original order and length, on every rank.
 
     A tensor is unsharded along its declared dimension, along a known one, or along dimension 1 if that
-    is as long as the local sequence. What has no such dimension, or was not declared and is the same on
-    all ranks, is left as it is.
+    is as long as the local sequence. A tensor without such a dimension, or one that is not declared and
+    equal on all ranks, stays as it is.
 
     Args:
-        output: tensors in any container; other things stay.
+        output: tensors in any container; other values stay.
         mesh: the process groups.
         layout: of the step.
-        dims: what was declared; ``None`` leaves a tensor as it is, the same on all ranks or not.
+        dims: declared dimensions; ``None`` leaves a tensor as it is, even if ranks differ.
 
     Raises:
-        ConfigError: on every rank: tensors that are neither along the sequence nor the same on all ranks,
-            a dimension as long as the local sequence that nothing was declared of, or ranks that
-            returned different things.
+        ConfigError: on every rank: tensors that are neither along the sequence nor equal on all ranks, an
+            undeclared dimension as long as the local sequence, or ranks that returned different structures.
     """
     found = dict(tensors_of(output)) if _holds_tensors(output) else {}
     if any(isinstance(x, ShardedLogits) for x in found.values()):
@@ -65,7 +64,7 @@ def unshard_output(
 def _equal_on_all_ranks(
     output: Any, tensors: Mapping[str, torch.Tensor], mesh: ContextParallelMesh
 ) -> set[str]:
-    """Names of the tensors whose values are the same in the cp group; all ranks take part, always."""
+    """Return the names of tensors that are equal on all ranks of the cp group. Collective."""
     group = mesh.control_group(Flat.CP)
     shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in tensors.items()]
     facts = {
@@ -88,7 +87,7 @@ def _equal_on_all_ranks(
 
 
 def _other_values(output: Any) -> Iterator[Any]:
-    """Numbers, text and arrays in an output; what objects of other types hold is not known."""
+    """Yield numbers, text and arrays in an output; contents of other objects are not compared."""
     if isinstance(output, np.ndarray):
         yield output.shape, fingerprint(np.ascontiguousarray(output).tobytes())
     elif isinstance(output, (str, bytes, int, float, complex)):
@@ -111,7 +110,7 @@ def _output_dim(
     if known is not None and known % max(x.dim(), 1) in places:
         return known
     if equal and not (1 in places and bool((x == x[:, :1]).all())):
-        return None  # ranks have other tokens; only the same value for every token could be so
+        return None  # ranks have different tokens, so only a constant along tokens could be equal
     if 1 in places:
         return 1
     if places:

@@ -1,8 +1,8 @@
-"""Reading a whole batch: its sequence, its labels. Moves and changes nothing.
+"""Reader of a whole batch: its sequence and its labels; it moves and changes nothing.
 
-Rules, in order: a declared key has the dimension that was declared (``None``: it is replicated); keys
-that Hugging Face models use are known; a tensor that is neither, but has a dimension as long as the
-sequence, is refused, because a guess would be silently wrong; the rest is replicated.
+Rules, in order: a declared key has the declared dimension (``None``: it is replicated); keys that Hugging
+Face models use are known; any other tensor with a dimension as long as the sequence is refused, because a
+guess would be silently wrong; the rest is replicated.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from lightning_cp.batch.declarations import (
     check_forms,
     last_part,
 )
-from lightning_cp.batch.noted import POSITIONS
 from lightning_cp.batch.rules import KNOWN_DIMS, BatchRules
+from lightning_cp.batch.tracked_batch import POSITIONS
 from lightning_cp.batch.undeclared import check_any_known, check_declared
-from lightning_cp.containers import is_container, tensors_of
 from lightning_cp.errors import ConfigError, ShapeError
-from lightning_cp.labels import shift
+from lightning_cp.utils.containers import is_container, tensors_of
+from lightning_cp.utils.labels import shift
 
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """The content of a batch before it is sharded."""
+    """Content of a batch before it is sharded."""
 
     batch: Any
     dims: dict[str, int]
@@ -43,14 +43,14 @@ class WholeBatch:
 
     @property
     def position_name(self) -> str | None:
-        """The name of the batch's positions: their own, or the only nested one, if they are sharded."""
+        """Name of the batch's sharded positions, at the top level or the only nested one."""
         found = [name for name in self.dims if last_part(name) == POSITIONS]
         if POSITIONS in found:
             return POSITIONS
         return found[0] if len(found) == 1 else None
 
     def positions_in(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """The positions among tensors of this batch or of a shard of it: the sequence last, rows before."""
+        """Return the positions among tensors of this batch or its shard, [..., rows, tokens], or ``None``."""
         name = self.position_name
         if name is None:
             return None
@@ -60,7 +60,7 @@ class WholeBatch:
 
 
 def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBatch:
-    """Find the sequence in a batch; moves and changes nothing.
+    """Find the sequence and the labels in a batch.
 
     Raises:
         ConfigError: an unknown container, an undeclared sequence dimension, or a key that is missing.
@@ -89,7 +89,10 @@ def read_batch(batch: Any, rules: BatchRules, *, needs_labels: bool) -> WholeBat
 
 
 def _rows(tensors: Mapping[str, torch.Tensor], dims: Mapping[str, int]) -> int:
-    """1 if no tensor tells; last what may be one line for all rows, or (positions) several for each."""
+    """Return the number of rows; 1 if no tensor shows it.
+
+    Masks, segments and positions come last: they may have one line for all rows, or several for each.
+    """
     behind = {name: x for name, x in tensors.items() if dims.get(name)}
     for name, x in behind.items():
         if last_part(name) not in (POSITIONS, MASK, *SEGMENTS):
@@ -117,7 +120,7 @@ def _aligned_labels(
     labels = tensors.get(rules.label_key)
     if labels is None or rules.labels == "ignore":
         return None
-    _refuse_second_labels(dims, rules)
+    _check_single_labels(dims, rules)
     shape, dim = tuple(labels.shape), dims.get(rules.label_key)
     if dim is None:
         raise ConfigError(
@@ -136,8 +139,8 @@ def _aligned_labels(
     return shift(labels)
 
 
-def _refuse_second_labels(dims: Mapping[str, int], rules: BatchRules) -> None:
-    """A rank's loss has one weight, its share of the targets; a second loss would need another one."""
+def _check_single_labels(dims: Mapping[str, int], rules: BatchRules) -> None:
+    """Check that the batch has one tensor of labels: a rank's loss has one weight, its share of targets."""
     last = rules.label_key.rpartition(".")[2]
     found = [name for name in dims if name.rpartition(".")[2] == last]
     if len(found) > 1 and not last.isdigit():
@@ -172,21 +175,22 @@ def _sequence_dims(tensors: Mapping[str, torch.Tensor], rules: BatchRules) -> di
             )
             raise ShapeError(
                 one_a_row
-                or f"{name!r} has sequence dim {dim}, but its shape is {tuple(x.shape)}. {_another(name, x)}"
+                or f"{name!r} has sequence dim {dim}, but its shape is {tuple(x.shape)}. "
+                f"{_suggestion(name, x)}"
             )
         dims[name] = dim % x.dim()
     return dims
 
 
-def _another(name: str, x: torch.Tensor) -> str:
-    """A declaration that would fit."""
+def _suggestion(name: str, x: torch.Tensor) -> str:
+    """Return the suggestion of a declaration that fits."""
     dims = " or ".join(map(str, range(x.dim())))
     own = f"sequence_dims={{{name!r}: <the dimension of its tokens, {dims}>}}, or " if dims else ""
     return f"Say {own}sequence_dims={{{name!r}: None}} to give every rank all of it."
 
 
 def labels_per_row(tensors: Mapping[str, torch.Tensor], label_key: str) -> str | None:
-    """The refusal of labels of which each row has one, beside a tensor that has a sequence; else ``None``."""
+    """Return the message about labels per row, beside a tensor with a sequence, or ``None``."""
     labels = tensors.get(label_key)
     if labels is None or labels.dim() != 1:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_cp.labels import IGNORED_LABEL
+from lightning_cp.utils.labels import IGNORED_LABEL
 
 KNOWN_DIMS: dict[str, int] = {
     "input_ids": 1,
@@ -42,7 +42,7 @@ class BatchRules:
             ``ignore`` (the step needs none).
         padding: pad sequences that do not divide.
         reads_masks: the model reads padding masks and restarting positions (Hugging Face models do), so
-            documents are taken from them.
+            documents are read from them.
     """
 
     sequence_dims: Mapping[str, int | None] = field(default_factory=dict)

@@ -1,26 +1,27 @@
-"""One rank's part of a batch, and how many targets every rank has."""
+"""Shard of a batch for one rank, target counts of all ranks, and counts of a batch's tokens and documents."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from lightning_cp.batch.documents import padding_mask_of
-from lightning_cp.batch.noted import POSITIONS, TARGETS, NotedBatch
+from lightning_cp.batch.documents import DeclaredDocuments, padding_mask_of
 from lightning_cp.batch.read import WholeBatch, read_batch
 from lightning_cp.batch.rules import KNOWN_DIMS, PAD_VALUES, BatchRules
-from lightning_cp.containers import ROOT, map_tensors, tensors_of
+from lightning_cp.batch.tracked_batch import POSITIONS, TARGETS, TrackedBatch
 from lightning_cp.errors import ConfigError, ShapeError
-from lightning_cp.labels import IGNORED_LABEL
-from lightning_cp.layout import SequenceLayout
+from lightning_cp.layout import Documents, SequenceLayout
+from lightning_cp.utils.containers import ROOT, map_tensors, tensors_of
+from lightning_cp.utils.labels import IGNORED_LABEL
 
 
 @dataclass
 class ShardedBatch:
-    """One rank's part of a batch, and what the step and the loss need to know of the whole."""
+    """Shard of a batch for one rank, with facts of the whole batch that the step and the loss need."""
 
     batch: Any
     layout: SequenceLayout
@@ -32,14 +33,14 @@ class ShardedBatch:
     valid: tuple[int, ...]
     """Targets (tokens, if there are no labels) of every context-parallel rank."""
     rows: int = 1
-    """Of the whole batch."""
+    """Rows of the whole batch."""
     padding_mask: torch.Tensor | None = None
-    """[B, S], of the whole batch, if it has one: 0 for padding."""
+    """[B, S], mask of the whole batch, if it has one: 0 for padding."""
 
     @property
     def positions_ignored(self) -> bool:
-        """The step did not read positions, as far as can be seen: from a dict, or from what has none."""
-        if isinstance(self.batch, NotedBatch):
+        """True if the step is known not to have read positions: from a dict, or a batch without any."""
+        if isinstance(self.batch, TrackedBatch):
             return not self.batch.positions_read
         return not self.positions_given and not isinstance(self.batch, MutableMapping)
 
@@ -51,11 +52,10 @@ def shard_batch(
     rules: BatchRules,
     valid: tuple[int, ...] | None = None,
 ) -> ShardedBatch:
-    """This rank's part of a batch: pure indexing, no communication.
+    """Return this rank's shard of a batch: pure indexing, no communication.
 
-    Global ``position_ids`` go along (0 where padded), and aligned labels as ``shift_labels`` where the
-    model shifts; both are added to a dict that lacks them. ``valid`` is what ``valid_counts`` says, if
-    that is known already.
+    Global ``position_ids`` (0 where padded), and aligned labels as ``shift_labels`` where the model shifts,
+    are added to a dict that lacks them. ``valid`` is the result of ``valid_counts``, if already known.
     """
 
     def visit(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ def shard_batch(
         positions = global_positions.masked_fill(global_positions >= layout.seq_len, 0)
         positions = positions.expand(whole.rows, -1)
     if type(local) is dict and POSITIONS not in local:
-        local = NotedBatch(local)
+        local = TrackedBatch(local)
     if isinstance(local, MutableMapping):
         added = {POSITIONS: positions}
         if rules.labels == "shift" and aligned_local is not None:
@@ -102,16 +102,16 @@ def shard_batch(
 
 
 def completed(batch: Any, rules: BatchRules, *, positions: bool = True) -> Any:
-    """A batch that no other rank shares: as it is, and with what a shard of it would have been given.
+    """Return a batch that no other rank shares, with the positions and targets that a shard of it would get.
 
     Args:
-        batch: all of it.
-        rules: how it is read.
-        positions: are given as well, not the targets alone.
+        batch: the whole batch.
+        rules: rules for reading it.
+        positions: add positions as well, not only targets.
 
     Returns:
-        ``batch`` itself where it has them, is no dict, or what its sequence is cannot be said: one process
-        may read it in ways that several cannot.
+        ``batch`` itself if it has them, is no dict, or its sequence is not known: one process may read it in
+        ways that several cannot.
     """
     if not isinstance(batch, MutableMapping):
         return batch
@@ -139,10 +139,92 @@ def _read(batch: Any, rules: BatchRules) -> WholeBatch | None:
 
 
 def valid_counts(whole: WholeBatch, layout: SequenceLayout) -> tuple[int, ...]:
-    """Targets of every context-parallel rank; tokens, if the batch has no labels."""
+    """Return the targets of every context-parallel rank; tokens, if the batch has no labels."""
     if whole.aligned_labels is None:
         per_token = torch.full((whole.seq_len,), whole.rows, dtype=torch.int64)
     else:
         valid = (whole.aligned_labels != IGNORED_LABEL).movedim(whole.label_dim, -1)
         per_token = valid.flatten(0, -2).sum(0).cpu() if valid.dim() > 1 else valid.long().cpu()
     return tuple(int(layout.shard(per_token, rank, dim=0).sum()) for rank in range(layout.cp_size))
+
+
+_COUNTED = "what tokens are counted by"
+"""Key of the mask among copies to the host."""
+
+
+@dataclass(eq=False)
+class CountedBatch:
+    """Counts of a whole batch: its rows, its documents, and the tokens that are not padding.
+
+    It holds small copies on the host. Copies from a GPU are asynchronous, so that no step waits: test
+    ``arrived`` before reading, or synchronise.
+    """
+
+    rows: int
+    seq_len: int
+    known: Documents | None = None
+    """Documents of the layout, if there is one."""
+    declared: DeclaredDocuments = field(default_factory=DeclaredDocuments)
+    """Declarations without a layout: copies on the host."""
+    mask: torch.Tensor | None = None
+    """[B, S], 0 for padding, if the batch has one: a copy on the host."""
+    event: torch.cuda.Event | None = None
+
+    @classmethod
+    def of_whole(cls, whole: WholeBatch, rules: BatchRules) -> CountedBatch:
+        """Make the counts of a batch that was not sharded."""
+        told = dict(DeclaredDocuments.of(whole, rules).found)
+        return cls._on_host(whole.rows, whole.seq_len, None, told, padding_mask_of(whole.batch))
+
+    @classmethod
+    def of_shard(cls, part: ShardedBatch, rules: BatchRules) -> CountedBatch:
+        """Make the counts of the whole batch of which ``part`` is this rank's shard."""
+        mask = None if rules.reads_masks else part.padding_mask  # otherwise it is in the documents
+        layout = part.layout
+        return cls._on_host(part.rows, layout.seq_len, layout.documents, {}, mask)
+
+    @classmethod
+    def _on_host(
+        cls,
+        rows: int,
+        seq_len: int,
+        known: Documents | None,
+        told: Mapping[str, torch.Tensor],
+        mask: torch.Tensor | None,
+    ) -> CountedBatch:
+        copies, event = _to_host({**told, **({} if mask is None else {_COUNTED: mask})})
+        mask = copies.pop(_COUNTED, None)
+        return cls(rows, seq_len, known, DeclaredDocuments(copies), mask, event)
+
+    @property
+    def arrived(self) -> bool:
+        """True if the copies are complete."""
+        return self.event is None or self.event.query()
+
+    @cached_property
+    def documents(self) -> Documents:
+        """Documents of attention; one over the whole sequence if the batch declares none."""
+        found = self.known
+        if found is None:
+            found = self.declared.documents(self.seq_len, self.rows if self.rows > 1 else None)
+        return Documents.single(self.seq_len) if found is None else found
+
+    @cached_property
+    def tokens(self) -> int:
+        """Number of tokens that are not padding: by the mask [B, S] of the batch, or covered by documents."""
+        if self.mask is not None:
+            return int((self.mask != 0).sum()) * (self.rows // self.mask.shape[0])
+        covered = sum(int((row[:, 1] - row[:, 0]).sum()) for row in self.documents.rows)
+        return covered * (self.rows if self.documents.num_rows == 1 else 1)
+
+
+def _to_host(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], torch.cuda.Event | None]:
+    """Return copies, which a step cannot change, and the event of their completion."""
+    copies = {n: x.detach().to("cpu", non_blocking=True, copy=True) for n, x in tensors.items()}
+    if not any(x.is_cuda for x in tensors.values()):
+        return copies, None
+    event = torch.cuda.Event()
+    event.record()
+    return copies, event

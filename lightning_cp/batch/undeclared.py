@@ -1,4 +1,4 @@
-"""Tensors of a batch that no rule reads: all are asked for at once, with what would answer it."""
+"""Checks for tensors of a batch that need a declaration: one error asks for all, with suggestions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Tensors = Mapping[str, torch.Tensor]
 def check_any_known(
     tensors: Tensors, dims: Mapping[str, int], rules: BatchRules, *, needs_labels: bool
 ) -> None:
-    """Refuse a batch of which no tensor is known to run along the sequence.
+    """Check that some tensor of the batch is known to run along the sequence.
 
     Raises:
-        UndeclaredError: with the dimensions that it seems to have.
+        UndeclaredError: none is; suggests dimensions.
     """
     if dims:
         return
@@ -43,10 +43,10 @@ def check_declared(
     rows: int,
     needs_labels: bool,
 ) -> None:
-    """Refuse tensors that may run along the sequence, and labels that are not there.
+    """Check that all tensors which may run along the sequence are declared, and that labels exist.
 
     Raises:
-        UndeclaredError: with everything that is to be declared.
+        UndeclaredError: with all missing declarations.
     """
     questions: list[str] = []
     asked: dict[str, int | None] = {}
@@ -80,7 +80,7 @@ def check_declared(
 def _ask_for_labels(
     tensors: Tensors, dims: Mapping[str, int | None], rules: BatchRules
 ) -> tuple[list[str], dict[str, object]]:
-    """The question where there are none, and which tensor they may be."""
+    """Return the question about missing labels, and the tensor that they may be."""
     if rules.label_key in tensors:
         return [], {}
     question = (
@@ -94,7 +94,7 @@ def _ask_for_labels(
 
 
 def _near_dim(x: torch.Tensor, seq_len: int, rows: int) -> int | None:
-    """The dimension that is one shorter or longer: what was shifted in the dataset, or has one end more."""
+    """Return the dimension that is one shorter or longer than the sequence (shifted in the dataset)."""
     for dim, size in enumerate(x.shape):
         if abs(size - seq_len) == 1 and (dim, size) != (0, rows):
             return dim
@@ -102,7 +102,7 @@ def _near_dim(x: torch.Tensor, seq_len: int, rows: int) -> int | None:
 
 
 def _likely_dims(tensors: Tensors) -> dict[str, int | None]:
-    """Dimension 1 (0 of tensors of one) of those that share the most common length there."""
+    """Return dimension 1 (or 0) of the tensors that share the most common length there."""
     at = {name: min(1, x.dim() - 1) for name, x in tensors.items() if x.dim()}
     several = {name: dim for name, dim in at.items() if tensors[name].dim() > 1} or at
     lengths = Counter(tensors[name].size(dim) for name, dim in several.items())
@@ -113,7 +113,7 @@ def _likely_dims(tensors: Tensors) -> dict[str, int | None]:
 
 
 def _likely_labels(tensors: Tensors, dims: Mapping[str, int | None]) -> str | None:
-    """The integers along the sequence that are called so; of unnamed ones the last of several."""
+    """Return the integers along the sequence that are named like labels, or the last of several unnamed."""
     whole = [
         name
         for name, dim in dims.items()
@@ -127,7 +127,7 @@ def _likely_labels(tensors: Tensors, dims: Mapping[str, int | None]) -> str | No
 
 
 def _what_to_declare(names: Iterable[str]) -> str:
-    """Nested names are not taken for known ones: which of several inputs would a mask belong to?"""
+    """Return the advice on declarations; nested names are never known: a mask may belong to any input."""
     nested = {name: KNOWN_DIMS.get(last_part(name)) for name in names if "." in name}
     known = {name: dim for name, dim in nested.items() if dim is not None}
     labels = [name for name in known if name.endswith(".labels")]

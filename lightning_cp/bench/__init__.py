@@ -1,1 +1,1 @@
-"""Measuring what a machine reaches. Nothing here decides a test."""
+"""Measurement of a machine: kernels, links, modes, compute and overheads. No test depends on it."""

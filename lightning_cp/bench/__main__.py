@@ -1,4 +1,4 @@
-"""Hydra entry point: measure this machine, print what it reaches and write it down."""
+"""Hydra entry point: measure this machine, print the rates that it reaches and save them."""
 
 from __future__ import annotations
 
@@ -11,43 +11,42 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.command_help import explain_keys
-from lightning_cp.config_files import config_dir
-from lightning_cp.console import is_full
-from lightning_cp.run_folder import one_folder
+from lightning_cp.error_display import is_full
+from lightning_cp.utils.command_help import explain_keys
+from lightning_cp.utils.run_folder import config_dir, one_folder
 
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
 def bench(config: DictConfig, folder: Path) -> None:
-    """Measure on processes that torchrun has started, or on fresh ones, one per device.
+    """Measure on the processes that torchrun started, or on new ones, one per device.
 
     Args:
         config: see ``configs/bench/bench.yaml``.
-        folder: gets ``bench.json``, ``hardware.json`` and a picture of each suite.
+        folder: receives ``bench.json``, ``hardware.json`` and a picture of each suite.
 
     Raises:
-        ConfigError: settings that make no sense here.
+        ConfigError: settings that this machine cannot measure.
         torch.multiprocessing.ProcessException: a rank failed.
     """
     from lightning_cp.bench import suites
-    from lightning_cp.bench.processes import launched, on_launched_ranks, on_ranks
-    from lightning_cp.bench.settings import Settings
+    from lightning_cp.bench.processes import on_ranks, on_torchrun_ranks, torchrun_rank
+    from lightning_cp.bench.settings import BenchSettings
 
-    own = launched()
+    own = torchrun_rank()
     plain: Any = OmegaConf.to_container(config, resolve=True)
-    settings = Settings.of(plain, own)
+    settings = BenchSettings.of(plain, own)
     suites.check(settings)
     device_type = settings.device_type
     if own is None:
         on_ranks(settings.devices, suites.run, settings, folder, device_type=device_type)
     else:
-        on_launched_ranks(own, suites.run, settings, folder, device_type=device_type)
+        on_torchrun_ranks(own, suites.run, settings, folder, device_type=device_type)
 
 
 @hydra.main(version_base="1.3", config_path=str(config_dir() / "bench"), config_name="bench")
 def main(config: DictConfig) -> None:
-    """Measure; exit with status 1 if that is refused or fails."""
+    """Measure; exit with status 1 if a setting is refused or a rank fails."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
     from torch.multiprocessing.spawn import ProcessException
 
@@ -67,3 +66,4 @@ if __name__ == "__main__":
     explain_keys()
     with one_folder(sys.argv):
         main()
+# What every rank of a run does: one suite after the other, and the first rank reports.

@@ -1,9 +1,9 @@
-"""How fast a device computes what a training step has besides attention, on every device at once.
+"""Speed of the parts of a training step besides attention, on all devices at once.
 
-Matrix products in operations a second; norms, activations and residuals of a layer, the loss and the
-optimizer in bytes a second, in those bytes that the planner counts for them (``planner/moved.py``).
-Shapes are those of a Llama with the heads that are asked for, four times as many inner features as features,
-and eight times as many entries in its vocabulary.
+Matrix products are measured in operations per second; norms, activations and residuals of a layer, the loss
+and the optimizer in bytes per second, with the bytes that the planner counts (``planner/time_model.py``).
+Shapes are those of a Llama with the configured heads, four times as many inner features as features, and a
+vocabulary of eight times the features.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from lightning_cp.bench.case import Case
-from lightning_cp.bench.clock import busy
-from lightning_cp.bench.settings import Settings
-from lightning_cp.bench.together import together
-from lightning_cp.bench.ways import Step
+from lightning_cp.bench.methods import AttentionCase, Step
+from lightning_cp.bench.settings import BenchSettings
+from lightning_cp.bench.timers import device_seconds, measure_on_ranks
 from lightning_cp.planner.activations import RankStep
-from lightning_cp.planner.families import model_of
-from lightning_cp.planner.model import Model
-from lightning_cp.planner.moved import layer_moved, loss_moved, optimizer_moved
+from lightning_cp.planner.model import Model, model_from_config
+from lightning_cp.planner.time_model import (
+    layer_bytes_moved,
+    loss_bytes_moved,
+    optimizer_bytes_moved,
+)
 
 INNER, VOCABULARY = 4, 8
-"""Times the features."""
+"""Multiples of the features."""
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -39,51 +40,53 @@ class ComputeRow:
     features: int
     tokens: int
     seconds: float
-    """Forward and backward on the slowest device, the least of the repeats. On CPU, CPU-seconds of the mean
+    """Forward and backward on the slowest device, the minimum of the repeats. On CPU, CPU-seconds of the mean
     rank."""
     operations: float
-    """0 of what is counted in bytes."""
+    """0 for parts that are counted in bytes."""
     bytes: float
-    """0 of what is counted in operations."""
+    """0 for parts that are counted in operations."""
     spread: float | None
-    """(most - least) / least of the repeats; ``None`` of one."""
+    """(maximum - minimum) / minimum of the repeats; ``None`` for one repeat."""
 
 
-def measure_compute(settings: Settings, tell: Callable[[str], None]) -> list[ComputeRow]:
-    """Every part at every length; on all ranks, which find the same.
+def measure_compute(settings: BenchSettings, tell: Callable[[str], None]) -> list[ComputeRow]:
+    """Measure every part at every length; all ranks return the same rows.
 
     Args:
-        settings: what to measure.
-        tell: told what is measured now.
+        settings: the measurements asked for.
+        tell: shows progress.
     """
     return [
         _row(what, case, settings, tell)
         for case in settings.cases(1)
         for what in PARTS
-        if case.head_dim == settings.head_dims[0]  # nothing of this depends on it
+        if case.head_dim == settings.head_dims[0]  # the result does not depend on it
     ]
 
 
-def _row(what: str, case: Case, settings: Settings, tell: Callable[[str], None]) -> ComputeRow:
+def _row(
+    what: str, case: AttentionCase, settings: BenchSettings, tell: Callable[[str], None]
+) -> ComputeRow:
     tell(f"{what}, {case.tokens:,} tokens")
     model = _model(case)
     part = PARTS[what](case, model)
-    figure = busy(together(part.step, settings), settings.device_type)
+    figure = device_seconds(measure_on_ranks(part.step, settings), settings.device_type)
     dtype = str(case.dtype).removeprefix("torch.")
     shape = (model.features, case.tokens)
     return ComputeRow(what, dtype, *shape, figure.best, part.operations, part.bytes, figure.spread)
 
 
 @dataclass(frozen=True)
-class Part:
-    """What is timed, and how much of it there is."""
+class TimedWork:
+    """A timed step, and the operations or bytes of it."""
 
     step: Step
     operations: float = 0.0
     bytes: float = 0.0
 
 
-def _model(case: Case) -> Model:
+def _model(case: AttentionCase) -> Model:
     features = case.heads * case.head_dim
     config = {
         "model_type": "llama",
@@ -95,20 +98,20 @@ def _model(case: Case) -> Model:
         "head_dim": case.head_dim,
         "vocab_size": VOCABULARY * features,
     }
-    return model_of(config, "measured")
+    return model_from_config(config, "measured")
 
 
-def _products(case: Case, model: Model) -> Part:
-    """A projection to the inner features."""
-    draw = _drawn(case)
+def _products(case: AttentionCase, model: Model) -> TimedWork:
+    """Return the projection to the inner features."""
+    draw = _random_tensors(case)
     x, weight = draw(case.tokens, model.features), draw(model.inner, model.features)
     step = _passes(lambda: (functional.linear(x, weight),), (x, weight))
-    return Part(step, operations=6.0 * case.tokens * weight.numel())
+    return TimedWork(step, operations=6.0 * case.tokens * weight.numel())
 
 
-def _layer(case: Case, model: Model) -> Part:
-    """A layer without its products and attention: what they make and take is given."""
-    draw, tokens = _drawn(case), case.tokens
+def _layer(case: AttentionCase, model: Model) -> TimedWork:
+    """Return a layer without its products and attention, whose inputs and results are given tensors."""
+    draw, tokens = _random_tensors(case), case.tokens
     x, attended, down = (draw(1, tokens, model.features) for _ in range(3))
     gate, up = (draw(1, tokens, model.inner) for _ in range(2))
     # Projections make [batch, tokens, heads, head dim], which attention reads with heads in front.
@@ -118,7 +121,7 @@ def _layer(case: Case, model: Model) -> Part:
 
     def forward() -> Tensors:
         given = _norm(x, weights[0])
-        turned = [_turned(one.transpose(1, 2), cos, sin) for one in (q, k)]
+        turned = [_rotated(one.transpose(1, 2), cos, sin) for one in (q, k)]
         between = x + attended
         behind = _norm(between, weights[1])
         inner = functional.silu(gate) * up
@@ -127,42 +130,44 @@ def _layer(case: Case, model: Model) -> Part:
 
     step = _passes(forward, (x, attended, down, gate, up, q, k, *weights))
     whole = RankStep(model, tokens, itemsize=case.dtype.itemsize)
-    return Part(step, bytes=layer_moved(whole))
+    return TimedWork(step, bytes=layer_bytes_moved(whole))
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """RMS, as transformers computes it."""
+    """Return the RMS norm, as transformers computes it."""
     wide = x.to(torch.float32)
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
     return weight * (wide * scale).to(x.dtype)
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions, as transformers computes them."""
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Apply rotary positions, as transformers does."""
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin
 
 
-def _loss(case: Case, model: Model) -> Part:
-    logits = _drawn(case)(case.tokens, model.vocabulary)
+def _loss(case: AttentionCase, model: Model) -> TimedWork:
+    logits = _random_tensors(case)(case.tokens, model.vocabulary)
     targets = torch.arange(case.tokens, device=case.device_type) % model.vocabulary
     step = _passes(lambda: (functional.cross_entropy(logits.float(), targets),), (logits,))
-    return Part(step, bytes=loss_moved(model.vocabulary, case.tokens))
+    return TimedWork(step, bytes=loss_bytes_moved(model.vocabulary, case.tokens))
 
 
-def _optimizer(case: Case, model: Model) -> Part:
-    """AdamW on the parameters of a layer."""
-    draw = _drawn(case)
+def _optimizer(case: AttentionCase, model: Model) -> TimedWork:
+    """Return AdamW's step on the parameters of a layer."""
+    draw = _random_tensors(case)
     parameters = [draw(*one.shape) for one in model.layers[0].parameters]
     for one in parameters:
         one.grad = torch.ones_like(one)
     optimizer = torch.optim.AdamW(parameters)
     count = sum(one.numel() for one in parameters)
-    return Part(optimizer.step, bytes=optimizer_moved(count, case.dtype.itemsize, "adamw"))
+    return TimedWork(
+        optimizer.step, bytes=optimizer_bytes_moved(count, case.dtype.itemsize, "adamw")
+    )
 
 
-def _drawn(case: Case) -> Callable[..., torch.Tensor]:
-    """Makes random tensors that want gradients."""
+def _random_tensors(case: AttentionCase) -> Callable[..., torch.Tensor]:
+    """Return a function that makes random tensors that require gradients."""
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=case.dtype, device=case.device_type).requires_grad_()
@@ -171,7 +176,7 @@ def _drawn(case: Case) -> Callable[..., torch.Tensor]:
 
 
 def _passes(forward: Callable[[], Tensors], inputs: Tensors) -> Step:
-    """Forward, and backward of gradients that are made once."""
+    """Return a step of forward and backward, with gradients that are made once."""
     gradients = [torch.randn_like(one) for one in forward()]
 
     def step() -> Tensors:
@@ -180,10 +185,10 @@ def _passes(forward: Callable[[], Tensors], inputs: Tensors) -> Step:
     return step
 
 
-PARTS: dict[str, Callable[[Case, Model], Part]] = {
+PARTS: dict[str, Callable[[AttentionCase, Model], TimedWork]] = {
     "products": _products,
     "layer": _layer,
     "loss": _loss,
     "optimizer": _optimizer,
 }
-"""By name."""
+"""The parts by name."""

@@ -1,6 +1,6 @@
-"""How fast each kernel is, on every device at once, each with a whole sequence of its own.
+"""Speed of each kernel, on all devices at once, each with its own whole sequence.
 
-Forward and backward are timed apart, as context parallelism calls them; together they are their sum.
+Forward and backward are timed separately, as context parallelism calls them; the total is their sum.
 """
 
 from __future__ import annotations
@@ -11,30 +11,19 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_cp.bench.case import BACKWARD_FLOPS, Case
-from lightning_cp.bench.clock import Samples, busy, widest
-from lightning_cp.bench.settings import Settings
-from lightning_cp.bench.together import together
-from lightning_cp.bench.ways import Step
+from lightning_cp.bench.methods import BACKWARD_FLOPS, AttentionCase, Step
+from lightning_cp.bench.settings import BenchSettings
+from lightning_cp.bench.timers import Samples, device_seconds, largest_spread, measure_on_ranks
 from lightning_cp.errors import ConfigError
-from lightning_cp.kernels.api import (
-    ALIASES,
-    QKV,
-    Kernel,
-    Merged,
-    Request,
-    Scores,
-    accumulate_dtype,
-    kernels,
-)
-from lightning_cp.kernels.merge import Accumulator
-from lightning_cp.kernels.sums import GradientSums
+from lightning_cp.kernels.merge import Accumulator, GradientSums
+from lightning_cp.kernels.protocol import QKV, Kernel, Merged, Request, Scores, accumulate_dtype
+from lightning_cp.kernels.select import ALIASES, kernels
 from lightning_cp.layout import SequenceLayout, schedule
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One kernel with one mask at one length, or why there is no figure."""
+    """One kernel with one mask at one length, or the obstacle."""
 
     kernel: str
     dtype: str
@@ -45,28 +34,29 @@ class KernelRow:
     tokens: int
     obstacle: str | None = None
     forward_seconds: float | None = None
-    """Of the slowest device, the least of the repeats. On CPU, CPU-seconds of the mean rank."""
+    """Seconds of the slowest device, the minimum of the repeats. On CPU, CPU-seconds of the mean rank."""
     backward_seconds: float | None = None
     forward_tflops: float | None = None
-    """10^12 operations a second of one device; visible pairs only."""
+    """10^12 operations per second of one device; visible pairs only."""
     backward_tflops: float | None = None
     both_tflops: float | None = None
-    """Forward and backward one after the other."""
+    """The rate of forward and backward in sequence."""
     spread: float | None = None
-    """(most - least) / least of the repeats; of forward or backward, whichever is larger. ``None`` of one."""
+    """(maximum - minimum) / minimum of the repeats, the larger of forward's and backward's. ``None`` for one
+    repeat."""
     failed: bool = False
-    """There is an obstacle where there should be a figure."""
+    """True if the obstacle is an error of the kernel."""
 
 
-class Passes(NamedTuple):
+class KernelPasses(NamedTuple):
     """A kernel's forward and backward of one whole sequence."""
 
     forward: Step
     backward: Step
 
 
-def passes(kernel: Kernel, case: Case) -> Passes:
-    """The two, with their inputs made; forward has run once."""
+def kernel_passes(kernel: Kernel, case: AttentionCase) -> KernelPasses:
+    """Return both passes with their inputs; forward has run once."""
     layout = SequenceLayout(case.tokens, documents=case.documents)
     tiles = schedule(layout, None, case.spec.mask).rank(0).hops[0].tiles
     inputs = QKV(*(x.detach() for x in case.inputs(case.tokens)))
@@ -85,41 +75,43 @@ def passes(kernel: Kernel, case: Case) -> Passes:
         kernel.backward(merged, inputs, tiles, scores, gradients)
         return tuple(gradient.result for gradient in gradients)
 
-    return Passes(forward, backward)
+    return KernelPasses(forward, backward)
 
 
-def obstacle(kernel: Kernel, case: Case) -> str | None:
-    """Why a kernel is not measured here, or ``None``."""
+def obstacle(kernel: Kernel, case: AttentionCase) -> str | None:
+    """Return the reason why a kernel is not measured here, or ``None``."""
     request = request_of(case)
     if request.device_type in kernel.capabilities.only_by_name:
         return f"is for tests on {request.device_type}"
     return kernel.capabilities.refusal(request)
 
 
-def request_of(case: Case) -> Request:
-    """What a case asks of a kernel."""
+def request_of(case: AttentionCase) -> Request:
+    """Return a case's requirements on a kernel."""
     kinds = {"full", "causal"} if case.causal else {"full"}
     masks = kinds if case.window == (-1, -1) else {"full", "causal", "band"}
     return Request(case.device_type, case.dtype, case.head_dim, frozenset(masks))
 
 
-def check(settings: Settings) -> None:
-    """Refuse what no kernel can do, before any process is started.
+def check(settings: BenchSettings) -> None:
+    """Check that a kernel can compute each case, before any process starts.
 
     Raises:
-        ConfigError: heads that do not fit, an unknown kernel, or none that takes a dtype or head dim.
+        ConfigError: heads that do not fit, an unknown kernel, or no kernel for a dtype or head dim.
     """
     check_heads(settings.heads, settings.kv_heads)
-    every = chosen(settings)
+    every = chosen_kernels(settings)
     masks = settings.masks if "kernels" in settings.suites else ("causal",)
     for case in settings.cases(1):
         found = [settings.masked(case, mask) for mask in masks]
         if all(obstacle(kernel, one) for kernel in every.values() for one in found):
-            raise ConfigError(_nothing(settings, found[0], masks[0], every))
+            raise ConfigError(_no_kernel_message(settings, found[0], masks[0], every))
 
 
-def _nothing(settings: Settings, case: Case, mask: str, asked: Mapping[str, Kernel]) -> str:
-    """What each kernel that was asked for has against a case."""
+def _no_kernel_message(
+    settings: BenchSettings, case: AttentionCase, mask: str, asked: Mapping[str, Kernel]
+) -> str:
+    """Return the error message with the obstacle of every kernel that was asked for."""
     dtype = str(case.dtype).removeprefix("torch.")
     where = f"{case.device_type} with {dtype}, head dim {case.head_dim}, {mask}"
     told = [f"  {name}: {obstacle(kernel, case)}" for name, kernel in asked.items()]
@@ -129,10 +121,10 @@ def _nothing(settings: Settings, case: Case, mask: str, asked: Mapping[str, Kern
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
-    """Refuse query heads that cannot share key/value heads evenly.
+    """Check that query heads share key/value heads evenly.
 
     Raises:
-        ConfigError: that; names the numbers that fit.
+        ConfigError: they do not; the message names the numbers that fit.
     """
     if heads % kv_heads:
         fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
@@ -142,8 +134,8 @@ def check_heads(heads: int, kv_heads: int) -> None:
         )
 
 
-def chosen(settings: Settings) -> dict[str, Kernel]:
-    """The kernels that ``settings.kernel`` stands for; all of them for ``auto``.
+def chosen_kernels(settings: BenchSettings) -> dict[str, Kernel]:
+    """Return the kernels that ``settings.kernel`` names; all of them for ``auto``.
 
     Raises:
         ConfigError: an unknown name.
@@ -158,23 +150,23 @@ def chosen(settings: Settings) -> dict[str, Kernel]:
     return {name: every[name] for name in names}
 
 
-def measure_kernels(settings: Settings, tell: Callable[[str], None]) -> list[KernelRow]:
-    """Every kernel with every mask, shortest sequences first; on all ranks, which find the same.
+def measure_kernels(settings: BenchSettings, tell: Callable[[str], None]) -> list[KernelRow]:
+    """Measure every kernel with every mask, shortest sequences first; all ranks return the same rows.
 
     Args:
-        settings: what to measure.
-        tell: told what is measured now.
+        settings: the measurements asked for.
+        tell: shows progress.
     """
     return [
         row
         for mask in settings.masks
-        for kernel in chosen(settings).values()
+        for kernel in chosen_kernels(settings).values()
         for row in _of_lengths(kernel, mask, settings, tell)
     ]
 
 
 def _of_lengths(
-    kernel: Kernel, mask: str, settings: Settings, tell: Callable[[str], None]
+    kernel: Kernel, mask: str, settings: BenchSettings, tell: Callable[[str], None]
 ) -> Iterator[KernelRow]:
     pace: dict[tuple[torch.dtype, int], float] = {}  # seconds per operation at the length before
     for dense in settings.cases(1):
@@ -188,7 +180,7 @@ def _of_lengths(
         row = row_of(kernel, mask, case, why)
         if why is None:
             tell(f"{kernel.name}, {mask}, {case.tokens:,} tokens")
-            row = timed(row, kernel, case, lambda step: together(step, settings))
+            row = with_times(row, kernel, case, lambda step: measure_on_ranks(step, settings))
             assert row.forward_seconds is not None
             assert row.backward_seconds is not None
             took = row.forward_seconds + row.backward_seconds
@@ -196,25 +188,27 @@ def _of_lengths(
         yield row
 
 
-def row_of(kernel: Kernel, mask: str, case: Case, why: str | None) -> KernelRow:
-    """A row without figures, which has none if there is an obstacle."""
+def row_of(kernel: Kernel, mask: str, case: AttentionCase, why: str | None) -> KernelRow:
+    """Return a row without figures, with the obstacle if there is one."""
     dtype = str(case.dtype).removeprefix("torch.")
     heads = (case.heads, case.kv_heads)
     return KernelRow(kernel.name, dtype, case.head_dim, *heads, mask, case.tokens, why)
 
 
-def timed(
-    row: KernelRow, kernel: Kernel, case: Case, run: Callable[[Step], list[Samples]]
+def with_times(
+    row: KernelRow, kernel: Kernel, case: AttentionCase, run: Callable[[Step], list[Samples]]
 ) -> KernelRow:
-    """The row with figures.
+    """Return the row with figures.
 
     Args:
-        row: of the kernel and the case.
-        kernel: forward and backward are timed apart.
+        row: the row of the kernel and the case.
+        kernel: the kernel; forward and backward are timed separately.
         case: one whole sequence.
-        run: repeats a step; the samples of every rank.
+        run: repeats a step and returns the samples of every rank.
     """
-    forward, backward = (busy(run(step), case.device_type) for step in passes(kernel, case))
+    forward, backward = (
+        device_seconds(run(step), case.device_type) for step in kernel_passes(kernel, case)
+    )
     operations = case.flops / 1e12
     return replace(
         row,
@@ -223,5 +217,5 @@ def timed(
         forward_tflops=operations / forward.best,
         backward_tflops=operations * BACKWARD_FLOPS / backward.best,
         both_tflops=operations * (1 + BACKWARD_FLOPS) / (forward.best + backward.best),
-        spread=widest((forward.spread, backward.spread)),
+        spread=largest_spread((forward.spread, backward.spread)),
     )

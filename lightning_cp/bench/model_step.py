@@ -1,19 +1,70 @@
-"""A whole training step of a small Llama on ranks of a mesh, as the strategies make it."""
+"""A small Llama and its whole training step on the ranks of a mesh, as the strategies make it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_cp.bench.length_step import Sizes, model_of
-from lightning_cp.bench.quiet import quiet_lightning
-from lightning_cp.strategies.arguments.settings import Settings
-from lightning_cp.strategies.engines import engine as engine_of
-from lightning_cp.strategies.engines.comm_hooks import CommHook
-from lightning_cp.strategies.step.core import ContextParallelCore
+from lightning_cp.config import StrategyConfig
+from lightning_cp.engines.base import engine as engine_of
+from lightning_cp.engines.ddp_options import CommHook
+from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.utils.console import quiet_lightning
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The sizes of a small model; ``family`` and ``dtype`` by name."""
+
+    features: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    inner: int = 512
+    layers: int = 4
+    vocabulary: int = 131072
+    dtype: str = "bfloat16"
+    family: str = "llama"
+    tied: bool = True
+
+    @property
+    def head_dim(self) -> int:
+        """Features of each head."""
+        return self.features // self.heads
+
+
+def config_of(sizes: ModelSizes) -> dict[str, Any]:
+    """Return the content of the model's ``config.json``."""
+    given: dict[str, Any] = {
+        "model_type": sizes.family,
+        "vocab_size": sizes.vocabulary,
+        "hidden_size": sizes.features,
+        "intermediate_size": sizes.inner,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "num_hidden_layers": sizes.layers,
+        "max_position_embeddings": 1 << 20,
+        "use_cache": False,
+        "tie_word_embeddings": sizes.tied,
+    }
+    if sizes.family == "gemma2":
+        given["attn_logit_softcapping"] = None
+        given["layer_types"] = ["full_attention"] * sizes.layers
+    return given
+
+
+def model_of(sizes: ModelSizes) -> Any:
+    """Build the model, with the same weights on every rank."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_of(sizes)))
+    return model.to(getattr(torch, sizes.dtype)).train()
+
 
 MODES: dict[str, dict[str, Any]] = {
     "alone": {},
@@ -22,23 +73,23 @@ MODES: dict[str, dict[str, Any]] = {
     "hybrid": {},
     "zigzag_llama3": {"exchange": "all_gather"},
 }
-"""What the strategy is given beside sizes."""
+"""The strategy's arguments besides sizes, by mode."""
 
 
 class ModelStep:
-    """A model on this rank's part of the world, with the strategy's own core and engine.
+    """The training step of a model on this rank, with the strategy's own core and engine.
 
     Args:
-        sizes: of the model.
+        sizes: the model's sizes.
         mode: one of ``MODES``.
-        split: sizes of (ring, ulysses); other ranks are data-parallel.
+        split: (ring size, Ulysses size); the other ranks are data-parallel.
         engine: ``ddp``, ``fsdp``, ...
         device_type: ``cpu`` or ``cuda``.
     """
 
     def __init__(
         self,
-        sizes: Sizes,
+        sizes: ModelSizes,
         mode: str,
         split: tuple[int, int],
         engine: str = "ddp",
@@ -46,7 +97,7 @@ class ModelStep:
     ) -> None:
         ring, ulysses = split
         ranks = dist.get_world_size()
-        settings = Settings(
+        settings = StrategyConfig(
             ring_size=ring,
             ulysses_size=ulysses,
             data_parallel=engine,
@@ -66,7 +117,7 @@ class ModelStep:
         self._optimizer = torch.optim.AdamW(self._model.parameters())
 
     def of(self, tokens: int) -> Callable[[], None]:
-        """A step on one row of so many tokens for each data rank."""
+        """Return a step on one row of ``tokens`` tokens for each data rank."""
         draw = torch.Generator().manual_seed(self._core.mesh.data_rank)
         ids = torch.randint(self._sizes.vocabulary, (1, tokens), generator=draw)
         ids = ids.to(self._core.mesh.device_type)
@@ -85,5 +136,5 @@ class ModelStep:
         return step
 
     def end(self) -> None:
-        """The model is as it was, and the groups are gone."""
+        """Restore the model and destroy the process groups."""
         self._core.detach()

@@ -1,7 +1,7 @@
-"""Processes that measure together: they share one process group, and each returns what it found.
+"""Processes that measure together in one process group; each returns its result.
 
-Either they are started here, one per device of this machine, or torchrun has started them, on one node or
-several; then each of them calls :func:`on_launched_ranks`.
+Either they are started here, one per device of this machine, or torchrun started them, on one node or
+several; then each of them calls :func:`on_torchrun_ranks`.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from lightning_cp.errors import ConfigError
 
 T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""By device type."""
+"""The backend of each device type."""
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun tells a process."""
+"""Environment variables that torchrun sets."""
 
 
 @dataclass(frozen=True)
-class Launched:
-    """Which process this is, of those that torchrun has started."""
+class TorchrunRank:
+    """The place of this process among those that torchrun started."""
 
     rank: int
     local_rank: int
     count: int
 
 
-def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """Which process this is, or ``None`` if torchrun has not started it.
+def torchrun_rank(environment: Mapping[str, str] = os.environ) -> TorchrunRank | None:
+    """Read this process's place from torchrun's variables; ``None`` if torchrun did not start it.
 
     Raises:
-        ConfigError: only some of torchrun's variables are there, or one is no number; or SLURM has started
-            several processes, and nobody has told them of each other.
+        ConfigError: some of torchrun's variables are missing or not a number, or SLURM started several
+            processes that do not know each other.
     """
     given = {name: environment[name] for name in VARIABLES if name in environment}
     if not given:
@@ -61,25 +61,25 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
             f"three of them numbers; this one has {shown}. Unset them, or start it with torchrun."
         )
     rank, local_rank, count = map(int, numbers)
-    return Launched(rank, local_rank, count)
+    return TorchrunRank(rank, local_rank, count)
 
 
 def on_ranks(
     count: int, function: Callable[..., T], *arguments: Any, device_type: str = "cpu"
 ) -> list[T]:
-    """Call a function on fresh processes that have a process group, one thread each on CPU.
+    """Call a function on new processes in one process group, with one thread each on CPU.
 
     Args:
-        count: processes; on CUDA process i has device i.
-        function: can be imported by name; called with ``arguments`` on every rank.
-        arguments: can be pickled.
+        count: number of processes; on CUDA process i has device i.
+        function: importable by name; called with ``arguments`` on every rank.
+        arguments: picklable.
         device_type: ``cpu`` (gloo) or ``cuda`` (NCCL).
 
     Returns:
-        What each rank returned, in rank order.
+        Each rank's result, in rank order.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank failed; carries its traceback.
+        torch.multiprocessing.ProcessRaisedException: a rank failed; contains its traceback.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +94,7 @@ def on_ranks(
         try:
             while not context.join():
                 pass
-        except BaseException:  # Ctrl-C too: whoever waits for a rank that is gone waits forever
+        except BaseException:  # Ctrl-C too: a rank that waits for a dead one waits forever
             for process in filter(None, context.processes):
                 process.kill()
                 process.join()
@@ -102,15 +102,15 @@ def on_ranks(
         return [torch.load(_result(folder, rank), weights_only=False) for rank in range(count)]
 
 
-def on_launched_ranks(
-    own: Launched, function: Callable[..., T], *arguments: Any, device_type: str = "cpu"
+def on_torchrun_ranks(
+    own: TorchrunRank, function: Callable[..., T], *arguments: Any, device_type: str = "cpu"
 ) -> T:
-    """Call a function on the processes that torchrun has started, each of which comes here.
+    """Call a function on the processes that torchrun started; each of them calls this.
 
     Args:
-        own: which of them this is.
+        own: the place of this process.
         function: called with ``arguments``.
-        arguments: for it.
+        arguments: the function's arguments.
         device_type: on CUDA this process takes the device of its local rank.
     """
     with _group(device_type, own.local_rank, init_method="env://"):
@@ -133,7 +133,7 @@ def _rank(
 
 @contextmanager
 def _group(device_type: str, device_index: int, **how: Any) -> Iterator[None]:
-    """A process group around the block, at whose end all ranks wait for each other."""
+    """Open a process group for the block; at its end all ranks wait for each other."""
     torch.set_num_threads(1)
     device: torch.device | None = None
     if device_type == "cuda":

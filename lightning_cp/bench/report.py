@@ -1,4 +1,4 @@
-"""What a run prints and writes, suite by suite."""
+"""The output of a run, suite by suite: printed tables, pictures, ``bench.json`` and ``hardware.json``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,190 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightning_cp.bench.machine import Machine
-from lightning_cp.bench.picture import DRAW
-from lightning_cp.bench.rates import hardware_of
-from lightning_cp.bench.settings import Settings
+from lightning_cp.bench.compute import ComputeRow
+from lightning_cp.bench.hardware_json import MachineInfo, hardware_of
+from lightning_cp.bench.kernels import KernelRow
+from lightning_cp.bench.links import LinkRow
+from lightning_cp.bench.modes import ModeRow
+from lightning_cp.bench.overheads import OverheadRow
+from lightning_cp.bench.settings import BenchSettings
 from lightning_cp.bench.tables import (
+    Unit,
     compute_table,
+    format_size,
+    group_rows,
     kernel_tables,
     link_tables,
+    mode_group,
     mode_tables,
     overhead_table,
+    short_name,
 )
+
+
+def draw_kernels(rows: Sequence[KernelRow], headline: str, picture: Path) -> None:
+    """Draw TFLOP/s by tokens: a panel for each mask, a line for each kernel and pass."""
+    measured = [row for row in rows if row.obstacle is None]
+    if not measured:
+        return
+    panels = group_rows(measured, lambda r: (r.mask,))
+    title = "Kernels: operations on visible pairs, one device"
+    figure, axes = _figure(len(panels), f"{title}\n{headline}")
+    unit = Unit.of([row.both_tflops for row in measured])
+    lines = group_rows(measured, lambda r: (r.kernel, r.dtype, r.head_dim))
+    colors = {key: f"C{number}" for number, (key, _) in enumerate(lines)}
+    shapes = len({(row.dtype, row.head_dim) for row in measured}) > 1
+    for ((mask,), part), axis in zip(panels, axes, strict=True):
+        for key, line in group_rows(part, lambda r: (r.kernel, r.dtype, r.head_dim)):
+            name = ", ".join(map(str, key)) if shapes else str(key[0])
+            tokens, style = [row.tokens for row in line], {"color": colors[key], "marker": "o"}
+            forward = [unit.of_tflops(row.forward_tflops) for row in line]
+            axis.plot(tokens, forward, label=f"{name}, forward", **style)
+            backward = [unit.of_tflops(row.backward_tflops) for row in line]
+            axis.plot(tokens, backward, label=f"{name}, backward", ls="--", mfc="white", **style)
+        axis.set(xlabel="tokens", ylabel=unit.name)
+        axis.set_title(mask, fontsize=10)
+        tokens = sorted({row.tokens for row in measured})
+        _at(axis, tokens, [f"{n:,}" for n in tokens])
+        axis.set_ylim(bottom=0)
+    _finish(figure, axes, picture)
+
+
+def draw_links(rows: Sequence[LinkRow], headline: str, picture: Path) -> None:
+    """Draw GB/s by the bytes that a rank sends: a panel for each mesh, a line for each collective."""
+    if not rows:
+        return
+    panels = group_rows(rows, lambda r: (r.ulysses_size, r.ring_size))
+    title = "Links: what a rank sends while it receives as much"
+    figure, axes = _figure(len(panels), f"{title}\n{headline}", share=True)
+    names = group_rows(rows, lambda r: (r.axis, r.collective))
+    colors = {key: f"C{number}" for number, (key, _) in enumerate(names)}
+    for ((ulysses, ring), part), axis in zip(panels, axes, strict=True):
+        for key, line in group_rows(part, lambda r: (r.axis, r.collective)):
+            style = {"color": colors[key], "marker": "o", "label": ", ".join(map(str, key))}
+            axis.plot([r.bytes for r in line], [r.gigabytes_per_second for r in line], **style)
+        axis.set(xscale="log", yscale="log", xlabel="bytes that a rank sends", ylabel="GB/s")
+        axis.set_title(f"ulysses {ulysses} x ring {ring}", fontsize=10)
+        tiny = min(row.bytes for row in rows)
+        sizes = [tiny, *sorted({row.asked for row in rows if not row.latency})]
+        _at(axis, sizes, [format_size(size) for size in sizes])
+        axis.tick_params(labelbottom=True, labelleft=True)  # inner panels hide them otherwise
+    _finish(figure, axes, picture)
+
+
+def draw_modes(rows: Sequence[ModeRow], headline: str, picture: Path) -> None:
+    """Draw compute, exposed communication and efficiency of each way: one panel for each table."""
+    measured = [row for row in rows if row.both is not None]
+    if not measured:
+        return
+    panels = group_rows(measured, mode_group)
+    title = "Modes: time of one attention call; per cent: efficiency against one process"
+    height = 1.1 + 0.27 * max(len(part) for _, part in panels)
+    figure, axes = _figure(len(panels), f"{title}\n{headline}", height=height)
+    for (_, part), axis in zip(panels, axes, strict=True):
+        _bars(axis, part)
+    _finish(figure, axes, picture)
+
+
+def _bars(axis: Any, rows: Sequence[ModeRow]) -> None:
+    """Draw one bar for each way, the first on top; gray where the exposed part is unknown."""
+    for at, row in enumerate(rows):
+        both = (row.both or 0.0) * 1e3
+        if row.compute is None or row.exposed is None:
+            axis.barh(at, both, color="lightgray", label="both, not taken apart for certain")
+        else:
+            compute = min(row.compute * 1e3, both)
+            axis.barh(at, compute, color="C0", label="compute")
+            left = {"left": compute, "label": "exposed communication"}
+            axis.barh(at, both - compute, color="C1", **left)
+        share = "" if row.efficiency is None else f" {row.efficiency:.0%}"
+        axis.text(both, at, share, va="center", fontsize=8)
+    first = rows[0]
+    what = f"{first.documents} documents" if first.documents else "dense"
+    passes = "forward + backward" if first.backward else "forward"
+    axis.set_title(f"{first.tokens:,} tokens, {what}, {passes}", fontsize=9)
+    axis.set_xlabel("milliseconds", fontsize=8)
+    axis.set_yticks(range(len(rows)), [short_name(row) for row in rows], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_axisbelow(True)
+    axis.tick_params(labelsize=8)
+    axis.set_xlim(0, max(row.both or 0.0 for row in rows) * 1e3 * 1.15)
+
+
+def draw_compute(rows: Sequence[ComputeRow], headline: str, picture: Path) -> None:
+    """Draw rates by tokens: operations on the left, bytes on the right."""
+    names = (("operations", "GFLOP/s"), ("bytes", "GB/s"))
+    figure, axes = _figure(2, f"Beside attention: one device\n{headline}")
+    for (name, unit), axis in zip(names, axes, strict=True):
+        measured = [row for row in rows if getattr(row, name)]
+        for key, line in group_rows(measured, lambda r: (r.what, r.dtype)):
+            rates = [getattr(row, name) / row.seconds / 1e9 for row in line]
+            axis.plot(
+                [row.tokens for row in line], rates, marker="o", label=", ".join(map(str, key))
+            )
+        axis.set(xlabel="tokens", ylabel=unit)
+        tokens = sorted({row.tokens for row in rows})
+        _at(axis, tokens, [f"{n:,}" for n in tokens])
+        axis.set_ylim(bottom=0)
+    _finish(figure, axes, picture)
+
+
+def draw_overheads(rows: Sequence[OverheadRow], headline: str, picture: Path) -> None:
+    """Draw milliseconds of a layer and of a step in each mode."""
+    figure, axes = _figure(1, f"A training step of next to nothing\n{headline}")
+    for name, color, move in (("layer", "C0", -0.2), ("step", "C1", 0.2)):
+        at = [number + move for number in range(len(rows))]
+        times = [getattr(row, f"{name}_seconds") * 1e3 for row in rows]
+        axes[0].barh(at, times, height=0.4, color=color, label=f"a {name}")
+    axes[0].set_yticks(range(len(rows)), [f"{row.mode}, {row.ranks} ranks" for row in rows])
+    axes[0].set_xlabel("milliseconds")
+    _finish(figure, axes, picture)
+
+
+def _figure(
+    panels: int, title: str, *, height: float = 3.2, share: bool = False
+) -> tuple[Any, list[Any]]:
+    """Return a figure with two panels in a row, which may share scales and ticks."""
+    from matplotlib.figure import Figure  # needs no display
+
+    columns = min(panels, 2)
+    lines = -(-panels // columns)
+    figure = Figure(figsize=(5.5 * columns, height * lines + 1.0), layout="constrained")
+    every = figure.subplots(lines, columns, squeeze=False, sharex=share, sharey=share)
+    grid = every.flatten().tolist()
+    for unused in grid[panels:]:
+        unused.remove()
+    figure.suptitle(title, fontsize=10)
+    return figure, grid[:panels]
+
+
+def _at(axis: Any, values: Sequence[int], names: Sequence[str]) -> None:
+    """Put ticks along x at these values only."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(values, names, minor=False)
+    axis.set_xticks([], minor=True)
+
+
+def _finish(figure: Any, axes: Sequence[Any], picture: Path) -> None:
+    """Add a grid to each panel and one legend for all, and save."""
+    named: dict[str, Any] = {}
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        lines, names = axis.get_legend_handles_labels()
+        named |= dict(zip(names, lines, strict=True))
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3, fontsize=8)
+    figure.savefig(picture, dpi=120)
+
+
+DRAW: dict[str, Callable[[Sequence[Any], str, Path], None]] = {
+    "kernels": draw_kernels,
+    "links": draw_links,
+    "modes": draw_modes,
+    "compute": draw_compute,
+    "overheads": draw_overheads,
+}
+"""The picture of each suite."""
+
 
 CONVENTION = (
     "FLOP convention: 4 x head dim x heads for each visible (query, key) pair, forward; 2.5 times that, "
@@ -33,26 +206,26 @@ TABLES: dict[str, Callable[[Sequence[Any]], str]] = {
     "compute": compute_table,
     "overheads": overhead_table,
 }
-"""By suite."""
+"""The tables of each suite."""
 SCHEMA = 1
-"""Of ``bench.json``."""
+"""Schema version of ``bench.json``."""
 RESTLESS = 0.25
-"""Half of the repeats of an idle machine differ by less."""
+"""A median spread above this suggests a busy machine."""
 
 
-class Report:
-    """Everything that was found so far.
+class BenchReport:
+    """The results so far.
 
     Args:
-        machine: where.
-        settings: what was asked for.
-        folder: for the files.
+        machine: the measured machine.
+        settings: the settings of the run.
+        folder: the folder for the files.
     """
 
-    def __init__(self, machine: Machine, settings: Settings, folder: Path) -> None:
+    def __init__(self, machine: MachineInfo, settings: BenchSettings, folder: Path) -> None:
         self._machine, self._settings, self._folder = machine, settings, folder
         self._found: dict[str, Sequence[Any]] = {}
-        self._left: dict[Path, None] = {}  # files of this run, in the order in which they came
+        self._left: dict[Path, None] = {}  # files of this run, in order
         print(f"{machine.headline}\n{_repeats(settings)}\n{CONVENTION}")
         if machine.device_type == "cpu" and machine.devices > machine.cores:
             print(
@@ -71,7 +244,7 @@ class Report:
         self._draw(suite, rows)
 
     def finish(self) -> None:
-        """Say where everything is."""
+        """Print the paths of the files."""
         print("\n" + "\n".join(f"  {file}" for file in self._left), flush=True)
 
     def _write(self) -> None:
@@ -88,7 +261,7 @@ class Report:
 
     def _draw(self, suite: str, rows: Sequence[Any]) -> None:
         picture = self._folder / f"{suite}.png"
-        picture.unlink(missing_ok=True)  # a run before may have left one
+        picture.unlink(missing_ok=True)  # an earlier run may have left one
         try:
             DRAW[suite](rows, self._machine.headline, picture)
         except ImportError as error:
@@ -98,7 +271,7 @@ class Report:
 
 
 def _trust(rows: Sequence[Any]) -> str:
-    """A warning where repeats differ so much that something else must be running."""
+    """Return a warning where repeats differ so much that other jobs must be running."""
     spreads = [row.spread for row in rows if row.spread is not None]
     if not spreads or statistics.median(spreads) < RESTLESS:
         return ""
@@ -108,7 +281,7 @@ def _trust(rows: Sequence[Any]) -> str:
     )
 
 
-def _repeats(settings: Settings) -> str:
+def _repeats(settings: BenchSettings) -> str:
     return (
         f"Ranks begin together; a figure is of the slowest rank, the least of {settings.repeats} after "
         f"{settings.warm_up} to warm up.\n{_SURE if settings.repeats > 1 else _UNSURE}"

@@ -1,4 +1,4 @@
-"""What is to be measured, and what of it makes no sense on this machine."""
+"""The settings of a run, resolved for this machine and checked."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from lightning_cp.bench.case import Case
-from lightning_cp.bench.processes import Launched
+from lightning_cp.bench.methods import AttentionCase
+from lightning_cp.bench.processes import TorchrunRank
 from lightning_cp.errors import ConfigError
 
 SUITES = ("kernels", "links", "modes", "compute", "overheads")
 ALONE = ("kernels", "compute", "overheads")
-"""What makes sense with one device."""
+"""The suites that one device can run."""
 MASKS = ("full", "causal", "window", "packed")
 DTYPES = {str(x).removeprefix("torch."): x for x in (torch.float32, torch.bfloat16, torch.float16)}
 DTYPES["float64"] = torch.float64
@@ -41,12 +41,12 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "repeats": 10,
     },
 }
-"""What ``auto`` is, by device type."""
+"""The values of ``auto``, by device type."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """All that ``configs/bench/bench.yaml`` asks for, decided."""
+class BenchSettings:
+    """The resolved settings of ``configs/bench/bench.yaml``."""
 
     suites: tuple[str, ...]
     device_type: str
@@ -68,15 +68,15 @@ class Settings:
     seconds_per_run: float
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], own: Launched | None = None) -> Settings:
-        """Decide what is left open, and check each setting by itself.
+    def of(cls, config: Mapping[str, Any], own: TorchrunRank | None = None) -> BenchSettings:
+        """Resolve ``auto`` and check each setting separately.
 
         Args:
             config: see ``configs/bench/bench.yaml``.
-            own: which process of torchrun this is, if it is one.
+            own: the place of this process if torchrun started it.
 
         Raises:
-            ConfigError: a value that does not exist, or more devices than there are.
+            ConfigError: an unknown value, or more devices than the machine has.
         """
         device_type = _device_type(config["device"])
         given = {
@@ -108,11 +108,11 @@ class Settings:
             seconds_per_run=_positive("seconds_per_run", given["seconds_per_run"]),
         )
 
-    def cases(self, ranks: int) -> list[Case]:
-        """One dense causal sequence per dtype, head dim and length, shortest first."""
+    def cases(self, ranks: int) -> list[AttentionCase]:
+        """Return one dense causal sequence per dtype, head dim and length, shortest first."""
         every = product(self.dtypes, self.head_dims, self.tokens)
         return [
-            Case(
+            AttentionCase(
                 tokens,
                 ranks,
                 heads=self.heads,
@@ -124,8 +124,8 @@ class Settings:
             for dtype, head_dim, tokens in every
         ]
 
-    def masked(self, case: Case, mask: str) -> Case:
-        """The case under one of ``MASKS``; a window reaches an eighth of the sequence back."""
+    def masked(self, case: AttentionCase, mask: str) -> AttentionCase:
+        """Return the case with one of ``MASKS``; a window reaches an eighth of the sequence back."""
         if mask == "packed":
             return replace(case, packed=self.documents)
         if mask == "window":
@@ -147,8 +147,8 @@ def _device_type(asked: str) -> str:
     return asked
 
 
-def _devices(asked: object, device_type: str, own: Launched | None) -> int:
-    """Processes that measure together."""
+def _devices(asked: object, device_type: str, own: TorchrunRank | None) -> int:
+    """Return the number of processes that measure together."""
     here = torch.cuda.device_count() if device_type == "cuda" else None
     if own is not None:
         if asked not in ("auto", own.count):
@@ -174,17 +174,17 @@ def _devices(asked: object, device_type: str, own: Launched | None) -> int:
 
 
 def cores() -> int:
-    """Of this machine, as many as this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _power_of_two(number: int) -> int:
-    """Processes for a number of cores: heads and lengths divide by a power of two, and modes need two."""
+    """Return processes for a number of cores: a power of two, which divides heads and lengths, at least 2."""
     return min(max(1 << (number.bit_length() - 1), 2), 8)
 
 
 def _many(value: object) -> list[object]:
-    """One value, or a list of them."""
+    """Return a value or values as a list."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         return [value]
     return list(value)

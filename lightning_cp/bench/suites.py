@@ -1,4 +1,4 @@
-"""What every rank of a run does: one suite after the other, and the first rank reports."""
+"""The suites of a run, one after the other on every rank; the first rank reports."""
 
 from __future__ import annotations
 
@@ -9,51 +9,52 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_cp.bench import kernels, which
+from lightning_cp.bench import kernels, selection
 from lightning_cp.bench.compute import measure_compute
+from lightning_cp.bench.hardware_json import this_machine
 from lightning_cp.bench.kernels import measure_kernels
 from lightning_cp.bench.links import measure_links
-from lightning_cp.bench.machine import this_machine
 from lightning_cp.bench.modes import measure_modes
 from lightning_cp.bench.overheads import measure_overheads
-from lightning_cp.bench.report import Report
-from lightning_cp.bench.settings import Settings
+from lightning_cp.bench.report import BenchReport
+from lightning_cp.bench.settings import BenchSettings
 
 Tell = Callable[[str], None]
-MEASURE: dict[str, Callable[[Settings, Tell], Sequence[Any]]] = {
+"""Shows a line of progress."""
+MEASURE: dict[str, Callable[[BenchSettings, Tell], Sequence[Any]]] = {
     "kernels": measure_kernels,
     "links": measure_links,
     "modes": measure_modes,
     "compute": measure_compute,
     "overheads": measure_overheads,
 }
-"""By suite."""
+"""The measurement of each suite."""
 
 
-def check(settings: Settings) -> None:
-    """Refuse what cannot be measured, before any process is started.
+def check(settings: BenchSettings) -> None:
+    """Check that everything asked for can be measured, before any process starts.
 
     Raises:
-        ConfigError: says what would work.
+        ConfigError: something cannot; the message says what works.
     """
     kernels.check(settings)
     if {"links", "modes"} & set(settings.suites):
-        which.check_devices(settings)
+        selection.check_devices(settings)
     if "modes" in settings.suites:
-        which.check(settings)
+        selection.check(settings)
 
 
-def run(settings: Settings, folder: Path) -> None:
-    """Measure on every rank of the world; the first prints tables and writes what was found.
+def run(settings: BenchSettings, folder: Path) -> None:
+    """Measure on every rank of the world; the first rank prints tables and writes the results.
 
-    What is measured is written suite by suite, so that a failure costs no more than its own suite.
+    Results are written suite by suite, so that a failure costs no more than its own suite.
 
     Args:
-        settings: what to measure, checked.
-        folder: gets ``bench.json``, ``hardware.json`` and a picture of each suite.
+        settings: the checked settings.
+        folder: receives ``bench.json``, ``hardware.json`` and a picture of each suite.
     """
     machine = this_machine(settings)
-    report = Report(machine, settings, folder) if dist.get_rank() == 0 else None
+    report = BenchReport(machine, settings, folder) if dist.get_rank() == 0 else None
     for suite in settings.suites:
         rows = MEASURE[suite](settings, _teller(suite))
         if report is not None:
@@ -63,7 +64,7 @@ def run(settings: Settings, folder: Path) -> None:
 
 
 def _teller(suite: str) -> Tell:
-    """Shows the user what is going on, in one line that is written over; nothing if nobody looks."""
+    """Return a function that shows progress in one overwritten line; without a terminal it does nothing."""
     if dist.get_rank() != 0 or not sys.stderr.isatty():
         return lambda text: None
 

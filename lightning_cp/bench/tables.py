@@ -1,35 +1,35 @@
-"""The tables of each suite: Markdown that reads well on a terminal."""
+"""The tables of each suite, in Markdown that is readable on a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from lightning_cp.bench.clock import widest
 from lightning_cp.bench.compute import ComputeRow
 from lightning_cp.bench.kernels import KernelRow
 from lightning_cp.bench.links import LinkRow
 from lightning_cp.bench.modes import ModeRow
 from lightning_cp.bench.overheads import OverheadRow
-from lightning_cp.bench.table import aligned, percent
+from lightning_cp.bench.timers import largest_spread
+from lightning_cp.utils.console import markdown_table, percent
 
 Row = TypeVar("Row")
 
 
 class Unit(NamedTuple):
-    """Of rates: GPUs do 10^12 operations a second, a core of a CPU 10^9."""
+    """The unit of rates: TFLOP/s for GPUs, GFLOP/s for CPU cores."""
 
     name: str
     tflops: float
 
     @classmethod
     def of(cls, tflops: Iterable[float | None]) -> Unit:
-        """One in which the largest is above 1."""
+        """Return the unit in which the largest rate is at least 1."""
         large = max((rate for rate in tflops if rate is not None), default=0.0) >= 1
         return cls("TFLOP/s", 1.0) if large else cls("GFLOP/s", 1e-3)
 
     def of_tflops(self, rate: float | None) -> float | None:
-        """In this unit."""
+        """Convert a rate to this unit."""
         return None if rate is None else rate / self.tflops
 
 
@@ -46,19 +46,19 @@ KERNELS = (
 LINKS = ("axis, collective", "mesh", "latency, us")
 MODES = ("way", "compute", "comm", "both", "exposed", "overlap", "eff.")
 CPU = ("CPU-seconds", "compute", "comm", "both", "one process", "both / one", "spread")
-"""All ranks together."""
+"""Columns of CPU-seconds, summed over ranks."""
 COMPUTE = ("forward + backward", "tokens", "ms", "GFLOP/s", "GB/s", "spread")
 OVERHEADS = ("mode", "ranks", "a layer, ms", "a step, ms", "calls of a layer", "spread")
 
 
 def kernel_tables(rows: Sequence[KernelRow]) -> str:
-    """A table for each mask, dtype and head dim; then what was not measured, and why."""
+    """Return a table for each mask, dtype and head dim; then the kernels that were not measured, and why."""
     measured = [row for row in rows if row.obstacle is None]
     unit = Unit.of([row.both_tflops for row in measured])
     tables: list[str] = []
-    for (mask, *_), part in grouped(measured, lambda r: (r.mask, r.dtype, r.head_dim)):
+    for (mask, *_), part in group_rows(measured, lambda r: (r.mask, r.dtype, r.head_dim)):
         title = f"### {mask}, {_shape(part[0])}: {unit.name} of a device"
-        tables.append(f"{title}\n\n{aligned(KERNELS, [_kernel(row, unit) for row in part])}")
+        tables.append(f"{title}\n\n{markdown_table(KERNELS, [_kernel(row, unit) for row in part])}")
     return "\n\n".join([*tables, *_not_measured(rows)])
 
 
@@ -70,11 +70,11 @@ def _kernel(row: KernelRow, unit: Unit) -> list[str]:
 
 
 def _not_measured(rows: Sequence[KernelRow]) -> list[str]:
-    """Each kernel with its obstacles, and the masks that they are in the way of unless it is all of them."""
+    """Return each kernel's obstacles, with the masks that they concern unless it is all masks."""
     masks = list(dict.fromkeys(row.mask for row in rows))
     lines: list[str] = []
     refused = [row for row in rows if row.obstacle is not None]
-    for (kernel, why), part in grouped(refused, lambda r: (r.kernel, r.obstacle)):
+    for (kernel, why), part in group_rows(refused, lambda r: (r.kernel, r.obstacle)):
         of = list(dict.fromkeys(row.mask for row in part))
         lengths = sorted(
             {row.tokens for row in rows if row.kernel == kernel} - {r.tokens for r in part}
@@ -86,32 +86,32 @@ def _not_measured(rows: Sequence[KernelRow]) -> list[str]:
 
 
 def link_tables(rows: Sequence[LinkRow]) -> str:
-    """One table: GB/s by the bytes that a rank was asked to send."""
+    """Return one table: GB/s by the bytes that a rank was asked to send."""
     sizes = sorted({row.asked for row in rows if not row.latency})
     lines = []
-    for (axis, collective, *mesh), part in grouped(
+    for (axis, collective, *mesh), part in group_rows(
         rows, lambda r: (r.axis, r.collective, r.ulysses_size, r.ring_size)
     ):
         latency = next(row.seconds for row in part if row.latency)
         rates = {row.asked: row.gigabytes_per_second for row in part}
         cells = [_significant(rates.get(size)) for size in sizes]
-        spread = widest(row.spread for row in part if not row.latency)
+        spread = largest_spread(row.spread for row in part if not row.latency)
         mesh_shown = "x".join(map(str, mesh))
         lines.append(
             [f"{axis}, {collective}", mesh_shown, f"{latency * 1e6:.0f}", *cells, percent(spread)]
         )
     note = "GB/s that a rank sends while it receives as much; mesh is ulysses x ring."
-    return f"{note}\n\n{aligned([*LINKS, *map(size_shown, sizes), 'spread'], lines)}"
+    return f"{note}\n\n{markdown_table([*LINKS, *map(format_size, sizes), 'spread'], lines)}"
 
 
 def compute_table(rows: Sequence[ComputeRow]) -> str:
-    """For each dtype a table of what there is beside attention."""
+    """Return, for each dtype, a table of the parts besides attention."""
     tables: list[str] = []
-    for _, part in grouped(rows, lambda r: r.dtype):
+    for _, part in group_rows(rows, lambda r: r.dtype):
         title = (
             f"### {part[0].dtype}, {part[0].features} features: a layer, the loss, the optimizer"
         )
-        tables.append(f"{title}\n\n{aligned(COMPUTE, map(_compute, part))}")
+        tables.append(f"{title}\n\n{markdown_table(COMPUTE, map(_compute, part))}")
     return "\n\n".join(tables)
 
 
@@ -122,7 +122,7 @@ def _compute(row: ComputeRow) -> list[str]:
 
 
 def overhead_table(rows: Sequence[OverheadRow]) -> str:
-    """What is there whatever the length."""
+    """Return the table of costs that do not depend on the length."""
     lines = [
         [
             *(row.mode, str(row.ranks), _ms(row.layer_seconds), _ms(row.step_seconds)),
@@ -130,11 +130,11 @@ def overhead_table(rows: Sequence[OverheadRow]) -> str:
         ]
         for row in rows
     ]
-    return f"A training step of next to nothing.\n\n{aligned(OVERHEADS, lines)}"
+    return f"A training step of next to nothing.\n\n{markdown_table(OVERHEADS, lines)}"
 
 
-def size_shown(size: int) -> str:
-    """64 KiB, 1 MiB, ..."""
+def format_size(size: int) -> str:
+    """Format bytes as 64 KiB, 1 MiB, ..."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size} {unit}"
@@ -143,24 +143,24 @@ def size_shown(size: int) -> str:
 
 
 def mode_tables(rows: Sequence[ModeRow]) -> str:
-    """For each sequence and pass a table of milliseconds, and on CPU one of CPU-seconds."""
+    """Return, for each sequence and pass, a table of milliseconds, and on CPU one of CPU-seconds."""
     unit = Unit.of([row.tflops for row in rows])
     tables: list[str] = []
-    for _, part in grouped(rows, mode_group):
+    for _, part in group_rows(rows, mode_group):
         tables.append(_title(part[0]))
         measured = [row for row in part if row.obstacle is None]
         if measured:
             head = [*MODES, unit.name, "spread"]
-            tables.append(aligned(head, [_mode(row, unit) for row in measured]))
+            tables.append(markdown_table(head, [_mode(row, unit) for row in measured]))
         if on_cpu := [row for row in measured if row.cpu is not None]:
-            tables.append(aligned(CPU, map(_cpu, on_cpu)))
+            tables.append(markdown_table(CPU, map(_cpu, on_cpu)))
         refused = [f"- {row.way}: {row.obstacle}" for row in part if row.obstacle]
         tables += ["\n".join(["Not measured:", *refused])] if refused else []
     return "\n\n".join(tables)
 
 
 def mode_group(row: ModeRow) -> tuple[str, int, int, int, bool]:
-    """What the rows of one table share."""
+    """Return the properties that the rows of one table share."""
     return row.dtype, row.head_dim, row.tokens, row.documents, row.backward
 
 
@@ -178,18 +178,18 @@ def _mode(row: ModeRow, unit: Unit) -> list[str]:
     times = map(_ms, (row.compute, row.comm, row.both, row.exposed))
     shares = map(percent, (row.overlap, row.efficiency))
     rate = _significant(unit.of_tflops(row.tflops))
-    return [short(row), *times, *shares, rate, percent(row.spread)]
+    return [short_name(row), *times, *shares, rate, percent(row.spread)]
 
 
 def _cpu(row: ModeRow) -> list[str]:
     seconds = (row.cpu_compute, row.cpu_comm, row.cpu, row.cpu_one)
     shown = ["-" if value is None else f"{value:.4f}" for value in seconds]
     ratio = "-" if row.cpu_ratio is None else f"{row.cpu_ratio:.3f}"
-    return [short(row), *shown, ratio, percent(row.cpu_spread)]
+    return [short_name(row), *shown, ratio, percent(row.cpu_spread)]
 
 
-def short(row: ModeRow) -> str:
-    """The way's name, for tables of 110 columns: of a name with a layout the family is enough."""
+def short_name(row: ModeRow) -> str:
+    """Return the way's name for tables of 110 columns: with a layout, the family is enough."""
     name = row.way.replace("two_kernel", "two")
     return name.replace("zigzag_", "") if name.endswith(", balanced") else name
 
@@ -198,10 +198,10 @@ def _shape(row: KernelRow | ModeRow) -> str:
     return f"{row.dtype}, {row.heads} heads, {row.kv_heads} K/V heads, head dim {row.head_dim}"
 
 
-def grouped(
+def group_rows(
     rows: Iterable[Row], key: Callable[[Row], Hashable]
 ) -> list[tuple[tuple[object, ...], list[Row]]]:
-    """Rows of equal keys together, in the order in which keys first come."""
+    """Group rows by key, in the order in which keys first appear."""
     found: dict[Hashable, list[Row]] = {}
     for row in rows:
         found.setdefault(key(row), []).append(row)
@@ -213,7 +213,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def _significant(value: float | None) -> str:
-    """Three digits, never in powers of ten."""
+    """Format three significant digits, without an exponent."""
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 100 else f"{value:#.3g}" if value >= 0.001 else f"{value:.4f}"

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 
-from lightning_cp.checkpoint.durable import BEFORE, found, leftovers
-from lightning_cp.checkpoint.full_file import manifest_of_file
-from lightning_cp.checkpoint.in_the_way import is_foreign
+from lightning_cp.checkpoint.atomic import BEFORE, leftovers, locate
+from lightning_cp.checkpoint.full import manifest_of_file
 from lightning_cp.checkpoint.manifest import NAME as MANIFEST
+from lightning_cp.checkpoint.manifest import is_foreign
 from lightning_cp.checkpoint.store import is_store
 from lightning_cp.errors import CheckpointError
 
@@ -85,5 +85,5 @@ def _named(place: Path) -> Path | None:
         return None
     if not name or not name.isprintable() or name != Path(name).name:
         return None
-    path = found(place.with_name(name))
+    path = locate(place.with_name(name))
     return path if path.exists() else None

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_cp.checkpoint.atomic import display_path
 from lightning_cp.errors import CheckpointError
-from lightning_cp.faults.signs import sign_of_life
+from lightning_cp.watchdog.phase import sign_of_life
 
 NAME = "manifest.json"
 VERSION = 1
@@ -19,7 +20,7 @@ _CHUNK = 2**22
 
 
 @dataclass(frozen=True)
-class About:
+class SaveInfo:
     """Facts of what was saved, for people and for whoever loads it.
 
     Args:
@@ -54,7 +55,7 @@ class Manifest:
 
     form: str
     save: str
-    about: About
+    about: SaveInfo
     files: Mapping[str, FileEntry]
 
     def render(self) -> str:
@@ -72,7 +73,7 @@ class Manifest:
         return _signed(body)
 
 
-def parse(text: str, where: str) -> Manifest:
+def parse_manifest(text: str, where: str) -> Manifest:
     """Read a manifest.
 
     Args:
@@ -97,7 +98,7 @@ def parse(text: str, where: str) -> Manifest:
             )
         signed = _signed({key: body[key] for key in body if key != "sha256"})
         files = {str(name): FileEntry(**entry) for name, entry in body["files"].items()}
-        about = About(body["step"], body["mesh"], body["engine"])
+        about = SaveInfo(body["step"], body["mesh"], body["engine"])
         manifest = Manifest(body["form"], body["save"], about, files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -133,7 +134,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder.name} has no {NAME}: its save did not end, or it is no checkpoint of lightning_cp. "
             "Nothing was loaded."
         )
-    manifest = parse(path.read_text(errors="replace"), f"{folder.name}/{NAME}")
+    manifest = parse_manifest(path.read_text(errors="replace"), f"{folder.name}/{NAME}")
     for name in manifest.files:
         if name != Path(name).name or name in ("", ".", ".."):
             raise CheckpointError(
@@ -167,13 +168,13 @@ def _verify_file(path: Path, shown: str, entry: FileEntry) -> None:
             f"{shown} is damaged: it has {size} bytes, and had {entry.bytes} when it was saved. Nothing "
             "was loaded."
         )
-    if hash_of(path) != entry.sha256:
+    if sha256_of(path) != entry.sha256:
         raise CheckpointError(
             f"{shown} is damaged: its sha256 is not the manifest's. Nothing was loaded."
         )
 
 
-def hash_of(path: Path, end: int | None = None) -> str:
+def sha256_of(path: Path, end: int | None = None) -> str:
     """sha256 of a file, or of its first ``end`` bytes."""
     digest = hashlib.sha256()
     left = path.stat().st_size if end is None else end
@@ -189,3 +190,37 @@ def _signed(body: dict[str, Any]) -> str:
     text = json.dumps(body, indent=1, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return json.dumps({**body, "sha256": digest}, indent=1, sort_keys=True)
+
+
+# Files and folders in the way of a checkpoint: a folder is replaced or removed only if it is one of ours.
+
+
+def is_foreign(path: Path) -> bool:
+    """True if it is a folder, and no link to one, that was not written by a save: what is in it is needed."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    try:
+        return not is_ours((path / NAME).read_text())
+    except (FileNotFoundError, ValueError):
+        return True
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse to put something in the place of a folder that holds something else; an empty one may go.
+
+    Raises:
+        CheckpointError: it does, or its own folder is a file; nothing was changed.
+    """
+    file = next((x for x in path.parents if x.exists() and not x.is_dir()), None)
+    if file is not None:
+        raise CheckpointError(
+            f"cannot save {display_path(path)}: {display_path(file)} is a file, and a checkpoint is saved "
+            "in a folder. "
+            "Save somewhere else, or move the file away."
+        )
+    if is_foreign(path) and any(path.iterdir()):
+        raise CheckpointError(
+            f"{display_path(path)} is a folder that is no checkpoint of lightning_cp, so it is not "
+            "replaced. Save "
+            "under another name, or move the folder away."
+        )

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_cp.checkpoint.plain import is_plain
+from lightning_cp.checkpoint.tree import is_plain
 
 
 def whole(plain: Any, pickled: bytes) -> Any:

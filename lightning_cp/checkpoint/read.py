@@ -11,20 +11,22 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.checkpoint.durable import found, this_machine
-from lightning_cp.checkpoint.encode import decode
-from lightning_cp.checkpoint.failures import shown
-from lightning_cp.checkpoint.full import OBJECTS, OURS
-from lightning_cp.checkpoint.full_file import load_file, manifest_of_file, verify_file
-from lightning_cp.checkpoint.index import INDEX, stored_in
+from lightning_cp.checkpoint.atomic import display_path, locate, machine_id
+from lightning_cp.checkpoint.consistency import first_different_path, path_difference
+from lightning_cp.checkpoint.full import (
+    NOTES_KEY,
+    OBJECTS_KEY,
+    load_file,
+    manifest_of_file,
+    verify_file,
+)
 from lightning_cp.checkpoint.manifest import NAME as MANIFEST
 from lightning_cp.checkpoint.manifest import Manifest, read_manifest, verify
-from lightning_cp.checkpoint.plain import Place, map_leaves, name_of, restored
-from lightning_cp.checkpoint.same_paths import both, odd_path
-from lightning_cp.checkpoint.shard_file import said_by
+from lightning_cp.checkpoint.shard_file import INDEX, header_strings, stored_tensor
 from lightning_cp.checkpoint.sharded import STATE
-from lightning_cp.checkpoint.tensors import Stored, fill, like, stored_whole
-from lightning_cp.comm.objects import World, told
+from lightning_cp.checkpoint.tensors import StoredTensor, as_stored, empty_like, read_into
+from lightning_cp.checkpoint.tree import Place, decode, map_leaves, restore_types, unique_name
+from lightning_cp.comm.consensus import World, error_summary
 from lightning_cp.errors import CheckpointError, MissingCheckpointError
 
 _OPENING = "opening a checkpoint"
@@ -39,7 +41,7 @@ class Checkpoint:
     Args:
         path: where it is.
         manifest: ``None`` if another program wrote the file, so that nothing could be verified.
-        tree: what was saved, with ``Stored`` for tensors.
+        tree: what was saved, with ``StoredTensor`` for tensors.
         ours: what the saver noted beside it.
         world: the ranks that have opened it together, and read it together.
     """
@@ -71,24 +73,24 @@ class Checkpoint:
 
     def alone(self) -> Checkpoint:
         """The same for this rank to read by itself."""
-        return replace(self, world=alone())
+        return replace(self, world=single_rank_world())
 
     def _read(self, tree: Any, template: Template) -> Any:
         targets: dict[str, torch.Tensor] = {}
-        stored: dict[str, Stored] = {}
+        stored: dict[str, StoredTensor] = {}
 
-        def visit(place: Place, leaf: Stored) -> torch.Tensor:
+        def visit(place: Place, leaf: StoredTensor) -> torch.Tensor:
             wanted = template(place)
             if not isinstance(wanted, DTensor) or tuple(wanted.shape) != leaf.shape:
                 return leaf.whole()
-            name = name_of(place, stored)
+            name = unique_name(place, stored)
             stored[name] = leaf
-            targets[name] = like(wanted, leaf)
+            targets[name] = empty_like(wanted, leaf)
             return targets[name]
 
         made = map_stored(tree, visit)
-        fill(targets, stored)
-        return restored(made, self.ours.get("notes", []))
+        read_into(targets, stored)
+        return restore_types(made, self.ours.get("notes", []))
 
 
 def open_checkpoint(
@@ -105,15 +107,15 @@ def open_checkpoint(
         MissingCheckpointError: a FileNotFoundError too: it is not there.
         CheckpointError: on every rank: it is incomplete, damaged or no checkpoint; names the file.
     """
-    named, world = Path(path), world or alone()
+    named, world = Path(path), world or single_rank_world()
     machines = _machines(named, world)
     near = [rank for rank, machine in enumerate(machines) if machine == machines[world.rank]]
     share = slice(near.index(world.rank), None, len(near))
-    place, manifest = _together(named, world, lambda: _verified(found(named), share))
+    place, manifest = _together(named, world, lambda: _verified(locate(named), share))
     manifests = world.gather(manifest.render() if manifest else "")
     if len(set(manifests)) > 1:
-        odd = odd_path(world, named)
-        where = both(*odd) if odd else shown(named)
+        odd = first_different_path(world, named)
+        where = path_difference(*odd) if odd else display_path(named)
         raise CheckpointError(
             f"ranks see different checkpoints at {where}. Give all of them the same path, of a file system "
             "that all share, and load it when no other run saves there."
@@ -123,11 +125,12 @@ def open_checkpoint(
 
 def _machines(path: Path, world: World) -> list[str]:
     """Where each rank is, if all of them have come to open a checkpoint."""
-    every: list[Any] = world.gather((_OPENING, this_machine()))
+    every: list[Any] = world.gather((_OPENING, machine_id()))
     for rank, said in enumerate(every):
         if not (isinstance(said, tuple) and len(said) == 2 and said[0] == _OPENING):
             raise CheckpointError(
-                f"rank {world.rank} loads {shown(path)}, and rank {rank} loads nothing. Give every rank "
+                f"rank {world.rank} loads {display_path(path)}, and rank {rank} loads nothing. Give every "
+                "rank "
                 "the same ckpt_path, of a file system that all share."
             )
     return [machine for _, machine in every]
@@ -137,10 +140,10 @@ def _together(path: Path, world: World, action: Callable[[], T]) -> T:
     """The result of this rank's ``action``, once that of every rank went well."""
     mine: list[T] = []
     try:
-        world.together(
+        world.run_on_all(
             lambda: mine.append(action()),
             lambda said: CheckpointError(
-                f"{shown(path)} was refused by another rank ({said.rstrip('.')})."
+                f"{display_path(path)} was refused by another rank ({said.rstrip('.')})."
             ),
         )
     except MissingCheckpointError:
@@ -155,7 +158,7 @@ def _opened(path: Path, manifest: Manifest | None, world: World, weights_only: b
     return Checkpoint(path, manifest, tree, ours, world)
 
 
-def alone() -> World:
+def single_rank_world() -> World:
     """A world of this process."""
     world = World()
     world.size, world.rank = 1, 0
@@ -164,7 +167,7 @@ def alone() -> World:
 
 def _verified(path: Path, share: slice) -> tuple[Path, Manifest | None]:
     """``share``: which files this rank hashes; those of a machine hash all, as others may have a copy."""
-    _require_there(path)
+    _check_exists(path)
     if path.is_dir():
         return path, _verified_folder(path, share)
     manifest = manifest_of_file(path)
@@ -173,14 +176,14 @@ def _verified(path: Path, share: slice) -> tuple[Path, Manifest | None]:
     return path, manifest
 
 
-def _require_there(path: Path) -> None:
+def _check_exists(path: Path) -> None:
     if not path.exists():
         near = _beside(path)
         more = f" and {len(near) - 5} more" if len(near) > 5 else ""
         there = f" That folder has: {', '.join(near[:5])}{more}." if near else ""
         if path.is_symlink():
             there = f" It is a link to {path.readlink().name}, which is not there.{there}"
-        raise MissingCheckpointError(f"Checkpoint file not found: {shown(path)}.{there}")
+        raise MissingCheckpointError(f"Checkpoint file not found: {display_path(path)}.{there}")
 
 
 def _beside(path: Path) -> list[str]:
@@ -200,17 +203,17 @@ def _verified_folder(path: Path, share: slice) -> Manifest:
     try:
         verify(path, manifest, own)
     except CheckpointError as error:
-        _say_which_save(path, manifest, own, error)
+        _raise_if_other_save(path, manifest, own, error)
         raise
     return manifest
 
 
-def _say_which_save(
+def _raise_if_other_save(
     path: Path, manifest: Manifest, names: list[str], error: CheckpointError
 ) -> None:
     """A shard that another save has left is worth naming as that."""
     for name in names:
-        said = said_by(path / name) if name.startswith("shard-") else {}
+        said = header_strings(path / name) if name.startswith("shard-") else {}
         if said.get("save") not in (None, manifest.save):
             raise CheckpointError(
                 f"{path.name}/{name} belongs to another save, of step {said.get('step')}: this checkpoint "
@@ -218,21 +221,21 @@ def _say_which_save(
             ) from error
 
 
-def checkpoint_of(path: Path, tree: Any, *, weights_only: bool = True) -> Checkpoint:
+def checkpoint_from_tree(path: Path, tree: Any, *, weights_only: bool = True) -> Checkpoint:
     """A checkpoint that a plugin has read already, so that nothing is known of a file's bytes."""
-    return Checkpoint(path, None, *_apart(tree, weights_only), alone())
+    return Checkpoint(path, None, *_split_notes(tree, weights_only), single_rank_world())
 
 
 def _in_file(path: Path, weights_only: bool) -> tuple[Any, dict[str, Any]]:
-    return _apart(load_file(path, weights_only=weights_only), weights_only)
+    return _split_notes(load_file(path, weights_only=weights_only), weights_only)
 
 
-def _apart(tree: Any, weights_only: bool) -> tuple[Any, dict[str, Any]]:
+def _split_notes(tree: Any, weights_only: bool) -> tuple[Any, dict[str, Any]]:
     """A saved tree, and the saver's notes beside it."""
-    ours = tree.pop(OURS, {}) if isinstance(tree, dict) else {}
+    ours = tree.pop(NOTES_KEY, {}) if isinstance(tree, dict) else {}
     ours = ours if isinstance(ours, dict) else {}
     if not weights_only:  # objects are what the notes would make of their plain form
-        made = ours.get(OBJECTS, [])
+        made = ours.get(OBJECTS_KEY, [])
         ours["notes"] = [note for note in ours.get("notes", []) if note[0][0] not in made]
     return _stored(tree), ours
 
@@ -242,7 +245,7 @@ def _in_folder(path: Path, manifest: Manifest | None) -> tuple[Any, dict[str, An
     try:
         index = json.loads((path / INDEX).read_text())["tensors"]
         state = json.loads((path / STATE).read_text())
-        stored = {key: stored_in(path, key, entry, manifest) for key, entry in index.items()}
+        stored = {key: stored_tensor(path, key, entry, manifest) for key, entry in index.items()}
         tree = decode(state["tree"], lambda key: stored[key])
         ours = decode(state["ours"], lambda key: stored[key])
     except (KeyError, ValueError, TypeError) as error:
@@ -251,14 +254,16 @@ def _in_folder(path: Path, manifest: Manifest | None) -> tuple[Any, dict[str, An
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{shown(path)} cannot be read ({told(error)}). Nothing was loaded.")
+    return CheckpointError(
+        f"{display_path(path)} cannot be read ({error_summary(error)}). Nothing was loaded."
+    )
 
 
 def _stored(tree: Any) -> Any:
-    """The tree of a file, with ``Stored`` for tensors."""
-    return map_leaves(tree, lambda place, x: stored_whole(x))
+    """The tree of a file, with ``StoredTensor`` for tensors."""
+    return map_leaves(tree, lambda place, x: as_stored(x))
 
 
-def map_stored(tree: Any, visit: Callable[[Place, Stored], Any]) -> Any:
-    """The tree with every ``Stored`` replaced."""
-    return map_leaves(tree, visit, leaf=Stored)
+def map_stored(tree: Any, visit: Callable[[Place, StoredTensor], Any]) -> Any:
+    """The tree with every ``StoredTensor`` replaced."""
+    return map_leaves(tree, visit, leaf=StoredTensor)

@@ -2,29 +2,78 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import io
 import logging
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
-from lightning_cp.checkpoint.durable import sweep
-from lightning_cp.checkpoint.failures import GivenUpError, failed_save
-from lightning_cp.checkpoint.full import OURS, FullSave, plan_full
-from lightning_cp.checkpoint.in_the_way import require_replaceable
-from lightning_cp.checkpoint.manifest import About
+from lightning_cp.checkpoint.atomic import GivenUpError, save_error, sweep
+from lightning_cp.checkpoint.consistency import check_same_states
+from lightning_cp.checkpoint.full import NOTES_KEY, FullSave, plan_full
+from lightning_cp.checkpoint.manifest import SaveInfo, check_replaceable
 from lightning_cp.checkpoint.objects import pickled_objects
-from lightning_cp.checkpoint.plain import plain
-from lightning_cp.checkpoint.same_states import require_same_states
-from lightning_cp.checkpoint.sharded_plan import plan_sharded
-from lightning_cp.checkpoint.unasked import UnaskedError
-from lightning_cp.comm.objects import World, told
+from lightning_cp.checkpoint.sharded import plan_sharded
+from lightning_cp.checkpoint.tree import make_plain
+from lightning_cp.comm.consensus import World, error_summary
 from lightning_cp.errors import CheckpointError
+
+# The end of a program whose save in the background has failed unasked: with status 120.
+#
+# Python has the status by the time that it calls anything at the end. What still changes it is an output
+# that cannot be flushed, as the documentation of ``sys.exit`` has it; all else of the end is done before.
+
+
+class UnretrievedError:
+    """An error that ends the program with status 120 once it is there, until somebody asks for it."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    def have(self, error: Exception) -> None:
+        """There is one."""
+        self._error = error
+        atexit.register(self._end_badly)
+
+    def ask(self) -> Exception | None:
+        """The error; whoever asks sees to it."""
+        atexit.unregister(self._end_badly)
+        return self._error
+
+    def _end_badly(self) -> None:
+        assert self._error is not None
+        if not _is_open(sys.stdout):
+            sys.stdout = io.StringIO()
+        raised: list[Exception] = []
+        for stream in (sys.stdout, sys.__stdout__):  # who has replaced one may undo that
+            if _is_open(stream):
+                stream.flush = functools.partial(_flush, stream.flush, self._error, raised)
+
+
+def _is_open(stream: Any) -> TypeGuard[Any]:
+    return stream is not None and not getattr(stream, "closed", False)
+
+
+def _flush(own: Callable[[], object], error: Exception, raised: list[Exception]) -> None:
+    """Fail where Python itself flushes last, which shows the error; others at the end may flush.
+
+    Raises:
+        Exception: the error, once.
+    """
+    own()
+    if sys.is_finalizing() and not raised:
+        raised.append(error)
+        raise error
+
 
 FORMS = {"full": plan_full, "sharded": plan_sharded}
 _log = logging.getLogger("lightning_cp")
-LIMIT = 1800.0
+WAIT_LIMIT = 1800.0
 """Seconds that the first rank waits in the background for the others' parts."""
 
 
@@ -57,16 +106,16 @@ class Save(Protocol):
         """All of it without communication."""
 
 
-def plan(
+def plan_save(
     tree: dict[str, Any],
     target: Path,
     *,
     form: str = "full",
-    about: About | None = None,
+    about: SaveInfo | None = None,
     ours: dict[str, Any] | None = None,
     may_lack: Sequence[str] = (),
     may_differ: Collection[str] = (),
-    elsewhere: Callable[[dict[str, Any], About], None] | None = None,
+    elsewhere: Callable[[dict[str, Any], SaveInfo], None] | None = None,
 ) -> tuple[Save, list[str]]:
     """Begin a save: what is sent between ranks is sent here. Collective.
 
@@ -91,57 +140,58 @@ def plan(
     target = Path(target)
 
     def begin() -> Any:
-        _require_no_notes(tree)
-        made = plain(tree, may_lack)
+        _check_no_notes(tree)
+        made = make_plain(tree, may_lack)
         if world.rank == 0 and elsewhere is None:
-            require_replaceable(target)
+            check_replaceable(target)
             sweep(target.parent)
         return made
 
     mine: list[Any] = []
     try:
-        world.together(lambda: mine.append(begin()), lambda said: failed_save(target, said))
+        world.run_on_all(lambda: mine.append(begin()), lambda said: save_error(target, said))
     except OSError as error:
-        raise failed_save(target, told(error)) from error
+        raise save_error(target, error_summary(error)) from error
     made = mine[0]
-    require_same_states(world, target, lambda: made.tree, may_differ=may_differ)
+    check_same_states(world, target, lambda: made.tree, may_differ=may_differ)
     notes = {**(ours or {}), "notes": made.notes}
     objects, left_out = dict[str, bytes](), made.left_out
     if form == "full" and world.rank == 0:
         objects, left_out = pickled_objects(tree, may_lack)
     try:
-        planned = FORMS[form](made.tree, notes, target, about or About(), objects)
+        planned = FORMS[form](made.tree, notes, target, about or SaveInfo(), objects)
         if isinstance(planned, FullSave):
             planned.elsewhere = elsewhere
         return planned, left_out
     except CheckpointError:
         raise
     except Exception as error:
-        raise failed_save(target, told(error)) from error
+        raise save_error(target, error_summary(error)) from error
 
 
-def _require_no_notes(tree: dict[str, Any]) -> None:
-    if OURS in tree:
+def _check_no_notes(tree: dict[str, Any]) -> None:
+    if NOTES_KEY in tree:
         raise CheckpointError(
-            f"the state has a key {OURS!r}, under which checkpoints keep their own notes. Give it another "
+            f"the state has a key {NOTES_KEY!r}, under which checkpoints keep their own notes. Give it "
+            "another "
             "name."
         )
 
 
-def finish(save: Save) -> None:
+def finish_save(save: Save) -> None:
     """Write and complete a save. Collective.
 
     Raises:
         CheckpointError: on every rank: it could not be written; what was there before still is.
     """
-    with _or_given_up(save):
-        failure = _other(save)
-        parts = save.world.together(save.write, failure)
-        save.world.together(lambda: save.commit(parts) if save.world.rank == 0 else None, failure)
+    with _give_up_on_error(save):
+        failure = _error_elsewhere(save)
+        parts = save.world.run_on_all(save.write, failure)
+        save.world.run_on_all(lambda: save.commit(parts) if save.world.rank == 0 else None, failure)
 
 
 @contextmanager
-def _or_given_up(save: Save) -> Iterator[None]:
+def _give_up_on_error(save: Save) -> Iterator[None]:
     try:
         yield
     except (CheckpointError, KeyboardInterrupt):
@@ -149,21 +199,21 @@ def _or_given_up(save: Save) -> Iterator[None]:
         raise
     except Exception as error:
         save.give_up()
-        raise failed_save(save.target, told(error)) from error
+        raise save_error(save.target, error_summary(error)) from error
 
 
-def _other(save: Save) -> Any:
-    return lambda said: failed_save(save.target, said)
+def _error_elsewhere(save: Save) -> Any:
+    return lambda said: save_error(save.target, said)
 
 
 def save_checkpoint(tree: dict[str, Any], target: str | Path, **options: Any) -> list[str]:
-    """Save a state: ``plan`` and ``finish``, with the options of ``plan``."""
-    planned, left_out = plan(tree, Path(target), **options)
-    finish(planned)
+    """Save a state: ``plan_save`` and ``finish_save``, with the options of ``plan_save``."""
+    planned, left_out = plan_save(tree, Path(target), **options)
+    finish_save(planned)
     return left_out
 
 
-class Background:
+class BackgroundSave:
     """A save that goes on while training does: in a thread that neither sends nor waits for tensors.
 
     Beginning one is collective: training goes on once all ranks have copied their values. That it failed is
@@ -178,12 +228,12 @@ class Background:
         CheckpointError: on every rank: some cannot copy its values.
     """
 
-    def __init__(self, planned: Save, limit: float = LIMIT) -> None:
+    def __init__(self, planned: Save, limit: float = WAIT_LIMIT) -> None:
         self.target = planned.target
-        self._error = UnaskedError()
+        self._error = UnretrievedError()
         self.is_first = True  # an error of it is no consequence of another rank's
-        with _or_given_up(planned):
-            planned.world.together(planned.copy, _other(planned))
+        with _give_up_on_error(planned):
+            planned.world.run_on_all(planned.copy, _error_elsewhere(planned))
         self._thread = threading.Thread(target=self._run, args=(planned, limit), name="checkpoint")
         self._thread.start()
 
@@ -192,7 +242,7 @@ class Background:
             planned.finish_alone(limit)
         except Exception as error:
             self.is_first = not isinstance(error, GivenUpError)
-            made = failed_save(self.target, told(error))
+            made = save_error(self.target, error_summary(error))
             made.__cause__ = error
             _log.error("%s", made)
             self._error.have(made)

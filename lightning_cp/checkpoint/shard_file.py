@@ -8,14 +8,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from lightning_cp.checkpoint.pretrained.write import NAMES, Shape, header_bytes
-from lightning_cp.faults.signs import pieces
+from lightning_cp.checkpoint.atomic import display_path
+from lightning_cp.checkpoint.manifest import Manifest
+from lightning_cp.checkpoint.pretrained.writer import DTYPE_NAMES, TensorSpec, header_bytes
+from lightning_cp.checkpoint.tensors import Chunk, StoredTensor
+from lightning_cp.checkpoint.tree import dtype_named
+from lightning_cp.errors import CheckpointError
+from lightning_cp.watchdog.phase import pieces
 
 _ALIGNED = 64
 _LARGEST_HEADER = 100_000_000
@@ -39,7 +49,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Written:
+class BlockLocation:
     """Where a block is."""
 
     key: str
@@ -53,7 +63,7 @@ class Written:
 
 def write_shard(
     path: Path, blocks: Sequence[Block], said: Mapping[str, str]
-) -> tuple[list[Written], str, int]:
+) -> tuple[list[BlockLocation], str, int]:
     """Write blocks into a new file, one at a time, and have it on the disk.
 
     Args:
@@ -84,7 +94,7 @@ def write_shard(
     return written, digest.hexdigest(), at
 
 
-def mapped(path: Path, begin: int, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def map_block(path: Path, begin: int, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A block of a file, read when its values are."""
     count = torch.Size(sizes).numel()
     if count == 0:
@@ -94,7 +104,7 @@ def mapped(path: Path, begin: int, sizes: Sequence[int], dtype: torch.dtype) -> 
     return data[begin:].view(dtype).view(tuple(sizes))
 
 
-def said_by(path: Path) -> dict[str, str]:
+def header_strings(path: Path) -> dict[str, str]:
     """The strings of a shard's header; empty if it has none."""
     try:
         with path.open("rb") as file:
@@ -107,25 +117,113 @@ def said_by(path: Path) -> dict[str, str]:
 
 def _header(blocks: Sequence[Block], said: Mapping[str, str]) -> bytes:
     """Of dtypes that the format does not have, the bytes are written."""
-    held: dict[str, Shape] = {}
+    held: dict[str, TensorSpec] = {}
     for block in blocks:
         data, name = block.data, block.key
         if tuple(data.shape) != block.shape:
             name += f"@{','.join(map(str, block.offsets))}"
-        known = data.dtype in NAMES
-        held[name] = Shape(data.dtype, tuple(data.shape)) if known else _bytes_like(data)
+        known = data.dtype in DTYPE_NAMES
+        held[name] = TensorSpec(data.dtype, tuple(data.shape)) if known else _bytes_like(data)
     return header_bytes(held, said, _ALIGNED)
 
 
-def _bytes_like(x: torch.Tensor) -> Shape:
-    return Shape(torch.uint8, (x.nbytes,))
+def _bytes_like(x: torch.Tensor) -> TensorSpec:
+    return TensorSpec(torch.uint8, (x.nbytes,))
 
 
-def _place(block: Block, file: str, at: int) -> Written:
+def _place(block: Block, file: str, at: int) -> BlockLocation:
     dtype = str(block.data.dtype).removeprefix("torch.")
-    return Written(block.key, dtype, block.shape, block.offsets, tuple(block.data.shape), file, at)
+    return BlockLocation(
+        block.key, dtype, block.shape, block.offsets, tuple(block.data.shape), file, at
+    )
 
 
 def _bytes_of(x: torch.Tensor) -> memoryview:
     flat = x.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
     return flat.numpy().data
+
+
+# ``index.json`` of a sharded checkpoint: of every tensor dtype, shape, and where its blocks are.
+
+
+INDEX = "index.json"
+_PLACE = ("offsets", "sizes", "file", "begin")
+_Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where it begins, and its sizes."""
+
+
+def index_of(blocks: Sequence[BlockLocation]) -> dict[str, Any]:
+    """The index of the blocks of all ranks."""
+    found: dict[str, list[BlockLocation]] = {}
+    for block in blocks:
+        found.setdefault(block.key, []).append(block)
+    tensors = {}
+    for key, written in found.items():
+        chunks = [{k: v for k, v in asdict(w).items() if k in _PLACE} for w in written]
+        tensors[key] = {"dtype": written[0].dtype, "shape": written[0].shape, "chunks": chunks}
+    return {"tensors": tensors}
+
+
+def stored_tensor(
+    folder: Path, key: str, entry: dict[str, Any], manifest: Manifest
+) -> StoredTensor:
+    """A tensor of a folder, to be read when it is wanted.
+
+    Args:
+        folder: the checkpoint.
+        key: the tensor's name in the index.
+        entry: what the index says of it.
+        manifest: names the files that were verified, and their sizes.
+
+    Raises:
+        CheckpointError: blocks are in other files, or are not the tensor.
+    """
+    shape, dtype = tuple(entry["shape"]), dtype_named(entry["dtype"])
+    for x in entry["chunks"]:
+        if x["file"] not in manifest.files:
+            raise _wrong(folder, f"{key} is in {x['file']!r}, which the manifest does not name")
+        end = x["begin"] + prod(x["sizes"]) * dtype.itemsize
+        if not 0 <= x["begin"] <= end <= manifest.files[x["file"]].bytes:
+            raise _wrong(folder, f"a block of {key} is outside {x['file']}")
+    if not _fills(shape, [(tuple(x["offsets"]), tuple(x["sizes"])) for x in entry["chunks"]]):
+        raise _wrong(folder, f"the blocks of {key} are not all of its shape {list(shape)}")
+    return StoredTensor(dtype, shape, tuple(_chunk(folder, x, dtype) for x in entry["chunks"]))
+
+
+def _chunk(folder: Path, x: dict[str, Any], dtype: torch.dtype) -> Chunk:
+    read = partial(map_block, folder / x["file"], x["begin"], x["sizes"], dtype)
+    return Chunk(tuple(x["offsets"]), tuple(x["sizes"]), read)
+
+
+def _fills(shape: tuple[int, ...], blocks: Sequence[_Box]) -> bool:
+    """True if blocks lie in a tensor, and each of its elements is in one of them and in no other."""
+    for offsets, sizes in blocks:
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            return False
+        for offset, size, whole in zip(offsets, sizes, shape, strict=True):
+            if not 0 <= offset <= offset + size <= whole:
+                return False
+    held = [(offsets, sizes) for offsets, sizes in blocks if prod(sizes)]
+    if prod(shape) != sum(prod(sizes) for _, sizes in held):
+        return False
+    cut = [dim for dim, whole in enumerate(shape) if any(sizes[dim] < whole for _, sizes in held)]
+    begin = (0,) * len(shape)
+    return _corners(held, cut) == _corners([(begin, shape)] if prod(shape) else [], cut)
+
+
+def _corners(boxes: Iterable[_Box], dims: Sequence[int]) -> dict[tuple[int, ...], int]:
+    """The number of times each corner comes, with its sign: at the end of one dimension ``-``, of two ``+``.
+
+    Sums from the beginning over these are how often each element comes, so two sets of boxes with the same
+    corners have each element equally often; and thousands of boxes need not be compared with each other.
+    """
+    found: Counter[tuple[int, ...]] = Counter()
+    for offsets, sizes in boxes:
+        sides = [((offsets[dim], 1), (offsets[dim] + sizes[dim], -1)) for dim in dims]
+        for corner in product(*sides):
+            found[tuple(at for at, _ in corner)] += prod(sign for _, sign in corner)
+    return {corner: times for corner, times in found.items() if times}
+
+
+def _wrong(folder: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{display_path(folder / INDEX)} says that {what}. Nothing was loaded.")

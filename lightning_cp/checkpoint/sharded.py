@@ -12,40 +12,76 @@ folder once its part is on the disk, and the first rank waits for the notes of a
 from __future__ import annotations
 
 import json
+import secrets
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
 
-from lightning_cp.checkpoint.durable import (
+from lightning_cp.checkpoint.atomic import (
+    SAVING,
+    GivenUpError,
+    discard,
     discard_shared,
-    leave_note,
+    make_folder,
     put_in_place,
+    save_error,
     sync,
+    temporary_path,
     write_durably,
+    write_note,
 )
-from lightning_cp.checkpoint.failures import GivenUpError
-from lightning_cp.checkpoint.index import INDEX, index_of
-from lightning_cp.checkpoint.manifest import NAME, About, FileEntry, Manifest, hash_of
-from lightning_cp.checkpoint.notes import leave_failure, read_note
-from lightning_cp.checkpoint.shard_file import Block, Written, write_shard
-from lightning_cp.comm.objects import World, told
-from lightning_cp.errors import CheckpointError
+from lightning_cp.checkpoint.manifest import NAME, FileEntry, Manifest, SaveInfo, sha256_of
+from lightning_cp.checkpoint.shard_file import INDEX, Block, BlockLocation, index_of, write_shard
+from lightning_cp.checkpoint.tree import Place, encode, unique_name
+from lightning_cp.comm.consensus import World, error_summary
+from lightning_cp.errors import CheckpointError, without_home
+
+# The note that a rank which saves in the background leaves for the first one, which waits for it.
+
+
+def report_failure(note: Path, why: str, part: Path) -> bool:
+    """Tell the first rank of an error, on a disk that may be full; whether it still waits for that.
+
+    Args:
+        note: where it looks.
+        why: the error.
+        part: what was written so far, which goes first, to make room.
+    """
+    discard(part)
+    try:
+        write_note(note, json.dumps({"failed": why}))
+        return True
+    except OSError:
+        with suppress(OSError):
+            note.touch()  # an empty one needs no room
+        return note.parent.is_dir()
+
+
+def read_note(note: Path) -> dict[str, Any]:
+    """Its text; ``failed`` if there was no room to say why."""
+    return json.loads(note.read_text() or '{"failed": "its part could not be written"}')
+
 
 STATE = "state.json"
 _NOTE, _PAUSE = "done-", 0.02
 
 
 @dataclass
-class Part:
+class RankPart:
     """The part that one rank has written: its file, and where its blocks are in it."""
 
     file: str = ""
     sha256: str = ""
     bytes: int = 0
-    blocks: list[Written] = field(default_factory=list)
+    blocks: list[BlockLocation] = field(default_factory=list)
 
 
 @dataclass
@@ -65,7 +101,7 @@ class ShardedSave:
     target: Path
     staging: Path
     save: str
-    about: About
+    about: SaveInfo
     world: World
     blocks: list[Block]
     state: Any
@@ -77,19 +113,19 @@ class ShardedSave:
             data.copy_(block.data)
             self.blocks[at] = Block(block.key, block.shape, block.offsets, data)
 
-    def write(self) -> Part:
+    def write(self) -> RankPart:
         """Write this rank's blocks; nothing if it has none.
 
         Raises:
             OSError: they could not be written.
         """
         if not self.blocks:
-            return Part()
+            return RankPart()
         said = {"format": "lightning_cp shard", "save": self.save, "step": str(self.about.step)}
         written, digest, size = write_shard(self.staging / self._file, self.blocks, said)
-        return Part(self._file, digest, size, written)
+        return RankPart(self._file, digest, size, written)
 
-    def commit(self, parts: list[Part]) -> None:
+    def commit(self, parts: list[RankPart]) -> None:
         """Complete the checkpoint, on the first rank.
 
         Raises:
@@ -100,7 +136,7 @@ class ShardedSave:
         for name, content in ((INDEX, index), (STATE, self.state)):
             path = self.staging / name
             write_durably(path, json.dumps(content).encode())
-            entries[name] = FileEntry(hash_of(path), path.stat().st_size)
+            entries[name] = FileEntry(sha256_of(path), path.stat().st_size)
         sync(self.staging)
         manifest = Manifest("sharded", self.save, self.about, entries)
         write_durably(self.staging / NAME, manifest.render().encode())
@@ -126,17 +162,19 @@ class ShardedSave:
         try:
             part = self.write()
             if self.world.rank:
-                leave_note(note, json.dumps(asdict(part)))
+                write_note(note, json.dumps(asdict(part)))
                 return
             self.commit([part, *(self._part_of(rank, limit) for rank in range(1, self.world.size))])
         except Exception as error:
             if self.world.rank == 0:
                 self.give_up()
-            elif not leave_failure(note, told(error), self.staging / self._file):
-                raise GivenUpError(f"{told(error)}: the first rank has given up") from error
+            elif not report_failure(note, error_summary(error), self.staging / self._file):
+                raise GivenUpError(
+                    f"{error_summary(error)}: the first rank has given up"
+                ) from error
             raise
 
-    def _part_of(self, rank: int, limit: float) -> Part:
+    def _part_of(self, rank: int, limit: float) -> RankPart:
         note, until = self.staging / f"{_NOTE}{rank:05d}.json", time.monotonic() + limit
         while not note.exists():
             if time.monotonic() > until:
@@ -149,8 +187,113 @@ class ShardedSave:
         note.unlink()
         if "failed" in said:
             raise CheckpointError(f"rank {rank}: {said['failed']}")
-        return Part(**{**said, "blocks": [Written(**x) for x in said["blocks"]]})
+        return RankPart(**{**said, "blocks": [BlockLocation(**x) for x in said["blocks"]]})
 
     @property
     def _file(self) -> str:
         return f"shard-{self.world.rank:05d}-of-{self.world.size:05d}.safetensors"
+
+
+# The ranks' parts of a sharded checkpoint, and the folder in which all write.
+
+
+_PLAN_PAUSE = 0.02
+_SEEN = 10.0
+"""Seconds until a folder that one rank has made has to be there for another."""
+
+
+def plan_sharded(
+    tree: dict[str, Any],
+    ours: dict[str, Any],
+    target: Path,
+    about: SaveInfo,
+    objects: Mapping[str, bytes],
+) -> ShardedSave:
+    """Decide who writes what, and make the folder. Collective.
+
+    Tensors that are spread (``DTensor``) are written by the ranks that hold them, replicas once; all else is
+    the first rank's.
+
+    Args:
+        tree: plain.
+        ours: what is noted beside it, plain and without tensors.
+        target: the checkpoint.
+        about: for the manifest.
+        objects: none: this form has no pickles.
+
+    Raises:
+        CheckpointError: on the other ranks: one of them cannot begin.
+        Exception: on that one: why it cannot.
+    """
+    assert not objects
+    world, staging = World(), temporary_path(target, SAVING)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    state: dict[str, Any] = {}
+
+    def begin() -> tuple[SavePlan, str, str]:
+        tensors: dict[str, torch.Tensor] = {}
+        for name, part in (("tree", tree), ("ours", ours)):
+            state[name] = encode(part, lambda place, x: _named(tensors, place, x))
+        if world.rank > 0:
+            tensors = {key: x for key, x in tensors.items() if isinstance(x, DTensor)}
+        planner.set_up_planner(tensors, is_coordinator=world.rank == 0)
+        if world.rank == 0:
+            make_folder(target.parent)
+            staging.mkdir()
+        return planner.create_local_plan(), staging.name, secrets.token_hex(8)
+
+    blocks: list[Block] = []
+
+    def end() -> None:
+        plans, _ = planner.create_global_plan([plan for plan, _, _ in begun])
+        blocks.extend(
+            _block(item, planner) for item in planner.finish_plan(plans[world.rank]).items
+        )
+
+    try:
+        begun = world.run_on_all(begin, lambda said: save_error(target, said))
+        _, folder, save = begun[0]
+        world.run_on_all(
+            lambda: _wait_until_visible(target.with_name(folder)),
+            lambda said: save_error(target, said),
+        )
+        world.run_on_all(end, lambda said: save_error(target, said))
+    except BaseException:
+        if world.rank == 0:
+            discard(staging)
+        raise
+    kept = state if world.rank == 0 else None
+    return ShardedSave(target, target.with_name(folder), save, about, world, blocks, kept)
+
+
+def _wait_until_visible(folder: Path) -> None:
+    """Wait until this rank sees what the first one has made: it may take a moment over a network."""
+    until = time.monotonic() + _SEEN
+    while not folder.is_dir():
+        if time.monotonic() > until:
+            raise CheckpointError(
+                f"this rank does not see {without_home(str(folder.parent.absolute()))}, in which rank 0 has "
+                "made a folder for the parts of all. A sharded checkpoint needs a file system that all "
+                "ranks share, and the same path on all of them; checkpoint='full' needs neither"
+            )
+        time.sleep(_PLAN_PAUSE)
+
+
+def _named(tensors: dict[str, torch.Tensor], place: Place, tensor: torch.Tensor) -> str:
+    key = unique_name(place, tensors)
+    tensors[key] = tensor
+    return key
+
+
+def _block(item: WriteItem, planner: DefaultSavePlanner) -> Block:
+    assert item.tensor_data is not None
+    data = planner.resolve_data(item)
+    assert isinstance(data, torch.Tensor)
+    chunk, size = item.tensor_data.chunk, tuple(item.tensor_data.size)
+    if data.shape != chunk.sizes:
+        raise CheckpointError(
+            f"{item.index.fqn} {list(size)} is spread unevenly: its placements say that this rank holds "
+            f"a block of {list(chunk.sizes)}, and it holds {list(data.shape)}, so where that belongs is "
+            "not known. Tensor parallelism has to divide evenly what it shares; checkpoint='full' saves it."
+        )
+    return Block(item.index.fqn, size, tuple(chunk.offsets), data.detach())

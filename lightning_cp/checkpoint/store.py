@@ -17,9 +17,9 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
-from lightning_cp.checkpoint.durable import SAVING
-from lightning_cp.checkpoint.full_file import write_file
-from lightning_cp.checkpoint.manifest import About
+from lightning_cp.checkpoint.atomic import SAVING
+from lightning_cp.checkpoint.full import write_file
+from lightning_cp.checkpoint.manifest import SaveInfo
 from lightning_cp.errors import CheckpointError, MissingCheckpointError
 
 _LOCAL = ("file", "local")
@@ -31,8 +31,8 @@ def is_store(path: str | PathLike[str]) -> bool:
     return bool(url) and protocol not in _LOCAL
 
 
-def put(
-    tree: dict[str, Any], about: About, path: str, options: Mapping[str, Any] | None = None
+def put_in_store(
+    tree: dict[str, Any], about: SaveInfo, path: str, options: Mapping[str, Any] | None = None
 ) -> None:
     """Write a checkpoint into a store; the one of that name is replaced by the last call of all.
 
@@ -81,7 +81,7 @@ def local_copy(path: str) -> Iterator[Path]:
             f"Checkpoint file not found: {path}. Give the URL of one that was saved."
         )
     if system.isdir(place):
-        raise CheckpointError(f"{path} is a folder. {SHARDED}")
+        raise CheckpointError(f"{path} is a folder. {SHARDED_ADVICE}")
     with TemporaryDirectory() as own:
         file = Path(own, place.rpartition("/")[2])
         system.get_file(place, str(file))
@@ -95,7 +95,7 @@ def remove_from_store(path: str) -> None:
         system.rm_file(place)
 
 
-SHARDED = (
+SHARDED_ADVICE = (
     "A sharded checkpoint needs a folder that all ranks write to. Save it on a local or mounted file system, "
     "and copy the folder, or use checkpoint='full', which a store holds."
 )

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from lightning_cp.faults.signs import sign_of_life
+from lightning_cp.watchdog.phase import sign_of_life
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor that is in a checkpoint and has not been read."""
 
     dtype: torch.dtype
@@ -54,10 +54,10 @@ class Stored:
         return made
 
 
-def stored_whole(tensor: torch.Tensor) -> Stored:
+def as_stored(tensor: torch.Tensor) -> StoredTensor:
     """A tensor that is at hand as if it were stored in one piece."""
     chunk = Chunk((0,) * tensor.dim(), tuple(tensor.shape), lambda: tensor)
-    return Stored(tensor.dtype, tuple(tensor.shape), (chunk,))
+    return StoredTensor(tensor.dtype, tuple(tensor.shape), (chunk,))
 
 
 def whole(tensor: torch.Tensor, *, keep: bool = True) -> torch.Tensor | None:
@@ -70,11 +70,11 @@ def whole(tensor: torch.Tensor, *, keep: bool = True) -> torch.Tensor | None:
         tensor: any; shape and dtype stay.
         keep: this rank wants it; the others take part and get ``None``.
     """
-    made = assembled(tensor)
+    made = assemble(tensor)
     return made.cpu() if keep else None
 
 
-def assembled(tensor: torch.Tensor) -> torch.Tensor:
+def assemble(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor where it is, assembled if it is spread over ranks: the part of ``whole`` that communicates."""
     made = tensor.detach()
     if isinstance(made, DTensor):
@@ -93,27 +93,27 @@ def assembled(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def fill(targets: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> None:
+def read_into(targets: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> None:
     """Read into tensors of the same keys and shapes, for ``DTensor`` this rank's shards only.
 
     No communication. Only what a shard needs is read, however the checkpoint was cut.
     """
-    reader = StoredTensors({key: stored[key] for key in targets})
+    reader = StoredTensorReader({key: stored[key] for key in targets})
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), reader.read_metadata(), is_coordinator=True)
     plan = planner.finish_plan(planner.create_local_plan())
     reader.read_data(plan, planner).wait()
 
 
-def like(template: torch.Tensor, stored: Stored) -> torch.Tensor:
+def empty_like(template: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
     """An empty tensor of a checkpoint's dtype, spread as ``template`` is; on its device."""
     return torch.empty_like(template.detach(), dtype=stored.dtype)
 
 
-class StoredTensors(StorageReader):
+class StoredTensorReader(StorageReader):
     """A reader for ``torch.distributed.checkpoint``: blocks of tensors, no pickles."""
 
-    def __init__(self, stored: Mapping[str, Stored]) -> None:
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
         self._stored = stored
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -160,7 +160,7 @@ class StoredTensors(StorageReader):
         return False
 
 
-def _metadata_of(item: Stored) -> TensorStorageMetadata:
+def _metadata_of(item: StoredTensor) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(x.offsets), torch.Size(x.sizes)) for x in item.chunks]
     return TensorStorageMetadata(TensorProperties(item.dtype), torch.Size(item.shape), chunks)
 

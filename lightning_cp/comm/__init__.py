@@ -1,1 +1,1 @@
-"""The only place that calls torch.distributed for data. Functions take process groups, never a mesh."""
+"""Collectives: the one room that calls torch.distributed for data. Functions take groups, never a mesh."""

@@ -1,4 +1,4 @@
-"""Gathering shards of equal size from every rank of a group, and adding up what goes back."""
+"""All-gather of equal shards over a group, and its adjoint: a sum whose shards return to their owners."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.layout.tiles import Ranges
-from lightning_cp.named_ranges import named
+from lightning_cp.utils.tracing import profile_range
 
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
-    """The tensors of all ranks of ``group``, in rank order; every rank passes the same shape.
+    """Return the tensors of all ranks of ``group``, in rank order; every rank passes the same shape.
 
     Differentiable: a rank's gradient is the sum, over the ranks, of the gradients of its tensor.
     """
@@ -51,7 +51,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class PendingShards:
-    """A collective under way; its buffers live until it has been waited for."""
+    """A collective in flight; holds its buffers until ``wait``."""
 
     def __init__(
         self,
@@ -68,24 +68,24 @@ class PendingShards:
         self._name = name
 
     def wait(self) -> torch.Tensor:
-        """Block until it is done; what was received, which is then the caller's alone. Call it once."""
+        """Block until the collective is done and return the result, which the caller owns. Call once."""
         if self._work is not None:
-            with named("{} wait", self._name):
+            with profile_range("{} wait", self._name):
                 self._work.wait()
         received, self._received = self._received, None
         self._work = self._sent = None
         assert received is not None
-        with named("copies"):
+        with profile_range("copies"):
             return received if self._finish is None else self._finish(received)
 
 
 def start_all_gather(
     tensors: torch.Tensor | Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> PendingShards:
-    """Start gathering [T, ...] of every rank: [N*T, ...] in rank order.
+    """Start gathering [T, ...] of every rank into [N*T, ...], in rank order.
 
     Several tensors [T, B, heads, D], D of any width, travel as one, head by head (head 0 of each, head 1 of
-    each, ...). They are written to their place in the result, and sent from there.
+    each, ...). They are copied to their place in the result and sent from there.
     """
     parts = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     x, ranks = parts[0], group.size()
@@ -93,13 +93,13 @@ def start_all_gather(
     shape = x.shape[1:] if len(parts) == 1 else (*x.shape[1:-1], sum(dims))
     received = x.new_empty(ranks * len(x), *shape)
     own = received.narrow(0, group.rank() * len(x), len(x))
-    with named("copies"):
+    with profile_range("copies"):
         for place, part in zip(own.split(dims, dim=-1), parts, strict=True):
             place.copy_(part)
     if ranks == 1:
         return PendingShards(received, own, None)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    with named("all-gather post"):
+    with profile_range("all-gather post"):
         return PendingShards(received, own, gather(received, own, group=group, async_op=True))
 
 
@@ -109,15 +109,16 @@ def start_reduce_scatter(
     *,
     order: Ranges | None = None,
 ) -> PendingShards:
-    """Start adding up every rank's ``x`` [N*T, ...]: this rank's [T, ...] of the sum.
+    """Start summing every rank's ``x`` [N*T, ...]; the result is this rank's shard [T, ...] of the sum.
 
-    With gloo the other ranks' shards are exchanged and added in rank order: as many bytes as its own
-    reduce-scatter moves, several times faster, and deterministic.
+    With gloo, an all-to-all moves the shards and each rank adds them in rank order: the same bytes as gloo's
+    reduce-scatter, several times faster, and deterministic.
 
     Args:
-        x: the shards, which may be given up once this returns.
+        x: the shards; may be freed once this returns.
         group: the ranks.
-        order: ranges of the rank order that ``x`` consists of, laid end to end; rank order itself by default.
+        order: ranges of the rank order that ``x`` consists of, laid end to end; by default ``x`` is in rank
+            order.
     """
     ranks, rank, length = group.size(), group.rank(), len(x) // group.size()
     own = rank * length, (rank + 1) * length
@@ -125,24 +126,26 @@ def start_reduce_scatter(
         order = None
     if dist.get_backend(group) == dist.Backend.GLOO or ranks == 1:
         sent, into = (x.new_empty(n * length, *x.shape[1:]) for n in (ranks - 1, 1))
-        _put_in_order(x, order, [(0, own[0], sent), (*own, into), (own[1], len(x), sent[own[0] :])])
-        return _exchange(sent, into, group)
+        _copy_to_rank_order(
+            x, order, [(0, own[0], sent), (*own, into), (own[1], len(x), sent[own[0] :])]
+        )
+        return _reduce_by_all_to_all(sent, into, group)
     whole = x.contiguous() if order is None else torch.empty_like(x)
     if order is not None:
-        _put_in_order(x, order, [(0, len(x), whole)])
+        _copy_to_rank_order(x, order, [(0, len(x), whole)])
     total = x.new_empty(length, *x.shape[1:])
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    with named("reduce-scatter post"):
+    with profile_range("reduce-scatter post"):
         work = scatter(total, whole, group=group, async_op=True)
     return PendingShards(total, whole, work, name="reduce-scatter")
 
 
-def _put_in_order(
+def _copy_to_rank_order(
     x: torch.Tensor, order: Ranges | None, places: Sequence[tuple[int, int, torch.Tensor]]
 ) -> None:
-    """Copy what lies in some ranges of the rank order: (from, to, where)."""
+    """Copy ``x`` to its places in rank order; a place is (start, end, tensor) of a range of that order."""
     at = 0
-    with named("copies"):
+    with profile_range("copies"):
         for start, end in ((0, len(x)),) if order is None else order:
             for first, last, place in places:
                 low, high = max(start, first), min(end, last)
@@ -151,14 +154,16 @@ def _put_in_order(
             at += end - start
 
 
-def _exchange(sent: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup) -> PendingShards:
-    """Add the shards of the other ranks to this rank's own, which ``into`` holds."""
+def _reduce_by_all_to_all(
+    sent: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup
+) -> PendingShards:
+    """Start adding the other ranks' shards to this rank's, which ``into`` holds."""
     ranks, rank, length = group.size(), group.rank(), len(into)
     received = torch.empty_like(sent)
     if ranks == 1:
         return PendingShards(into, sent, None)
     sizes = [length * (other != rank) for other in range(ranks)]
-    with named("reduce-scatter post"):
+    with profile_range("reduce-scatter post"):
         work = dist.all_to_all_single(
             *(received, sent),
             output_split_sizes=sizes,
@@ -171,7 +176,7 @@ def _exchange(sent: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup) 
 
 
 def _add_in_rank_order(others: torch.Tensor, *, into: torch.Tensor, rank: int) -> torch.Tensor:
-    """``into``, which holds the shard of ``rank``, with the shards of the others before and after it."""
+    """Add the other ranks' shards to ``into``, the shard of ``rank``, in rank order."""
     shards = list(others.split(len(into)))
     shards.insert(rank, into)
     total = shards[0]

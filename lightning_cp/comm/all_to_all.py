@@ -1,12 +1,12 @@
-"""Ulysses' exchange: trade sequence for heads, and back.
+"""Ulysses' all-to-all, which trades sequence for heads, and its adjoint.
 
 ``U`` ranks of a group, each with ``L`` tokens of all heads, end up with ``U*L`` tokens of some
 heads. Messages are token-first ([tokens, batch, heads, head dim]), so that what arrives from the
 ranks in order *is* the longer sequence: no permutation on the receiving side.
 
-A message has sections, one after the other along its entries: queries, say, then keys and values. The
-tensors of a section have the same heads, of any widths, and lie in it head by head (K of head 0, V of
-head 0, K of head 1, ...), so that a range of heads is one slice.
+A message has sections along its entries, such as queries, then keys and values. The tensors of a section
+have the same heads, of any widths, and lie in it head by head (K of head 0, V of head 0, K of head 1, ...),
+so that a range of heads is one slice.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_cp.named_ranges import named
+from lightning_cp.utils.tracing import profile_range
 
 HeadRanges = Sequence[tuple[int, int]]
 """(first, past-last) head of each rank of the group; ranges may overlap (shared K/V heads)."""
 
 
 class _Section(NamedTuple):
-    """Part of a message: some tensors of equal heads, and which of these each rank of the group has."""
+    """Part of a message: tensors with the same heads, and the heads of each rank of the group."""
 
     ranges: HeadRanges
     dims: tuple[int, ...]
@@ -32,33 +32,33 @@ class _Section(NamedTuple):
 
     @classmethod
     def of(cls, ranges: HeadRanges, tensors: Sequence[torch.Tensor]) -> _Section:
-        """Of tensors [..., heads, D]."""
+        """Make the section of tensors [..., heads, D]."""
         return cls(ranges, tuple(x.shape[-1] for x in tensors))
 
     def shape(self, rank: int) -> tuple[int, int]:
-        """Heads that a rank has, and the entries of each in all tensors."""
+        """Heads of a rank, and entries per head in all tensors."""
         first, last = self.ranges[rank]
         return last - first, sum(self.dims)
 
     def entries(self, rank: int) -> int:
-        """Entries per token that a rank has."""
+        """Entries per token of a rank."""
         heads, dim = self.shape(rank)
         return heads * dim
 
     @property
     def num_heads(self) -> int:
-        """Of one tensor, over all ranks."""
+        """Heads of one tensor over all ranks."""
         return self.ranges[-1][1]
 
     @property
     def is_even(self) -> bool:
-        """True if the ranks' heads are equally many, and no two ranks share one."""
+        """True if all ranks have equally many heads, and no two ranks share one."""
         each = self.ranges[0][1]
         return all(heads == (at * each, (at + 1) * each) for at, heads in enumerate(self.ranges))
 
 
 class Pending:
-    """An all-to-all under way; the send buffer lives here until it has been waited for."""
+    """An all-to-all in flight; holds the send buffer until ``wait``."""
 
     def __init__(
         self,
@@ -73,13 +73,13 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        """The received tensors, in order; once."""
+        """Block until the all-to-all is done and return the received tensors, in order. Call once."""
         assert self._received is not None
         if self._work is not None:
-            with named("all-to-all wait"):
+            with profile_range("all-to-all wait"):
                 self._work.wait()
         received, self._received, self._sent, self._work = self._received, None, None, None
-        with named("copies"):
+        with profile_range("copies"):
             return self._finish(received)
 
 
@@ -89,12 +89,12 @@ def scatter_heads(
     rank: int,
     group: dist.ProcessGroup,
 ) -> Pending:
-    """Start sending each rank its heads of our tokens.
+    """Start sending each rank its heads of this rank's tokens.
 
     Args:
         tensors: of each section, [B, L, heads, D], D of any width; all of one dtype.
         ranges: of each section, the heads of each rank.
-        rank: ours in the group.
+        rank: this rank in the group.
         group: the ranks.
 
     Returns:
@@ -104,17 +104,17 @@ def scatter_heads(
     first = tensors[0][0]
     batch, tokens = first.shape[:2]
     sections = [_Section.of(each, xs) for each, xs in zip(ranges, tensors, strict=True)]
-    sizes = _sizes(sections, tokens * batch)
+    sizes = _message_sizes(sections, tokens * batch)
     send = first.new_empty(sum(sizes))
-    with named("copies"):
+    with profile_range("copies"):
         for span, message in _messages(send, sections, sizes, (tokens, batch)):
-            parts = _parts(message, sections, span[0])
+            parts = _tensor_views(message, sections, span[0])
             for section, places, xs in zip(sections, parts, tensors, strict=True):
                 for place, x_BLHD in zip(places, xs, strict=True):
-                    place.copy_(_by_rank(x_BLHD, section, span))
-    received = first.new_empty(len(sizes) * tokens, batch, _entries(sections, rank))
-    work = _start(received, send, [sizes[rank]] * len(sizes), sizes, group)
-    return Pending(received, send, work, lambda whole: _wholes(whole, sections, rank))
+                    place.copy_(_heads_by_rank(x_BLHD, section, span))
+    received = first.new_empty(len(sizes) * tokens, batch, _num_entries(sections, rank))
+    work = _post(received, send, [sizes[rank]] * len(sizes), sizes, group)
+    return Pending(received, send, work, lambda whole: _section_views(whole, sections, rank))
 
 
 def gather_heads(
@@ -124,38 +124,40 @@ def gather_heads(
     group: dist.ProcessGroup,
     dtype: torch.dtype | None = None,
 ) -> Pending:
-    """Start sending every rank its tokens of our heads; the adjoint of :func:`scatter_heads`.
+    """Start sending each rank its tokens of this rank's heads; the adjoint of :func:`scatter_heads`.
 
     Args:
-        tensors: of each section, ``[U*L, B, heads of rank, D]``. The lists are emptied: what only they hold
-            is freed before memory is taken for what comes.
+        tensors: of each section, ``[U*L, B, heads of rank, D]``. The lists are emptied, which frees
+            their tensors before the receive buffer is allocated.
         ranges: of each section, the heads of each rank.
-        rank: ours in the group.
+        rank: this rank in the group.
         group: the ranks.
-        dtype: to send them in; their own by default.
+        dtype: of the message; by default that of the tensors.
 
     Returns:
         A transfer of every tensor of every section, ``[B, L, heads, D]``. Contributions to a head that
         several ranks hold are summed.
     """
     sections = [_Section.of(each, xs) for each, xs in zip(ranges, tensors, strict=True)]
-    with named("copies"):
-        send = _as_one(tensors, sections, rank, dtype or tensors[0][0].dtype)
+    with profile_range("copies"):
+        send = _pack(tensors, sections, rank, dtype or tensors[0][0].dtype)
     total, batch, _ = send.shape
     shape = (total // len(ranges[0]), batch)
-    sizes = _sizes(sections, shape[0] * batch)
+    sizes = _message_sizes(sections, shape[0] * batch)
     received = send.new_empty(sum(sizes))
-    work = _start(received, send, sizes, [sizes[rank]] * len(sizes), group)
-    return Pending(received, send, work, lambda whole: _to_tokens(whole, sections, sizes, shape))
+    work = _post(received, send, sizes, [sizes[rank]] * len(sizes), group)
+    return Pending(
+        received, send, work, lambda whole: _unpack_tokens(whole, sections, sizes, shape)
+    )
 
 
-def _to_tokens(
+def _unpack_tokens(
     received: torch.Tensor,
     sections: Sequence[_Section],
     sizes: Sequence[int],
     shape: tuple[int, int],
 ) -> tuple[torch.Tensor, ...]:
-    """The tensors of all sections from the messages of all ranks; ``shape`` is tokens, batch."""
+    """Unpack the tensors of all sections from the messages of all ranks; ``shape`` is (tokens, batch)."""
     tokens, batch = shape
     gathered = [
         [received.new_empty(batch, tokens, section.num_heads, dim) for dim in section.dims]
@@ -163,11 +165,11 @@ def _to_tokens(
     ]
     filled = [0] * len(sections)  # heads below hold a value: ranges are sorted, overlaps add up
     for span, message in _messages(received, sections, sizes, shape):
-        parts = _parts(message, sections, span[0])
+        parts = _tensor_views(message, sections, span[0])
         for at, (section, part) in enumerate(zip(sections, parts, strict=True)):
             shared = max(0, filled[at] - section.ranges[span[0]][0])
             for came, x_BLHD in zip(part, gathered[at], strict=True):
-                own = _by_rank(x_BLHD, section, span)
+                own = _heads_by_rank(x_BLHD, section, span)
                 own[..., shared:, :] = came[..., shared:, :]
                 if shared:
                     own[..., :shared, :] += came[..., :shared, :]
@@ -175,28 +177,28 @@ def _to_tokens(
     return tuple(x for xs in gathered for x in xs)
 
 
-def _sizes(sections: Sequence[_Section], rows: int) -> list[int]:
-    """Entries of the message that has the heads of each rank, for a number of tokens of all batch rows."""
-    return [rows * _entries(sections, rank) for rank in range(len(sections[0].ranges))]
+def _message_sizes(sections: Sequence[_Section], rows: int) -> list[int]:
+    """Entries of the message with the heads of each rank; ``rows`` counts the tokens of all batch rows."""
+    return [rows * _num_entries(sections, rank) for rank in range(len(sections[0].ranges))]
 
 
-def _entries(sections: Sequence[_Section], rank: int) -> int:
-    """Entries per token that a rank has in all sections."""
+def _num_entries(sections: Sequence[_Section], rank: int) -> int:
+    """Entries per token of a rank in all sections."""
     return sum(section.entries(rank) for section in sections)
 
 
-def _as_one(
+def _pack(
     tensors: Sequence[list[torch.Tensor]],
     sections: Sequence[_Section],
     rank: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """A message [U*L, B, entries] of all sections, in contiguous memory; empties the lists."""
+    """Pack all sections into one contiguous message [U*L, B, entries]; empties the lists."""
     if [len(xs) for xs in tensors] == [1]:
         return tensors[0].pop().to(dtype).contiguous().flatten(2)
     total, batch = tensors[0][0].shape[:2]
-    message = tensors[0][0].new_empty(total, batch, _entries(sections, rank), dtype=dtype)
-    for places, xs in zip(_parts(message, sections, rank), tensors, strict=True):
+    message = tensors[0][0].new_empty(total, batch, _num_entries(sections, rank), dtype=dtype)
+    for places, xs in zip(_tensor_views(message, sections, rank), tensors, strict=True):
         for place, x in zip(places, xs, strict=True):
             place.copy_(x)
     for xs in tensors:
@@ -210,18 +212,18 @@ def _messages(
     sizes: Sequence[int],
     shape: tuple[int, int],
 ) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
-    """Spans of ranks, with their messages ``[ranks, tokens, batch, entries]``.
+    """Yield spans of ranks with their messages ``[ranks, tokens, batch, entries]``.
 
-    All ranks at once where all have as many heads, and share none; else one by one.
+    One span of all ranks where they have equally many heads and share none, else one span per rank.
     """
     if all(section.is_even for section in sections):
-        yield (0, len(sizes)), buffer.view(len(sizes), *shape, _entries(sections, 0))
+        yield (0, len(sizes)), buffer.view(len(sizes), *shape, _num_entries(sections, 0))
         return
     for rank, message in enumerate(buffer.split(list(sizes))):
-        yield (rank, rank + 1), message.view(1, *shape, _entries(sections, rank))
+        yield (rank, rank + 1), message.view(1, *shape, _num_entries(sections, rank))
 
 
-def _wholes(
+def _section_views(
     message: torch.Tensor, sections: Sequence[_Section], rank: int
 ) -> tuple[torch.Tensor, ...]:
     """Views [..., heads, D] of the sections of a rank's message, D being the widths of all tensors."""
@@ -232,31 +234,31 @@ def _wholes(
     )
 
 
-def _parts(
+def _tensor_views(
     message: torch.Tensor, sections: Sequence[_Section], rank: int
 ) -> tuple[tuple[torch.Tensor, ...], ...]:
     """Views [..., heads, D] of the tensors of each section of a rank's message."""
-    wholes = _wholes(message, sections, rank)
+    wholes = _section_views(message, sections, rank)
     return tuple(
         whole.split(section.dims, dim=-1) for section, whole in zip(sections, wholes, strict=True)
     )
 
 
-def _by_rank(x_BLHD: torch.Tensor, section: _Section, span: tuple[int, int]) -> torch.Tensor:
+def _heads_by_rank(x_BLHD: torch.Tensor, section: _Section, span: tuple[int, int]) -> torch.Tensor:
     """A view of the heads of a span of ranks: ``[ranks, L, B, heads of a rank, D]``."""
     first, last = section.ranges[span[0]][0], section.ranges[span[1] - 1][1]
     heads = x_BLHD[:, :, first:last].unflatten(2, (span[1] - span[0], -1))
     return heads.permute(2, 1, 0, 3, 4)
 
 
-def _start(
+def _post(
     received: torch.Tensor,
     send: torch.Tensor,
     received_sizes: list[int],
     sent_sizes: list[int],
     group: dist.ProcessGroup,
 ) -> dist.Work | None:
-    with named("all-to-all post"):
+    with profile_range("all-to-all post"):
         return dist.all_to_all_single(
             received.view(-1), send.view(-1), received_sizes, sent_sizes, group=group, async_op=True
         )

@@ -1,4 +1,4 @@
-"""Making process groups, of axes of a mesh and for messages between CPUs; every rank of the world does."""
+"""Process groups of mesh axes, and for messages between CPUs. All ranks of the world make them together."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch.distributed.nn
 from torch.distributed.device_mesh import DeviceMesh
 
 FAKE = "fake"
-"""PyTorch's backend for a process that plays one rank of a world that is not there."""
+"""PyTorch's backend for one process that acts as a rank of a world that does not exist."""
 
 
 def gloo_mesh(
     device_type: str, sizes: tuple[int, ...], *, mesh_dim_names: tuple[str, ...]
 ) -> DeviceMesh:
-    """A mesh in which all axes of one rank share a group, and axes of all ranks take the world's.
+    """Make a mesh in which all axes of size 1 share a group, and axes of all ranks take the world's.
 
     Each gloo group keeps threads that wake up a hundred times a second: with a group for each of five axes
     they took 5 to 9 ms of CPU a second, on every rank.
@@ -41,7 +41,7 @@ def gloo_mesh(
 
 
 def gloo_group(partition: torch.Tensor) -> dist.ProcessGroup:
-    """This rank's of the groups that all ranks make together, for CPU messages: ``[groups, ranks]``."""
+    """Make groups for CPU messages and return this rank's; ``partition`` is ``[groups, ranks]``."""
     world = dist.group.WORLD
     assert world is not None
     backend = FAKE if is_fake() else "gloo"  # gloo would wait for the others to connect
@@ -51,23 +51,23 @@ def gloo_group(partition: torch.Tensor) -> dist.ProcessGroup:
 
 
 def is_fake() -> bool:
-    """True if one process plays a rank of the world: nothing is sent, and there is nobody to connect to."""
+    """True if the backend is ``FAKE``: nothing is sent, and there is no other process to connect to."""
     return dist.get_backend() == FAKE
 
 
 def warm_up(ring: dist.ProcessGroup, device: torch.device) -> None:
-    """Have the ring's communicator made now, with all of its ranks taking part.
+    """Make the ring's communicator now, with all of its ranks.
 
-    NCCL makes it at a group's first call. In a ring that may be a transfer that only some of the ranks take
-    part in (the others have nothing to send at that hop), and they would wait for the rest forever.
+    NCCL makes it at a group's first call. In a ring this may be a transfer of only some of the ranks (the
+    others have nothing to send at that hop), which would then wait for the rest forever.
     """
     dist.all_reduce(torch.zeros(1, device=device), group=ring)
 
 
 def group_of(partition: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:
-    """This rank's group of those that all ranks make together: ``[groups, ranks]``.
+    """Make the groups of ``partition`` (``[groups, ranks]``) and return this rank's.
 
-    ``backend``: the world's if it is ``None``.
+    ``backend``: that of the world if it is ``None``.
     """
     own, _ = dist.new_subgroups_by_enumeration(partition.tolist(), backend=backend)
     assert isinstance(own, dist.ProcessGroup)

@@ -1,8 +1,8 @@
-"""Point-to-point transfers of one hop: keys to the ranks that need them, their gradients home.
+"""Point-to-point transfers of one hop (keys out, gradients home), and asynchronous messages of any sizes.
 
 Every rank posts its transfers in the same order of hops, so messages between two ranks match in
-order (NCCL has no tags). A send buffer lives until its transfer has been waited for: overwriting it
-earlier would corrupt the receiver's data.
+order (NCCL has no tags). A send buffer lives until ``wait``: overwriting it earlier would corrupt the
+receiver's data.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from lightning_cp.utils.tracing import profile_range
+
 
 class Transfer:
-    """One hop's send and receive under way."""
+    """A hop's send and receive in flight."""
 
     def __init__(
         self, received: torch.Tensor | None, sent: torch.Tensor | None, works: list[dist.Work]
@@ -24,7 +26,7 @@ class Transfer:
         self._works = works
 
     def wait(self) -> torch.Tensor | None:
-        """Block until both directions are done; what was received, if anything was."""
+        """Block until both directions are done and return the received tensor, if there is one."""
         for work in self._works:
             work.wait()
         self._works, self._sent = [], None
@@ -43,9 +45,9 @@ def start_transfer(
 
     Args:
         send: a contiguous tensor, or ``None`` to send nothing.
-        dest: who receives it.
+        dest: the receiver.
         receive_shape: shape of what ``source`` sends, or ``None`` to receive nothing.
-        source: who sends it.
+        source: the sender.
         like: gives the received tensor its dtype and device.
         group: the ring's process group.
     """
@@ -58,3 +60,55 @@ def start_transfer(
         ops.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
     works = dist.batch_isend_irecv(ops) if ops else []
     return Transfer(received, send, works)
+
+
+class PendingMessage:
+    """A message in flight; holds the send buffer until ``wait``."""
+
+    def __init__(
+        self, received: torch.Tensor, sent: torch.Tensor | None, work: dist.Work | None
+    ) -> None:
+        self._received, self._sent, self._work = received, sent, work
+
+    def wait(self) -> torch.Tensor:
+        """Block until the message has arrived and return it."""
+        if self._work is not None:
+            with profile_range("message wait"):
+                self._work.wait()
+        self._sent = self._work = None
+        return self._received
+
+
+def post_all_to_all(
+    send: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+) -> PendingMessage:
+    """Start sending each rank of the group its entries; all ranks call it together.
+
+    Args:
+        send: [sum of sent], for each rank in the order of the group.
+        sent: entries for each rank.
+        received: entries from each rank.
+        group: the ranks.
+
+    Returns:
+        A message [sum of received], of each rank in order.
+    """
+    into = send.new_empty(sum(received))
+    with profile_range("message post"):
+        work = dist.all_to_all_single(
+            into, send, list(received), list(sent), group=group, async_op=True
+        )
+    return PendingMessage(into, send, work)
+
+
+def post_broadcast(x: torch.Tensor, source: int, group: dist.ProcessGroup) -> PendingMessage:
+    """Start broadcasting ``x`` of one rank to the group.
+
+    Args:
+        x: [n], sent by ``source`` and overwritten on the other ranks.
+        source: the sender, as a rank of the group.
+        group: the ranks.
+    """
+    with profile_range("message post"):
+        work = dist.broadcast(x, group=group, group_src=source, async_op=True)
+    return PendingMessage(x, None, work)

@@ -1,15 +1,15 @@
-"""Exchanges of tensor-parallel ranks: each has a part of every layer, and all have what is between layers.
+"""Differentiable collectives of tensor parallelism: each rank has a part of every layer.
 
-An activation that all ranks of a group hold whole is *replicated*: so are its gradient and every parameter
-that it alone flows through. One of which each has its own part of the last dimension is *sharded*.
+A *replicated* activation is whole on all ranks of a group; so are its gradient and every parameter that it
+alone flows through. Of a *sharded* activation each rank has its part of the last dimension.
 
 | function | forward | backward |
 |---|---|---|
-| ``enter`` (replicated -> used by sharded layers) | nothing | sum over ranks |
-| ``leave`` (partial sums -> replicated) | sum over ranks | nothing |
-| ``gather_last`` (sharded -> replicated, and used alike) | all-gather | own part |
-| ``gather_last_for_parts`` (sharded -> whole, each uses another part) | all-gather | sum, own part |
-| ``own_last`` (replicated -> sharded) | own part | all-gather |
+| ``copy_to_tp_region`` (replicated -> input of sharded layers) | nothing | sum over ranks |
+| ``reduce_from_tp_region`` (partial sums -> replicated) | sum over ranks | nothing |
+| ``gather_from_tp_region`` (sharded -> replicated, used alike) | all-gather | own part |
+| ``gather_for_tp_shards`` (sharded -> whole, ranks use different parts) | all-gather | sum, own part |
+| ``scatter_to_tp_region`` (replicated -> sharded) | own part | all-gather |
 """
 
 from __future__ import annotations
@@ -20,66 +20,66 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.comm.all_gather import all_gather
-from lightning_cp.named_ranges import named
+from lightning_cp.utils.tracing import profile_range
 
 
-def enter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """A replicated activation for sharded layers, each rank's of which adds to its gradient.
+def copy_to_tp_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Pass a replicated activation to sharded layers; its gradient is summed over the ranks.
 
     Args:
         x: [...], the same on all ranks.
-        group: those that share the layers.
+        group: the ranks that share the layers.
 
     Returns:
         x, whose gradient [...] is summed over the ranks.
     """
-    return _Enter.apply(x, group)  # type: ignore[no-any-return]
+    return _CopyToRegion.apply(x, group)  # type: ignore[no-any-return]
 
 
-def leave(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of what the ranks' layers have made, replicated.
+def reduce_from_tp_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum the outputs of the ranks' layers; the result is replicated.
 
     Args:
         x: [...], a part of the sum; the same shape on all ranks.
-        group: those that share the layers.
+        group: the ranks that share the layers.
 
     Returns:
         The sum [...], in the dtype of ``x``.
     """
-    return _Leave.apply(x, group)  # type: ignore[no-any-return]
+    return _ReduceFromRegion.apply(x, group)  # type: ignore[no-any-return]
 
 
-def gather_last(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """``[..., n] -> [..., n * ranks]``, of which all ranks go on to make the same.
+def gather_from_tp_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather ``[..., n] -> [..., n * ranks]`` for computation that is the same on all ranks.
 
     Args:
         x: [..., n], this rank's part of the last dimension; the same shape on all ranks.
-        group: those that share the layers, in the order of their parts.
+        group: the ranks that share the layers, in the order of their parts.
     """
-    return _GatherLast.apply(x, group)  # type: ignore[no-any-return]
+    return _GatherFromRegion.apply(x, group)  # type: ignore[no-any-return]
 
 
-def gather_last_for_parts(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """``[..., n] -> [..., n * ranks]``, of which each rank uses what it likes.
+def gather_for_tp_shards(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather ``[..., n] -> [..., n * ranks]`` for ranks that use different parts of it.
 
     Args:
         x: [..., n], this rank's part of the last dimension; the same shape on all ranks.
-        group: those that share the layers, in the order of their parts.
+        group: the ranks that share the layers, in the order of their parts.
     """
     return torch.cat(all_gather(x, group), dim=-1)
 
 
-def own_last(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """``[..., n * ranks] -> [..., n]``: this rank's part of what all ranks have made alike.
+def scatter_to_tp_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Cut ``[..., n * ranks] -> [..., n]``: this rank's part of a replicated activation.
 
     Args:
         x: [..., n * ranks], the same on all ranks.
-        group: those that share the layers, in the order of their parts.
+        group: the ranks that share the layers, in the order of their parts.
     """
-    return _OwnLast.apply(x, group)  # type: ignore[no-any-return]
+    return _ScatterToRegion.apply(x, group)  # type: ignore[no-any-return]
 
 
-class _Enter(torch.autograd.Function):
+class _CopyToRegion(torch.autograd.Function):
     """Shapes over P ranks.
 
     ========  ====================================  ==========  ================================
@@ -97,10 +97,10 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _summed(gradients[0], ctx.group), None
+        return _all_reduce(gradients[0], ctx.group), None
 
 
-class _Leave(torch.autograd.Function):
+class _ReduceFromRegion(torch.autograd.Function):
     """Shapes over P ranks.
 
     ========  ====================================  ==========  ================================
@@ -113,14 +113,14 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return _summed(x, group)
+        return _all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return gradients[0], None
 
 
-class _GatherLast(torch.autograd.Function):
+class _GatherFromRegion(torch.autograd.Function):
     """Shapes over P ranks.
 
     ========  ====================================  ==========  ================================
@@ -134,14 +134,14 @@ class _GatherLast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _gathered(x, group)
+        return _gather(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _own(gradients[0], ctx.group), None
+        return _own_part(gradients[0], ctx.group), None
 
 
-class _OwnLast(torch.autograd.Function):
+class _ScatterToRegion(torch.autograd.Function):
     """Shapes over P ranks.
 
     ========  ====================================  ==========  ================================
@@ -155,28 +155,28 @@ class _OwnLast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _own(x, group).clone()
+        return _own_part(x, group).clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _gathered(gradients[0], ctx.group), None
+        return _gather(gradients[0], ctx.group), None
 
 
-def _gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     x = x.contiguous()
     parts = [torch.empty_like(x) for _ in range(group.size())]
-    with named("tensor-parallel all-gather"):
+    with profile_range("tensor-parallel all-gather"):
         dist.all_gather(parts, x, group=group)
     return torch.cat(parts, dim=-1)
 
 
-def _own(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _own_part(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     size = x.shape[-1] // group.size()
     return x.narrow(-1, group.rank() * size, size)
 
 
-def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     total = x.detach().clone(memory_format=torch.contiguous_format)
-    with named("tensor-parallel sum"):
+    with profile_range("tensor-parallel sum"):
         dist.all_reduce(total, group=group)
     return total

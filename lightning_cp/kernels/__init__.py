@@ -1,1 +1,1 @@
-"""Block attention on one device; never communicates."""
+"""Kernels: block attention on one device, without communication."""

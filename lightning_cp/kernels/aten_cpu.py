@@ -1,4 +1,4 @@
-"""The CPU flash operator, which ``F.scaled_dot_product_attention`` calls on CPU."""
+"""PyTorch's CPU flash operator, which ``F.scaled_dot_product_attention`` calls on CPU."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from lightning_cp.kernels.call_per_tile import (
-    CallPerTile,
+from lightning_cp.kernels.per_tile import (
     Gradients,
-    cut,
-    cut_gradients,
+    PerTileKernel,
     is_causal,
-    one_width,
-    square_causal,
+    pad_to_widest,
+    split_causal,
+    trim_gradients,
+    trim_width,
 )
 from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Scores
-from lightning_cp.layout.tiles import Mask, Tile
+from lightning_cp.layout.mask import Mask
+from lightning_cp.layout.tiles import Tile
 
 
-class AtenCpuFlash(CallPerTile):
+class AtenCpuFlash(PerTileKernel):
     """``aten::_scaled_dot_product_flash_attention_for_cpu``.
 
     It takes tensors as [B, H, L, D] of any strides along B, H and L, so that transposed views cost
-    nothing, and shares K/V heads among query heads by itself. An empty tile would kill the process.
+    nothing, and supports grouped K/V heads. An empty tile would kill the process.
     """
 
     name = "aten_cpu_flash"
@@ -35,25 +36,25 @@ class AtenCpuFlash(CallPerTile):
     )
 
     def calls(self, tiles: Sequence[Tile], mask: Mask) -> Iterable[Tile]:
-        """Tiles whose diagonal is at the top left, where the operator has it."""
+        """Yield tiles whose diagonal is at the top left, as the operator's is."""
         for tile in super().calls(tiles, mask):
-            yield from square_causal(tile)
+            yield from split_causal(tile)
 
     def attend(self, inputs: QKV, tile: Tile, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
-        """One call; every query of a full or causal tile has a key, so lse is finite."""
-        q, k, v = (x.transpose(1, 2) for x in one_width(*inputs))
+        """Call the operator; every query of a full or causal tile has a key, so lse is finite."""
+        q, k, v = (x.transpose(1, 2) for x in pad_to_widest(*inputs))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
             q, k, v, 0.0, is_causal(tile), scale=scores.softmax_scale
         )
-        return cut(out.transpose(1, 2), inputs.v.shape[-1]), lse
+        return trim_width(out.transpose(1, 2), inputs.v.shape[-1]), lse
 
     def differentiate(self, merged: Merged, inputs: QKV, tile: Tile, scores: Scores) -> Gradients:
-        """One call; ``out`` must have q's dtype, ``lse`` float32 (float64 for float64)."""
+        """Call the operator; ``out`` must have q's dtype, ``lse`` float32 (float64 for float64)."""
         dout, out, q, k, v = (
-            x.transpose(1, 2) for x in one_width(merged.dout, merged.out, *inputs)
+            x.transpose(1, 2) for x in pad_to_widest(merged.dout, merged.out, *inputs)
         )
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             dout, q, k, v, out, merged.lse, 0.0, is_causal(tile), scale=scores.softmax_scale
         )
         parts = dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-        return cut_gradients(parts, inputs)
+        return trim_gradients(parts, inputs)

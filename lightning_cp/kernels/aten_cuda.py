@@ -2,7 +2,7 @@
 
 Only arguments that torch 2.10 has are passed, so that one call serves 2.10 to 2.13: the schemas of
 2.10 and 2.11 are equal, 2.13 appends ``block_table`` and ``num_splits`` to the flash forward, with
-defaults. The random state that the backward operators want is read only with dropout, here 0.
+defaults. The backward operators read their random state only with dropout, which is 0 here.
 """
 
 from __future__ import annotations
@@ -12,31 +12,30 @@ from collections.abc import Iterable, Sequence
 import torch
 from typing_extensions import override
 
-from lightning_cp.kernels.call_per_tile import (
-    CallPerTile,
+from lightning_cp.kernels.devices import pre_ampere_obstacle
+from lightning_cp.kernels.merge import Accumulator, GradientSums
+from lightning_cp.kernels.per_tile import (
     Gradients,
+    PerTileKernel,
     is_causal,
     replace_infinities,
-    square_causal,
+    split_causal,
 )
-from lightning_cp.kernels.call_varlen import CallVarlen, FlashCall
-from lightning_cp.kernels.devices import before_ampere
-from lightning_cp.kernels.flash_window import UNBOUNDED_WINDOW
-from lightning_cp.kernels.merge import Accumulator
 from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Scores, accumulate_dtype
 from lightning_cp.kernels.reference import ReferenceKernel
-from lightning_cp.kernels.sums import GradientSums
-from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
+from lightning_cp.kernels.varlen import UNBOUNDED_WINDOW, FlashCall, VarlenKernel
+from lightning_cp.layout.mask import Mask
+from lightning_cp.layout.tiles import ALL_ROWS, Tile
 
 _HALF_PRECISION = frozenset({torch.bfloat16, torch.float16})
 _SINGLE_KEY = ReferenceKernel()
 
 
-class AtenCudaFlash(CallVarlen):
-    """``aten::_flash_attention_forward``, dense and packed; windows too; shares K/V heads by itself.
+class AtenCudaFlash(VarlenKernel):
+    """``aten::_flash_attention_forward``, dense and packed, with windows and grouped K/V heads.
 
-    It is FlashAttention-2, or 3 or 4 where ``torch.nn.attention.activate_flash_attention_impl`` has
-    been told so. Version 2 returns lse +inf for a query without keys.
+    It is FlashAttention-2, or 3 or 4 if ``torch.nn.attention.activate_flash_attention_impl`` has
+    activated these. Version 2 returns lse +inf for a query without keys.
     """
 
     name = "aten_cuda_flash"
@@ -47,14 +46,14 @@ class AtenCudaFlash(CallVarlen):
         max_head_dim=256,
         head_dim_multiple=8,
         one_width=True,
-        obstacle=lambda: before_ampere("PyTorch's FlashAttention"),
+        obstacle=lambda: pre_ampere_obstacle("PyTorch's FlashAttention"),
     )
 
     @override
     def run_forward(
         self, inputs: QKV, call: FlashCall, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One call."""
+        """Call the operator."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
             *inputs,
             *_sizes(call),
@@ -70,7 +69,7 @@ class AtenCudaFlash(CallVarlen):
     def run_backward(
         self, merged: Merged, inputs: QKV, call: FlashCall, scores: Scores
     ) -> Gradients:
-        """One call."""
+        """Call the operator."""
         random_state = torch.empty(2, dtype=torch.uint64, device=inputs.q.device)
         return torch.ops.aten._flash_attention_backward.default(
             merged.dout,
@@ -88,13 +87,13 @@ class AtenCudaFlash(CallVarlen):
 
 
 def _sizes(call: FlashCall) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int]:
-    """cum_seq_q, cum_seq_k, max_q, max_k."""
+    """Return cum_seq_q, cum_seq_k, max_q, max_k."""
     cu_q, cu_k = call.cu_seqlens or (None, None)
     return cu_q, cu_k, call.max_q, call.max_k
 
 
 def _window(call: FlashCall) -> dict[str, int | None]:
-    """Nothing without a window: the implementations of some devices have none."""
+    """Return the window's arguments; ``None`` without one, since some implementations have no windows."""
     _, left, right = call.mask
     bounded = (left, right) != (UNBOUNDED_WINDOW, UNBOUNDED_WINDOW)
     return {
@@ -103,11 +102,11 @@ def _window(call: FlashCall) -> dict[str, int | None]:
     }
 
 
-class AtenCudaCudnn(CallPerTile):
+class AtenCudaCudnn(PerTileKernel):
     """``aten::_scaled_dot_product_cudnn_attention`` on [B, H, L, D]; its lse is [B, H, L, 1].
 
-    cuDNN refuses a single key (a document of which a rank holds one token): the reference kernel takes
-    those. V may have another head dim than K. Its backward is not deterministic.
+    cuDNN refuses a single key (a document of which a rank holds one token), so the reference kernel computes
+    these tiles. V may have another head dim than K. Its backward is not deterministic.
     """
 
     name = "aten_cuda_cudnn"
@@ -117,17 +116,17 @@ class AtenCudaCudnn(CallPerTile):
         masks=frozenset({"full", "causal"}),
         max_head_dim=128,
         head_dim_multiple=8,
-        obstacle=lambda: before_ampere("cuDNN's attention"),
+        obstacle=lambda: pre_ampere_obstacle("cuDNN's attention"),
     )
 
     @override
     def calls(self, tiles: Sequence[Tile], mask: Mask) -> Iterable[Tile]:
-        """The tiles, in parts whose diagonal is where cuDNN has it."""
-        return (part for tile in super().calls(tiles, mask) for part in square_causal(tile))
+        """Split the tiles into parts whose diagonal is at the top left, as cuDNN's is."""
+        return (part for tile in super().calls(tiles, mask) for part in split_causal(tile))
 
     @override
     def attend(self, inputs: QKV, tile: Tile, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
-        """One call on transposed views."""
+        """Call the operator on transposed views."""
         if tile.k_len == 1:
             state = Accumulator(inputs.q, accumulate_dtype(inputs.q.dtype), inputs.v.shape[-1])
             _SINGLE_KEY.forward(inputs, [_whole(tile)], scores, state)
@@ -148,7 +147,7 @@ class AtenCudaCudnn(CallPerTile):
 
     @override
     def differentiate(self, merged: Merged, inputs: QKV, tile: Tile, scores: Scores) -> Gradients:
-        """One call on transposed views."""
+        """Call the operator on transposed views."""
         if tile.k_len == 1:
             dtype = accumulate_dtype(inputs.q.dtype)
             sums = GradientSums.of(*(torch.zeros_like(x, dtype=dtype) for x in inputs))
@@ -179,5 +178,5 @@ class AtenCudaCudnn(CallPerTile):
 
 
 def _whole(tile: Tile) -> Tile:
-    """A tile with one key, in the coordinates of its own slices."""
+    """Return a tile with one key in the coordinates of its own slices."""
     return tile._replace(row=ALL_ROWS, q_start=0, k_start=0, mask="full")

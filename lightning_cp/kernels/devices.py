@@ -1,21 +1,23 @@
-"""The devices that kernels run on: which GPUs they take, and how small tables reach them."""
+"""Devices of kernels: checks of the GPU, transfer of small tables, and a cache key for tile lists."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+
+from lightning_cp.layout.tiles import Tile
 
 ComputeCapability = tuple[int, int]
 
 
-def unfit_gpu(name: str, wanted: str, fits: Callable[[ComputeCapability], bool]) -> str | None:
-    """Why this machine's GPU cannot run a kernel; ``None`` if it can, or if it has no NVIDIA GPU to ask.
+def gpu_obstacle(name: str, wanted: str, fits: Callable[[ComputeCapability], bool]) -> str | None:
+    """Return the reason why this machine's GPU cannot run a kernel; ``None`` if it can or there is none.
 
     Args:
-        name: the kernel's, as the reason calls it.
-        wanted: the compute capabilities that it takes, in words.
-        fits: whether it takes one.
+        name: of the kernel, for the reason.
+        wanted: its compute capabilities, in words.
+        fits: returns True for a compute capability that it supports.
     """
     if not has_nvidia_gpu():
         return None
@@ -25,18 +27,34 @@ def unfit_gpu(name: str, wanted: str, fits: Callable[[ComputeCapability], bool])
     return f"{name} needs a GPU of compute capability {wanted}, not {got[0]}.{got[1]}"
 
 
-def before_ampere(name: str) -> str | None:
-    """Why this machine's GPU is too old for a kernel that needs compute capability 8.0, or ``None``."""
-    return unfit_gpu(name, "8.0 or later", lambda got: got >= (8, 0))
+def pre_ampere_obstacle(name: str) -> str | None:
+    """Return the reason if this machine's GPU is older than compute capability 8.0, else ``None``."""
+    return gpu_obstacle(name, "8.0 or later", lambda got: got >= (8, 0))
 
 
 def has_nvidia_gpu() -> bool:
-    """True if there is one that PyTorch can use."""
+    """Return True if PyTorch can use an NVIDIA GPU."""
     return torch.cuda.is_available() and torch.version.hip is None
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A CPU tensor on the device; copied to a GPU from pinned memory, so that the host does not wait."""
+    """Copy a CPU tensor to the device; to a GPU from pinned memory, so that the host does not wait."""
     if device.type != "cuda":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
+
+
+class IdentityKey:
+    """Cache key of a tile list by identity: hashing thousands of tiles at each call costs more than a launch.
+
+    A schedule returns the same tuple for every layer, so identity suffices.
+    """
+
+    def __init__(self, tiles: Sequence[Tile]) -> None:
+        self.tiles = tuple(tiles)  # a tuple is not copied
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, IdentityKey) and other.tiles is self.tiles
+
+    def __hash__(self) -> int:
+        return id(self.tiles)

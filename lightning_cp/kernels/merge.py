@@ -1,17 +1,20 @@
-"""Merging partial attention results: ``(out, lse)`` over disjoint sets of keys.
+"""Accumulation over tiles: merging of partial results ``(out, lse)``, and sums of gradients.
 
 With ``lse = logaddexp(lse_a, lse_b)`` the merged output is
 ``out_a exp(lse_a - lse) + out_b exp(lse_b - lse)`` (Dao 2023, arXiv 2307.08691, section 3.1;
-Milakov and Gimelshein 2018, arXiv 1805.02867). A side that saw no key has ``lse = -inf`` and is the
-identity.
+Milakov and Gimelshein 2018, arXiv 1805.02867). A side without keys has ``lse = -inf`` and is the
+identity. Memory is allocated or filled only where no single part covers the whole result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 
 from lightning_cp.layout.tiles import ALL_ROWS
-from lightning_cp.named_ranges import named
+from lightning_cp.utils.tracing import profile_range
 
 
 def merge(
@@ -25,7 +28,7 @@ def merge(
     ``new_out`` may have a lower precision than ``out``; on CUDA it is widened entry by entry.
     """
     torch.logaddexp(lse_BHL, new_lse_BHL, out=lse_BHL)
-    # Where both sides are -inf, -inf - -inf would be NaN: those rows get weight 0 and keep out 0.
+    # Where both sides are -inf, -inf - -inf would be NaN: these rows get weight 0, and out stays 0.
     merged = lse_BHL.clamp(min=torch.finfo(lse_BHL.dtype).min)
     weight = torch.exp(new_lse_BHL - merged).transpose(1, 2).unsqueeze(-1)
     if new_out_BLHD.dtype == out_BLHD.dtype:
@@ -35,20 +38,20 @@ def merge(
 
 
 def batch_rows(row: int) -> slice:
-    """The batch rows that a ``Tile.row`` stands for."""
+    """Return the batch rows that a ``Tile.row`` stands for."""
     return slice(None) if row == ALL_ROWS else slice(row, row + 1)
 
 
 class Accumulator:
     """Running ``(out, lse)`` of one rank's queries over the tiles seen so far.
 
-    The first result that covers every query becomes the accumulator itself, and keeps its dtype until there
-    is another: a single call per rank (Ulysses, or one hop) costs neither a merge nor a wide copy.
+    A first result that covers every query becomes the accumulator itself, in its dtype until another result
+    arrives: a single call per rank (Ulysses, or one hop) costs neither a merge nor a wide copy.
 
     Args:
         q_BLHD: the queries.
-        dtype: to merge in.
-        value_dim: entries per head of the values, and so of ``out``; as many as a query's by default.
+        dtype: of the merge.
+        value_dim: entries per head of the values, and so of ``out``; by default those of a query.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class Accumulator:
             row: the batch row.
             q_start: the first query.
             out_BLHD: partial output.
-            lse_BHL: its log-sum-exp, -inf where a query saw no key.
+            lse_BHL: its log-sum-exp, -inf for a query without keys.
             max_BHL: the largest score of each query, -inf without keys; if ``Scores.max_logits``.
         """
         rows, queries = batch_rows(row), slice(q_start, q_start + out_BLHD.shape[1])
@@ -86,7 +89,7 @@ class Accumulator:
             self._out, self._lse = out_BLHD, lse_BHL.to(self.dtype)
             return
         out, lse = self._buffers()
-        with named("merge"):
+        with profile_range("merge"):
             merge(out[rows, queries], lse[rows, :, queries], out_BLHD, lse_BHL)
 
     def add_at(
@@ -96,21 +99,21 @@ class Accumulator:
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor,
     ) -> None:
-        """Merge the results of scattered queries: int64 [T] rows and positions, no query twice."""
+        """Merge the results of scattered queries: int64 [T] rows and positions, each query once."""
         out, lse = self._buffers()
-        with named("merge"):
+        with profile_range("merge"):
             own_out, own_lse = out[rows, positions], lse[rows, :, positions].T
             new_out, new_lse = out_THD.unsqueeze(0), lse_HT.unsqueeze(0)
             merge(own_out.unsqueeze(0), own_lse.unsqueeze(0), new_out, new_lse)
             out[rows, positions], lse[rows, :, positions] = own_out, own_lse.T
 
     def widen(self) -> None:
-        """Make the wide sum now if there is a first result: before memory is taken for another one."""
+        """Widen a first result now, before memory is allocated for another one."""
         if self._out is not None:
             self._buffers()
 
     def result(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """``out`` [B, L, H, D] in ``dtype`` and ``lse`` [B, H, L] in the accumulation dtype."""
+        """Return ``out`` [B, L, H, D] in ``dtype`` and ``lse`` [B, H, L] in the accumulation dtype."""
         if self._out is None or self._lse is None:
             self._buffers()
         assert self._out is not None
@@ -119,7 +122,7 @@ class Accumulator:
 
     @property
     def max_logits(self) -> torch.Tensor:
-        """The largest score of each query, float32 [B, H, L]; -inf where none was given."""
+        """Largest score of each query, float32 [B, H, L]; -inf where none was added."""
         if self._max is None:
             batch, queries, heads, _ = self._shape
             shape = (batch, heads, queries)
@@ -135,7 +138,113 @@ class Accumulator:
         return self._out, self._lse
 
     def _zeros(self) -> torch.Tensor:
-        """``out`` of no keys; its tokens and batch rows lie in memory in the order of the queries'."""
+        """Return ``out`` without keys, with the memory order of the queries' tokens and batch rows."""
         order = sorted(range(3), key=lambda dim: -self._q.stride(dim))
         how = {"dtype": self.dtype, "device": self._q.device}
         return torch.empty_permuted(self._shape, (*order, 3), **how).zero_()
+
+
+class GradientSum:
+    """A gradient [B, L, H, D] that tiles add to, in the accumulation dtype.
+
+    A first part that covers everything becomes the sum: in its own dtype until another part arrives, or as
+    a copy if ``into`` is given. Otherwise the sum starts with zeros.
+
+    Args:
+        like: a tensor of the gradient's shape and device; released once there is a part.
+        dtype: of the sum.
+        into: memory for the sum, of that shape and dtype.
+        empty: ``into`` holds no sum yet; otherwise parts are added to it.
+        later: allocates the memory for :meth:`place`; zeros that are needed earlier are put there too.
+    """
+
+    def __init__(
+        self,
+        like: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        into: torch.Tensor | None = None,
+        empty: bool = True,
+        later: Callable[[], torch.Tensor] | None = None,
+    ) -> None:
+        self._like = like
+        self.dtype = dtype
+        self._into = into
+        self._later = later
+        self._sum = None if empty else into
+
+    @property
+    def total(self) -> torch.Tensor:
+        """The sum in its dtype, for additions in place."""
+        self._sum = self._like = self.result.to(self.dtype)
+        return self._sum
+
+    @property
+    def result(self) -> torch.Tensor:
+        """The sum; in the part's dtype if there was only one part."""
+        self._fill_zeros()
+        assert self._sum is not None
+        return self._sum
+
+    def widen(self) -> None:
+        """Widen a first part now, before memory is allocated for another one."""
+        if self._sum is not None:
+            self._sum = self._like = self._sum.to(self.dtype)
+
+    def _fill_zeros(self) -> None:
+        """Fill the sum with zeros if there was no part."""
+        if self._sum is None:
+            self._sum = self._like = self._memory().zero_()
+
+    def place(self) -> None:
+        """Move the sum to the memory that ``later`` allocates, unless it is there already."""
+        assert self._later is not None
+        memory = self._later()
+        if self._sum is None:
+            memory.zero_()
+        elif self._into is None:
+            memory.copy_(self._sum)
+        self._sum = self._like = self._into = memory
+
+    def _memory(self) -> torch.Tensor:
+        """Return the memory for a sum that is not its first part."""
+        if self._into is None and self._later is not None:
+            self._into = self._later()
+        if self._into is None:
+            return torch.empty_like(self._like, dtype=self.dtype)
+        return self._into
+
+    def add(self, row: int, start: int, part: torch.Tensor) -> None:
+        """Add ``part`` [rows, l, H, D] to the tokens ``start ..`` of one batch row (or of ``ALL_ROWS``).
+
+        The accumulator takes ownership of the part, which may become the sum.
+        """
+        if self._sum is None and part.shape == self._like.shape:
+            self._sum = self._like = part if self._into is None else self._into.copy_(part)
+            return
+        self.total[batch_rows(row), start : start + part.shape[1]] += part
+
+
+class GradientSums(NamedTuple):
+    """Gradient sums of q, k and v."""
+
+    q: GradientSum
+    k: GradientSum
+    v: GradientSum
+
+    @classmethod
+    def of(cls, *buffers: torch.Tensor) -> GradientSums:
+        """Make sums that add to buffers, which are initialised."""
+        q, k, v = (GradientSum(x, x.dtype, into=x, empty=False) for x in buffers)
+        return cls(q, k, v)
+
+    @classmethod
+    def like(cls, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> GradientSums:
+        """Make sums for q, k and v, with memory allocated on demand."""
+        q, k, v = (GradientSum(x, dtype) for x in tensors)
+        return cls(q, k, v)
+
+    @property
+    def totals(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The three sums, for additions in place."""
+        return self.q.total, self.k.total, self.v.total

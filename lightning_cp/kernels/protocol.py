@@ -3,7 +3,7 @@
 Shapes: ``q_BLHD`` [batch, queries, heads, head dim]; ``k_BLKD``, ``v_BLKD`` [batch, keys, K/V
 heads, head dim], heads a multiple of K/V heads. The head dim of V, and so of ``out_BLHD``, may be
 another than that of q and k. ``lse_BHL`` [batch, heads, queries], natural logarithm, float32
-(float64 for float64 inputs), -inf where a query saw no key.
+(float64 for float64 inputs), -inf for a query without keys.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from lightning_cp.kernels.merge import Accumulator
-from lightning_cp.kernels.sums import GradientSums
-from lightning_cp.layout.tiles import Mask, Tile
+from lightning_cp.kernels.merge import Accumulator, GradientSums
+from lightning_cp.layout.mask import Mask
+from lightning_cp.layout.tiles import Tile
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """How scores are made from q and k, in this order (flash-attn's), under ``mask``.
+    """Computation of scores from q and k, in flash-attn's order, under ``mask``.
 
     ``s = softmax_scale * q.k``; with a cap ``s = softcap * tanh(s / softcap)``; with slopes
     ``s -= slope * |i - j + tile.delta|`` for query i and key j of the tile: the global distance.
@@ -30,14 +30,14 @@ class Scores:
     softmax_scale: float
     mask: Mask
     softcap: float = 0.0
-    """0.0 is none. Feature ``softcap``."""
+    """0.0: no cap. Feature ``softcap``."""
     alibi_slopes: torch.Tensor | None = None
-    """float32 [heads] or [B, heads], of the query heads that are given. Feature ``alibi``."""
+    """float32 [heads] or [B, heads], of the given query heads. Feature ``alibi``."""
     max_logits: bool = False
-    """Whether to give ``Accumulator.add`` the row maxima of ``s`` too. Feature ``max_logits``."""
+    """Also pass the row maxima of ``s`` to ``Accumulator.add``. Feature ``max_logits``."""
 
     def of_heads(self, first: int, last: int) -> Scores:
-        """The same for the query heads ``first .. last``."""
+        """Return the scores of the query heads ``first .. last``."""
         if self.alibi_slopes is None:
             return self
         return replace(self, alibi_slopes=self.alibi_slopes[..., first:last].contiguous())
@@ -45,7 +45,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Request:
-    """The request of a call to a kernel."""
+    """Requirements of an attention call on a kernel."""
 
     device_type: str
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class Request:
     masks: frozenset[str]
     """Mask kinds of the tiles: full, causal, band."""
     needs: frozenset[str] = frozenset()
-    """Beyond scale and mask: softcap, alibi, max_logits. Sinks need no kernel."""
+    """Features beyond scale and mask: softcap, alibi, max_logits. Sinks need none."""
     value_dim: int | None = None
     """Head dim of V; ``None``: that of q and k."""
 
@@ -65,46 +65,46 @@ class Request:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a kernel declares that it can do, exactly."""
+    """Exact capabilities that a kernel declares."""
 
     device_types: frozenset[str] | None
-    """``None``: wherever PyTorch runs."""
+    """``None``: every device of PyTorch."""
     dtypes: frozenset[torch.dtype]
     masks: frozenset[str]
     max_head_dim: int | None = None
     """Of q and k, and of V."""
     head_dim_multiple: int = 1
     one_width: bool = False
-    """The operator takes K and V of one head dim: where they differ, the kernel pads what is narrower with
-    zeros, computes at the wider head dim, and cuts the results."""
+    """The operator needs one head dim for K and V: if they differ, the kernel pads the narrower with zeros,
+    computes at the wider head dim, and trims the results."""
     features: frozenset[str] = frozenset()
-    """Of those that ``Request.needs`` may name."""
+    """Features, as in ``Request.needs``."""
     obstacle: Callable[[], str | None] | None = None
-    """Why it cannot run here whatever is asked (a package or device that is missing); asked last."""
+    """Returns the reason if it cannot run here at all (a missing package or device); called last."""
     only_by_name: frozenset[str] = frozenset()
-    """Device types on which ``kernel="auto"`` passes it over."""
+    """Device types on which ``kernel="auto"`` skips it."""
 
     def refusal(self, request: Request) -> str | None:
-        """Why the request is not covered, or ``None`` if it is."""
+        """Return the reason why the request is not covered, or ``None`` if it is."""
         if self.device_types is not None and request.device_type not in self.device_types:
-            return f"runs on {listed(self.device_types)}, not {request.device_type}"
+            return f"runs on {join_sorted(self.device_types)}, not {request.device_type}"
         if request.dtype not in self.dtypes:
-            return f"takes {listed(map(str, self.dtypes))}, not {request.dtype}"
+            return f"takes {join_sorted(map(str, self.dtypes))}, not {request.dtype}"
         for dim in request.dims:
             if self.max_head_dim is not None and dim > self.max_head_dim:
                 return f"takes head dims up to {self.max_head_dim}, not {dim}"
             if dim % self.head_dim_multiple:
                 return f"takes head dims divisible by {self.head_dim_multiple}, not {dim}"
         if missing := request.masks - self.masks:
-            return f"has no {listed(missing)} mask"
+            return f"has no {join_sorted(missing)} mask"
         if missing := request.needs - self.features:
-            return f"has no {listed(missing)}"
+            return f"has no {join_sorted(missing)}"
         obstacle = self.obstacle() if self.obstacle is not None else None
         return None if obstacle is None else f"cannot run: {obstacle}"
 
 
 class QKV(NamedTuple):
-    """Queries [B, L, H, D], keys and values [B, S, K, D]; D of the values may be another."""
+    """Queries [B, L, H, D], keys and values [B, S, K, D]; values may have another D."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -112,12 +112,12 @@ class QKV(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """What backward knows of the queries: the results of *all* their tiles, and the gradient of out."""
+    """Results of the queries over *all* their tiles, and the gradient of out: the inputs of backward."""
 
     dout: torch.Tensor
-    """[B, L, H, D], D as of the values."""
+    """[B, L, H, D], with D of the values."""
     out: torch.Tensor
-    """Like it, in q's dtype."""
+    """[B, L, H, D], in q's dtype."""
     lse: torch.Tensor
     """[B, H, L]."""
 
@@ -127,12 +127,12 @@ class Kernel(Protocol):
 
     @property
     def name(self) -> str:
-        """The name users select it by."""
+        """Name by which users select the kernel."""
         ...
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do; a request outside of it is refused before any call."""
+        """Capabilities; requests beyond them are refused before any call."""
         ...
 
     def forward(
@@ -154,9 +154,10 @@ class Kernel(Protocol):
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that outputs, log-sum-exps and gradients are summed in."""
+    """Return the accumulation dtype of outputs, log-sum-exps and gradients."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def listed(values: Iterable[object]) -> str:
+def join_sorted(values: Iterable[object]) -> str:
+    """Return the sorted values as text: ``a, b, c``."""
     return ", ".join(sorted(str(value) for value in values))

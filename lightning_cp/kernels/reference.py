@@ -1,4 +1,4 @@
-"""FlashAttention-2 written plainly in PyTorch: the kernel to read, and the one that runs anywhere.
+"""FlashAttention-2 in plain PyTorch: the readable reference kernel, which runs on every device.
 
 Forward: for each block of queries, pass over the keys of all its tiles block by block with an
 online softmax, and divide by the sum once at the end. Backward: recompute the weights of each block
@@ -7,8 +7,8 @@ from the *merged* log-sum-exp, ``p = exp(s - lse)``, and with ``delta = rowsum(d
 (Dao 2023, arXiv 2307.08691, algorithms 1 and 2); a cap multiplies ``ds`` by its own derivative,
 ``1 - (s / softcap)^2``. No tensor made here is larger than a block.
 
-Within a block, the G query heads that share a K/V head lie end to end, so that one matmul serves
-them and K and V are never repeated: q [B, K, G*i, D], k and v [B, K, j, D], scores [B, K, G*i, j].
+Within a block, the G query heads of a K/V head are concatenated, so that one matmul serves them and K
+and V are not repeated: q [B, K, G*i, D], k and v [B, K, j, D], scores [B, K, G*i, j].
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_cp.kernels.merge import Accumulator, batch_rows
+from lightning_cp.kernels.merge import Accumulator, GradientSums, batch_rows
 from lightning_cp.kernels.protocol import QKV, Capabilities, Merged, Scores, accumulate_dtype
-from lightning_cp.kernels.sums import GradientSums
-from lightning_cp.layout.columns import UNBOUNDED
-from lightning_cp.layout.tiles import Mask, Tile
+from lightning_cp.layout.mask import UNBOUNDED, Mask
+from lightning_cp.layout.tiles import Tile
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class ReferenceKernel:
 
     @property
     def name(self) -> str:
-        """The name users select it by."""
+        """Name by which users select the kernel."""
         return "reference"
 
     @property
@@ -67,7 +66,7 @@ class ReferenceKernel:
             slopes = _slopes(scores, block.row, kv_heads, dtype)
             for part in _key_blocks(block, scores.mask, self.block_k, q.device):
                 k, v = (x[rows, part.keys].transpose(1, 2).to(dtype) for x in (k_BLKD, v_BLKD))
-                softmax.add(_bias(_cap(q @ k.mT, scores.softcap), part, slopes), v)
+                softmax.add(_apply_bias_and_mask(_cap(q @ k.mT, scores.softcap), part, slopes), v)
             out, lse, peak = softmax.result()
             length = block.end - block.start
             lse_BHL, peak_BHL = (x.unflatten(2, (-1, length)).flatten(1, 2) for x in (lse, peak))
@@ -100,7 +99,7 @@ class ReferenceKernel:
             for part in _key_blocks(block, scores.mask, self.block_k, q.device):
                 k, v = (x[rows, part.keys].transpose(1, 2).to(dtype) for x in (k_BLKD, v_BLKD))
                 capped = _cap(q @ k.mT, scores.softcap)
-                weights = torch.exp(_bias(capped, part, slopes) - lse)
+                weights = torch.exp(_apply_bias_and_mask(capped, part, slopes) - lse)
                 dscores = weights * (dout @ v.mT - delta)
                 if scores.softcap:
                     dscores *= _cap_derivative(capped, scores.softcap)
@@ -122,9 +121,9 @@ class _OnlineSoftmax:
         self._weighted = q.new_zeros(*q.shape[:-1], value_dim)
 
     def add(self, scores: torch.Tensor, v: torch.Tensor) -> None:
-        """Take in the scores [B, K, G*i, j] and the values [B, K, j, D] of some more keys."""
+        """Add more keys: their scores [B, K, G*i, j] and values [B, K, j, D]."""
         peak = torch.maximum(self._peak, scores.amax(-1))
-        # A query that has seen no key yet has peak -inf, and -inf - -inf would be NaN.
+        # A query without keys so far has peak -inf, and -inf - -inf would be NaN.
         finite = peak.masked_fill(peak == -torch.inf, 0.0)
         weights = torch.exp(scores - finite.unsqueeze(-1))
         decay = torch.exp(self._peak - finite)
@@ -133,7 +132,7 @@ class _OnlineSoftmax:
         self._peak = peak
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Output [B, K, G*i, D], log-sum-exp and maximum [B, K, G*i]; 0, -inf, -inf without keys."""
+        """Return out [B, K, G*i, D], log-sum-exp and maximum [B, K, G*i]; 0, -inf, -inf without keys."""
         divisor = self._total.masked_fill(self._total == 0, 1.0).unsqueeze(-1)
         return self._weighted / divisor, self._peak + self._total.log(), self._peak
 
@@ -161,19 +160,19 @@ def _query_blocks(tiles: Sequence[Tile], size: int) -> Iterator[_QueryBlock]:
 
 
 class _KeyBlock(NamedTuple):
-    """Some keys of a tile, as a block of queries sees them; ``ahead`` is key minus query [i, j]."""
+    """Keys of a tile for a block of queries; ``ahead`` is key minus query position [i, j]."""
 
     keys: slice
     ahead: torch.Tensor
     """In global positions."""
     hidden: torch.Tensor | None
-    """Which pairs [i, j] are hidden; ``None``: none is."""
+    """Mask [i, j] of hidden pairs; ``None``: all are visible."""
 
 
 def _key_blocks(
     block: _QueryBlock, mask: Mask, size: int, device: torch.device
 ) -> Iterator[_KeyBlock]:
-    """Blocks of keys that some query sees.
+    """Yield blocks of keys that some query of ``block`` sees.
 
     In tile coordinates query i sees the keys ``i + low .. i + high``.
     """
@@ -192,24 +191,24 @@ def _key_blocks(
 
 
 def _reach(tile: Tile, mask: Mask) -> tuple[int, int]:
-    """How far (back, ahead) of its own position a query of the tile sees."""
+    """Return the largest visible distances (back, ahead) of the tile's queries."""
     if tile.mask == "full":
         return UNBOUNDED, UNBOUNDED
     return (UNBOUNDED, 0) if tile.mask == "causal" else (mask.left, mask.right)
 
 
 def _cap(scores: torch.Tensor, softcap: float) -> torch.Tensor:
-    """``softcap * tanh(scores / softcap)``; the scores themselves if it is 0."""
+    """Return ``softcap * tanh(scores / softcap)``; the scores themselves for softcap 0."""
     return torch.tanh(scores / softcap) * softcap if softcap else scores
 
 
 def _cap_derivative(capped: torch.Tensor, softcap: float) -> torch.Tensor:
-    """Of what :func:`_cap` returned, by the scores that it was given: ``1 - tanh^2``."""
+    """Return the derivative of :func:`_cap` from its result: ``1 - tanh^2``."""
     return 1 - (capped / softcap).square()
 
 
 def _slopes(scores: Scores, row: int, kv_heads: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """The slopes [B or 1, K, G, 1, 1] of a batch row (or of all)."""
+    """Return the slopes [B or 1, K, G, 1, 1] of a batch row (or of all)."""
     if scores.alibi_slopes is None:
         return None
     slopes = scores.alibi_slopes.to(dtype)
@@ -217,8 +216,10 @@ def _slopes(scores: Scores, row: int, kv_heads: int, dtype: torch.dtype) -> torc
     return of_rows.unflatten(1, (kv_heads, -1))[..., None, None]
 
 
-def _bias(scores: torch.Tensor, part: _KeyBlock, slopes: torch.Tensor | None) -> torch.Tensor:
-    """Scores [B, K, G*i, j] less the slopes times the distance; -inf where a pair is hidden."""
+def _apply_bias_and_mask(
+    scores: torch.Tensor, part: _KeyBlock, slopes: torch.Tensor | None
+) -> torch.Tensor:
+    """Subtract slopes times distance from scores [B, K, G*i, j]; hidden pairs become -inf."""
     grouped = scores.unflatten(2, (-1, part.ahead.shape[0]))
     if slopes is not None:
         grouped = grouped - slopes * part.ahead.abs()

@@ -1,7 +1,7 @@
-"""The cost of one attention call of a layout, predicted from the schedule's integers.
+"""The cost of one attention call, and the messages and bytes it sends, from the schedule's integers.
 
-The unit is the time in which a rank computes one attended (query, key) pair, all heads together. While
-hop h is computed the keys of hop h+1 travel (``attention/ring.py``), so a rank takes
+The unit of cost is the time in which a rank computes one attended (query, key) pair, all heads together.
+During the compute of hop h the keys of hop h+1 travel (``attention/ring.py``), so a rank takes
 
     sum over hops h of max(pairs of hop h, key * keys that it receives or sends for hop h+1)
 
@@ -10,25 +10,27 @@ plus ``hop`` for every hop at which it exchanges anything; the call takes as lon
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
 
+from lightning_cp.errors import ConfigError
 from lightning_cp.layout.heads import HeadSplit
 from lightning_cp.layout.tiles import Schedule
 
 
-class Heads(NamedTuple):
-    """The heads of a model's attention."""
+class HeadCounts(NamedTuple):
+    """Numbers of heads of a model's attention."""
 
     query: int
     kv: int
     dim: int
-    """Entries per head; the mean of K and V where these have different ones."""
+    """Entries per head; the mean of K and V if they differ."""
 
-    def of_ulysses_rank(self, ulysses_size: int) -> Heads:
-        """Those that a rank computes; key/value heads are sent to every rank that uses them.
+    def of_ulysses_rank(self, ulysses_size: int) -> HeadCounts:
+        """Return the heads of one Ulysses rank; key/value heads are sent to every rank that uses them.
 
         Raises:
             ConfigError: query heads do not divide by ``ulysses_size``.
@@ -36,15 +38,15 @@ class Heads(NamedTuple):
         """
         split = HeadSplit(self.query, self.kv, ulysses_size)
         most = max(split.num_local_kv(rank) for rank in range(ulysses_size))
-        return Heads(split.local_heads, most, self.dim)
+        return HeadCounts(split.local_heads, most, self.dim)
 
 
-DEFAULT_HEADS = Heads(32, 8, 128)
+DEFAULT_HEADS = HeadCounts(32, 8, 128)
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """The price of communication. Integers, so that all ranks decide alike.
+    """The price of communication. Integers, so that all ranks make the same choice.
 
     The defaults are for a model with 32 query and 8 key/value heads of 128 entries in two bytes, a kernel of
     600 TFLOP/s (FlashAttention-3 on an H100, MagiAttention's benchmark) and 50 GB/s between ranks (one
@@ -62,12 +64,12 @@ class CostModel:
 
     @classmethod
     def in_node(cls) -> CostModel:
-        """The same model where all ranks of a ring are in one node."""
+        """Return the model for rings within one node."""
         return cls(key=333)
 
     @classmethod
     def gathered(cls) -> CostModel:
-        """Where all keys travel to all ranks whatever the layout: only compute differs."""
+        """Return the model of an all-gather: all keys travel to all ranks, layouts differ in compute only."""
         return cls(key=0, hop=0)
 
     @classmethod
@@ -82,14 +84,14 @@ class CostModel:
         itemsize: int = 2,
         seconds_per_hop: float = 20e-6,
     ) -> CostModel:
-        """From what a machine reaches and a model has.
+        """Make the model from a machine's rates and a model's heads.
 
         A pair is ``4 * heads * head_dim`` flops (a product for the score, one for the output); a token's key
         and value are ``2 * kv_heads * head_dim * itemsize`` bytes.
 
         Args:
-            flops: floating-point operations a second of the attention kernel, forward.
-            bytes_per_second: that one rank sends while it receives as much.
+            flops: floating-point operations per second of the attention kernel, forward.
+            bytes_per_second: sent by one rank, which receives as many at the same time.
             heads: query heads.
             kv_heads: key/value heads.
             head_dim: entries per head.
@@ -102,27 +104,27 @@ class CostModel:
             round(seconds_per_key * pairs_per_second), round(seconds_per_hop * pairs_per_second)
         )
 
-    def with_heads(self, heads: Heads) -> CostModel:
-        """The same machine, where a ring rank has other heads than those of the defaults."""
-        # A key is worth 2 * kv_heads * head_dim entries, a pair 4 * heads * head_dim flops; a hop takes
-        # the same time whatever its heads are.
+    def with_heads(self, heads: HeadCounts) -> CostModel:
+        """Return the model of the same machine for other heads of a ring rank than the default ones."""
+        # A key has 2 * kv_heads * head_dim entries, a pair 4 * heads * head_dim flops; the time of a hop does
+        # not depend on its heads.
         usual = DEFAULT_HEADS
         key = self.key * (heads.kv * usual.query) / (heads.query * usual.kv)
         hop = self.hop * (usual.query * usual.dim) / (heads.query * heads.dim)
         return CostModel(round(key), round(hop))
 
     def cost(self, plan: Schedule) -> int:
-        """Predicted time of the slowest rank, in attended pairs."""
-        compute, moved = _by_hop(plan.pairs), _moved(plan)
-        moved[:, 0] = 0  # a rank's own keys are there
+        """Predict the time of the slowest rank, in attended pairs."""
+        compute, moved = _by_hop(plan.pairs), _keys_moved(plan)
+        moved[:, 0] = 0  # a rank's own keys are local
         busy = np.maximum(compute, self.key * np.roll(moved, -1, axis=1)).sum(axis=1)
         return int((busy + self.hop * (moved > 0).sum(axis=1)).max())
 
 
-def _moved(plan: Schedule) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """``[rank, hop]``: keys received or sent, whichever are more, for every row of the batch."""
+def _keys_moved(plan: Schedule) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    """``[rank, hop]``: the larger of keys received and keys sent, for every row of the batch."""
     received = _by_hop(plan.keys)
-    # What rank r sends at hop h is what rank r + h receives at it.
+    # Rank r sends at hop h what rank r + h receives then.
     size = plan.layout.ring_size
     rank, hop = np.ogrid[:size, :size]
     sent = plan.keys[(rank + hop) % size, rank]
@@ -136,3 +138,135 @@ def _by_hop(
     size = table.shape[0]
     rank, hop = np.ogrid[:size, :size]
     return table[rank, (rank - hop) % size]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Calls and bytes sent by one rank; receives count as another rank's sends."""
+
+    all_to_all_calls: int = 0
+    all_to_all_bytes: int = 0
+    p2p_messages: int = 0
+    p2p_bytes: int = 0
+    all_gather_calls: int = 0
+    all_gather_bytes: int = 0
+    reduce_scatter_calls: int = 0
+    reduce_scatter_bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*map(add, astuple(self), astuple(other)))
+
+    @property
+    def total_calls(self) -> int:
+        """Calls and messages of every kind."""
+        return sum(
+            (
+                self.all_to_all_calls,
+                self.p2p_messages,
+                self.all_gather_calls,
+                self.reduce_scatter_calls,
+            )
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of every kind."""
+        return sum(
+            (
+                self.all_to_all_bytes,
+                self.p2p_bytes,
+                self.all_gather_bytes,
+                self.reduce_scatter_bytes,
+            )
+        )
+
+
+def attention_traffic(
+    plan: Schedule,
+    heads: HeadSplit,
+    cp_rank: int,
+    *,
+    batch: int,
+    head_dim: int,
+    itemsize: int,
+    accumulate_itemsize: int,
+    exchange: str = "ring",
+    kv_heads_per_gather: int | None = 1,
+    value_dim: int | None = None,
+) -> tuple[Traffic, Traffic]:
+    """Return the traffic of ``cp_rank`` in (forward, backward) of one attention call.
+
+    A Ulysses all-to-all sends the parts of the *other* ranks of the group. Per call in forward, Ulysses sends
+    ``(U-1)/U (2A + 2K r)`` and the ring keys times bytes per key, where 2A are the bytes of the local queries
+    and of out, 2K those of the local keys and values, and r the mean number of ranks that need a K/V head. An
+    all-gather sends all keys to all R - 1 others, ``2K(R-1)``, and in backward their gradients come back
+    (Jacobs et al. 2023, arXiv 2309.14509; Liu et al. 2023, arXiv 2310.01889).
+
+    Args:
+        plan: the schedule of the call.
+        heads: the split of heads over the Ulysses ranks.
+        cp_rank: ring rank times ``ulysses_size`` plus Ulysses rank.
+        batch: rows of the batch.
+        head_dim: entries per head of q and k.
+        itemsize: bytes per entry of q, k and v.
+        accumulate_itemsize: bytes per entry of accumulated gradients (4, or 8 for float64).
+        exchange: ``ring`` or ``all_gather``.
+        kv_heads_per_gather: of ``all_gather``.
+        value_dim: entries per head of v; by default ``head_dim``.
+
+    Raises:
+        ConfigError: another exchange.
+    """
+    ring_rank, ulysses_rank = divmod(cp_rank, heads.ulysses_size)
+    pair = batch * (head_dim + (head_dim if value_dim is None else value_dim))
+    per_key = heads.num_local_kv(ulysses_rank) * pair
+    if exchange == "ring":
+        over_ring = _ring(plan, ring_rank, per_key, itemsize, accumulate_itemsize)
+    elif exchange != "all_gather":
+        raise ConfigError(
+            f"what exchange={exchange!r} sends is another library's, and not counted. "
+            "Ask for exchange='ring', which is counted."
+        )
+    else:
+        calls = len(heads.blocks(ulysses_rank, kv_heads_per_gather))
+        over_ring = _all_gather(plan, calls, per_key, itemsize, accumulate_itemsize)
+    wire = accumulate_itemsize if heads.shares_kv else itemsize
+    if heads.ulysses_size == 1:
+        return over_ring
+    pairs = plan.layout.local_len * pair
+    others = [rank for rank in range(heads.ulysses_size) if rank != ulysses_rank]
+    q_and_out = len(others) * heads.local_heads * pairs  # dq and dout alike
+    kv_out = sum(heads.num_local_kv(rank) for rank in others) * pairs
+    dkv_home = len(others) * heads.num_local_kv(ulysses_rank) * pairs
+    # Messages: out or dout, and one with all other tensors where these may travel together.
+    messages = 3 if plan.layout.ring_size > 1 else 2, 3 if wire != itemsize else 2
+    forward = Traffic(messages[0], (q_and_out + kv_out) * itemsize)
+    backward = Traffic(messages[1], q_and_out * itemsize + dkv_home * wire)
+    return over_ring[0] + forward, over_ring[1] + backward
+
+
+def _ring(
+    plan: Schedule, ring_rank: int, per_key: int, itemsize: int, accumulate_itemsize: int
+) -> tuple[Traffic, Traffic]:
+    """Traffic of a ring: K and V in forward; K and V again, and their returning gradients, in backward."""
+    rank = plan.rank(ring_rank)
+    sends = sum(1 for hop in rank.hops[1:] if hop.send)
+    returns = sum(1 for hop in rank.hops[1:] if hop.recv)
+    keys = rank.keys_sent * per_key * itemsize
+    gradients = rank.keys_received * per_key * accumulate_itemsize
+    return (
+        Traffic(p2p_messages=sends, p2p_bytes=keys),
+        Traffic(p2p_messages=sends + returns, p2p_bytes=keys + gradients),
+    )
+
+
+def _all_gather(
+    plan: Schedule, calls: int, per_key: int, itemsize: int, accumulate_itemsize: int
+) -> tuple[Traffic, Traffic]:
+    """Traffic of an all-gather: keys to all others in both passes; in backward the others' gradients too."""
+    if plan.layout.ring_size == 1:
+        return Traffic(), Traffic()
+    numbers = plan.keys_rotated * per_key
+    gather = Traffic(all_gather_calls=calls, all_gather_bytes=numbers * itemsize)
+    home = Traffic(reduce_scatter_calls=calls, reduce_scatter_bytes=numbers * accumulate_itemsize)
+    return gather, gather + home

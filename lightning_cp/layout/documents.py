@@ -1,7 +1,7 @@
 """Documents: intervals of the sequence that attend only to themselves.
 
-A packed row, a padded row and a plain row are the same thing here: a sorted list of disjoint
-intervals. What no interval covers is padding; it gets no tiles, so it costs nothing.
+Packed, padded and plain rows are all sorted lists of disjoint intervals. Tokens outside every interval are
+padding: they get no tiles, so they cost nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 
 from lightning_cp.errors import ShapeError
 
-Intervals = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int64]
+Intervals = Ints
 """int64 ``[documents, 2]``: (start, end) of each document, sorted and disjoint."""
 
 IntsLike = Sequence[int] | torch.Tensor | npt.NDArray[np.integer]
@@ -36,7 +37,7 @@ class Documents:
                 "Give the documents of each row of the batch."
             )
         self.seq_len = int(seq_len)
-        self.rows: tuple[Intervals, ...] = tuple(_frozen(row) for row in rows)
+        self.rows: tuple[Intervals, ...] = tuple(_read_only(row) for row in rows)
         for index, row in enumerate(self.rows):
             _check_intervals(row, self.seq_len, index)
         if len(self.rows) > 1 and all(np.array_equal(self.rows[0], row) for row in self.rows[1:]):
@@ -75,7 +76,7 @@ class Documents:
         total = int(table.flat[-1]) if seq_len is None else operator.index(seq_len)
         several = table.ndim == 2
         rows = [
-            _between(cu, total, f" of row {row}" * several)
+            _from_boundaries(cu, total, f" of row {row}" * several)
             for row, cu in enumerate(np.atleast_2d(table))
         ]
         return cls(rows, total)
@@ -87,11 +88,11 @@ class Documents:
         """From ids ``[rows, seq_len]`` (or ``[seq_len]``): a run of equal ids is a document.
 
         Args:
-            segment_ids: integers; every document has an id of its own within its row.
-            padding_id: the id of tokens that belong to no document, if there is one.
+            segment_ids: integers; ids of documents are unique within a row.
+            padding_id: the id of tokens outside every document, if there is one.
 
         Raises:
-            ShapeError: an id comes back after another one: its tokens are not one interval.
+            ShapeError: an id occurs again after another one, so that its tokens are not one interval.
         """
         ids = _rows(segment_ids, "segment_ids")
         return cls([_runs(row, padding_id, index) for index, row in enumerate(ids)], ids.shape[1])
@@ -105,7 +106,7 @@ class Documents:
                 transformers stacks them for images, whose first row counts the text (``text_positions``).
 
         Raises:
-            ShapeError: another shape, which does not tell documents; or no integers.
+            ShapeError: another shape, which defines no documents; or not integers.
         """
         text = text_positions(position_ids)
         if text is None:
@@ -128,9 +129,9 @@ class Documents:
 
         Raises:
             ShapeError: a row has padding between tokens (a dense mask cannot be expressed), or values
-                other than 0 and 1 (an additive mask says the opposite).
+                other than 0 and 1 (an additive mask means the opposite).
         """
-        _require_values(mask, "padding mask")
+        _check_values(mask, "padding mask")
         other = (mask != 0) & (mask != 1)
         if other.any():
             raise ShapeError(
@@ -138,9 +139,9 @@ class Documents:
                 "An additive mask (0 for tokens, -inf for padding) becomes one by `mask == 0`; numbers of "
                 "documents are segment_ids."
             )
-        kept = _rows(mask.to(torch.int64), "padding mask")
+        tokens = _rows(mask.to(torch.int64), "padding mask")
         rows: list[Intervals] = []
-        for index, row in enumerate(kept != 0):
+        for index, row in enumerate(tokens != 0):
             edges = np.flatnonzero(np.diff(np.concatenate([[False], row, [False]]).astype(np.int8)))
             if edges.size > 2:
                 raise ShapeError(
@@ -149,7 +150,7 @@ class Documents:
                     "documents with cu_seqlens or segment ids instead."
                 )
             rows.append(edges.reshape(-1, 2).astype(np.int64))
-        return cls(rows, kept.shape[1])
+        return cls(rows, tokens.shape[1])
 
     @property
     def num_rows(self) -> int:
@@ -184,12 +185,12 @@ class Documents:
 
 
 def text_positions(position_ids: torch.Tensor) -> torch.Tensor | None:
-    """The positions ``[rows, seq_len]`` that documents are read from, as transformers' models take them.
+    """Return the positions ``[rows, seq_len]`` that define documents, from those of transformers' models.
 
-    Models for images have several positions a token: ``[3, rows, seq_len]`` (time, height, width) tell no
-    documents; in ``[4, rows, seq_len]`` those of the text come first. ``None`` where there are none.
+    Models for images have several positions per token: ``[3, rows, seq_len]`` (time, height, width) define no
+    documents, which gives ``None``; in ``[4, rows, seq_len]`` those of the text come first.
     """
-    _require_tensor(position_ids, "position_ids")
+    _check_tensor(position_ids, "position_ids")
     if position_ids.dim() == 3:
         return position_ids[0] if position_ids.shape[0] in (1, 4) else None
     if position_ids.dim() == 1:
@@ -197,7 +198,7 @@ def text_positions(position_ids: torch.Tensor) -> torch.Tensor | None:
     return position_ids if position_ids.dim() == 2 else None
 
 
-def _frozen(row: Intervals) -> Intervals:
+def _read_only(row: Intervals) -> Intervals:
     given = np.asarray(row)
     if given.size and (given.ndim != 2 or given.shape[1] != 2):
         raise ShapeError(
@@ -214,8 +215,8 @@ def _frozen(row: Intervals) -> Intervals:
     return out
 
 
-def _between(cu: npt.NDArray[np.int64], total: int, of_row: str) -> Intervals:
-    """The documents between the boundaries of one row; empty ones are dropped."""
+def _from_boundaries(cu: npt.NDArray[np.int64], total: int, of_row: str) -> Intervals:
+    """Return the documents between the boundaries of one row, without empty ones."""
     if cu[0] != 0:
         raise ShapeError(
             f"cu_seqlens must start at 0, got {cu[0]} at index 0{of_row}. "
@@ -251,7 +252,7 @@ def _check_intervals(row: Intervals, seq_len: int, index: int) -> None:
 
 def _int_array(values: IntsLike, name: str, ndim: int) -> npt.NDArray[np.int64]:
     if isinstance(values, torch.Tensor):
-        _require_values(values, name)
+        _check_values(values, name)
         values = values.detach().cpu().numpy()
     array = np.asarray(values)
     if not np.issubdtype(array.dtype, np.integer):
@@ -267,8 +268,8 @@ def _int_array(values: IntsLike, name: str, ndim: int) -> npt.NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def _require_values(x: torch.Tensor, name: str) -> None:
-    _require_tensor(x, name)
+def _check_values(x: torch.Tensor, name: str) -> None:
+    _check_tensor(x, name)
     if x.is_meta:
         raise ShapeError(
             f"{name} of shape {tuple(x.shape)} on meta has no values: give it on a real device, cpu best "
@@ -285,7 +286,7 @@ def _shape_of(values: IntsLike, name: str) -> tuple[int, ...]:
         ) from ragged
 
 
-def _require_tensor(x: object, name: str) -> None:
+def _check_tensor(x: object, name: str) -> None:
     if not isinstance(x, torch.Tensor):
         raise ShapeError(
             f"{name} must be a tensor, got {type(x).__name__}: torch.tensor(...) makes one."
@@ -293,7 +294,7 @@ def _require_tensor(x: object, name: str) -> None:
 
 
 def _rows(values: torch.Tensor, name: str) -> npt.NDArray[np.int64]:
-    _require_tensor(values, name)
+    _check_tensor(values, name)
     if values.dim() not in (1, 2):
         raise ShapeError(
             f"{name} must be [rows, seq_len] or [seq_len], got shape {tuple(values.shape)}. "

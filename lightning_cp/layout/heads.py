@@ -1,4 +1,4 @@
-"""The heads that each Ulysses rank computes, and the K/V heads that it must receive for them.
+"""The split of heads over Ulysses ranks: query heads of each rank, and the K/V heads that it receives.
 
 Query heads split evenly. A rank receives exactly the K/V heads that its query heads use, so any
 number of K/V heads works: a K/V head used by several ranks is sent to each of them, and where the
@@ -20,7 +20,7 @@ class HeadBlock(NamedTuple):
     kv: tuple[int, int]
     q: tuple[int, int]
     kv_of_q: tuple[int, ...] | None
-    """K/V head, counted within the block, of each query head; ``None`` when plain grouping says it."""
+    """K/V head, counted within the block, of each query head; ``None`` for plain grouping."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class HeadSplit:
         return last - first
 
     def blocks(self, rank: int, kv_heads: int | None = None) -> tuple[HeadBlock, ...]:
-        """A rank's heads, at most ``kv_heads`` K/V heads at a time; all at once for ``None``."""
+        """Return a rank's heads in blocks of at most ``kv_heads`` K/V heads; one block for ``None``."""
         return _blocks(self, rank, kv_heads)
 
     @property

@@ -1,20 +1,24 @@
-"""The mask within a document: which keys a query may see."""
+"""The mask within a document (causality and window), and the count of its visible pairs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import index
 from typing import SupportsIndex, cast
 
+import numpy as np
+
 from lightning_cp.errors import ConfigError
+from lightning_cp.layout.documents import Documents, Ints
 
 UNBOUNDED = 1 << 60
-"""A distance larger than any sequence, small enough that sums of two do not overflow int64."""
+"""A distance larger than any sequence; sums of two do not overflow int64."""
 
 
 def _integer(value: object) -> object:
-    """Integers of NumPy and others as Python's; anything else as it is."""
+    """Convert integers of NumPy and others to int; return anything else unchanged."""
     try:
         return index(value) if isinstance(value, SupportsIndex) else value
     except TypeError:  # a tensor of floats has the method too
@@ -51,12 +55,12 @@ class Mask:
 
     @property
     def left(self) -> int:
-        """The distance that a key may be back; ``UNBOUNDED`` if any."""
+        """Largest distance of a visible key behind the query; ``UNBOUNDED`` if any."""
         return UNBOUNDED if self.window[0] < 0 else self.window[0]
 
     @property
     def right(self) -> int:
-        """The distance that a key may be ahead: 0 when causal; ``UNBOUNDED`` if any."""
+        """Largest distance of a visible key ahead of the query: 0 when causal; ``UNBOUNDED`` if any."""
         right = UNBOUNDED if self.window[1] < 0 else self.window[1]
         return min(right, 0) if self.causal else right
 
@@ -64,3 +68,34 @@ class Mask:
     def joins_segments(self) -> bool:
         """True if tiles from different global places may be joined into one."""
         return not self.uses_distance and self.window == (-1, -1)
+
+
+@lru_cache(maxsize=256)
+def visible_pairs(documents: Documents, mask: Mask) -> int:
+    """Count visible pairs, summed over the given rows: one row where it stands for the whole batch.
+
+    A closed form, independent of layout and schedule. In a document of n tokens, n - d queries have a key at
+    distance d on either side. With distances up to l behind and r ahead that is
+
+        n + sum(n - d for d in 1..min(l, n-1)) + sum(n - d for d in 1..min(r, n-1)),
+
+    and sum(n - d for d in 1..m) = m n - m (m + 1) / 2. Causal without a window: n (n + 1) / 2.
+
+    Args:
+        documents: intervals that attend only to themselves.
+        mask: causality and window.
+    """
+    lengths = np.concatenate([row[:, 1] - row[:, 0] for row in documents.rows])
+    return int((lengths + _within(lengths, mask.left) + _within(lengths, mask.right)).sum())
+
+
+def _within(lengths: Ints, distance: int) -> Ints:
+    """Pairs of each length on one side of the diagonal, up to a distance."""
+    reach = np.minimum(lengths - 1, distance)
+    return reach * lengths - reach * (reach + 1) // 2
+
+
+def triangle(n: Ints) -> Ints:
+    """Return 0 + 1 + ... + (n - 1) for positive n, else 0."""
+    n = np.maximum(n, 0)
+    return n * (n - 1) // 2

@@ -1,4 +1,4 @@
-"""The global tokens that each context-parallel rank holds.
+"""The layout of a sequence: the global tokens that each context-parallel rank holds.
 
 Each ring rank gets a *sorted* list of global segments; the Ulysses ranks of that ring rank take
 contiguous, equal slices of the list. Lengths that do not divide are padded at the end of the
@@ -18,7 +18,12 @@ import numpy.typing as npt
 import torch
 
 from lightning_cp.errors import ConfigError, ShapeError
-from lightning_cp.layout.balance import Deal, best_deal, deal, grid
+from lightning_cp.layout.balance import (
+    ChunkAssignment,
+    assign_chunks,
+    best_assignment,
+    length_divisor,
+)
 from lightning_cp.layout.documents import Documents
 from lightning_cp.layout.mask import Mask
 
@@ -41,16 +46,16 @@ class SequenceLayout:
         ring_size: ranks that K/V travel around.
         ulysses_size: ranks that trade sequence for heads.
         kind: ``contiguous``, ``zigzag`` (ring rank r holds chunks r and 2*ring_size-1-r), or ``balanced``
-            (equal chunks dealt so that every ring rank has as much attention to compute; see ``Deal``).
+            (equal chunks, assigned so that all ring ranks compute equally much attention).
         documents: intervals that attend only to themselves; ``None`` is one document.
-        mask: what ``balanced`` counts as work. Any mask may be attended with, exactly.
-        chunks: of each ring rank, for ``balanced``; ``None`` is the fewest that bring the busiest ring rank
-            within 2% of the mean.
+        mask: defines the work that ``balanced`` counts. Attention is exact under any mask.
+        chunks: of each ring rank, for ``balanced``; ``None`` is the fewest with which the busiest ring rank
+            is within 2% of the mean.
 
     Raises:
         ConfigError: an unknown kind, a size below 1, or chunks of another kind than ``balanced``.
-        ShapeError: the length is not an integer or shorter than two tokens a rank, or the documents
-            are of another length.
+        ShapeError: the length is not an integer or below two tokens per rank, or the documents have
+            another length.
     """
 
     seq_len: int
@@ -107,15 +112,15 @@ class SequenceLayout:
 
     @property
     def divisor(self) -> int:
-        """The number that the padded length is a multiple of."""
-        return grid(self.ring_size, self.ulysses_size, self.chunks_per_rank)
+        """The divisor of the padded length."""
+        return length_divisor(self.ring_size, self.ulysses_size, self.chunks_per_rank)
 
     @property
     def chunks_per_rank(self) -> int:
-        """Equal chunks that a ring rank's tokens are made of."""
+        """Equal chunks of a ring rank's tokens."""
         if self.kind == "contiguous" or self.ring_size == 1:
             return 1
-        return 2 if self.kind == "zigzag" else self._deal.per_rank
+        return 2 if self.kind == "zigzag" else self._assignment.per_rank
 
     @property
     def padded_len(self) -> int:
@@ -133,7 +138,7 @@ class SequenceLayout:
         return self.padded_len // self.cp_size
 
     def require_unpadded(self) -> None:
-        """Refuse a length that needs padding.
+        """Check that the length needs no padding.
 
         Raises:
             ShapeError: ``seq_len`` is not a multiple of ``divisor``.
@@ -147,18 +152,18 @@ class SequenceLayout:
             )
 
     def segments(self, ring_rank: int) -> Segments:
-        """Sorted global (start, length) segments that a ring rank holds."""
+        """Return the sorted global (start, length) segments of a ring rank."""
         return self._segments[ring_rank]
 
     @cached_property
     def checksum(self) -> int:
-        """A checksum of who holds which tokens, equal across processes."""
+        """A checksum of the tokens of every rank, equal across processes."""
         sizes = (self.seq_len, self.ring_size, self.ulysses_size)
         parts = [np.array(sizes, dtype=np.int64), *self._segments]
         return zlib.crc32(b"".join(part.tobytes() for part in parts))
 
     def positions(self, cp_rank: int) -> torch.Tensor:
-        """int64 ``[local_len]``: global index of each local token, in local order (padding >= seq_len)."""
+        """Return int64 ``[local_len]``: global index of each local token, in order; padding is >= seq_len."""
         ring_rank, ulysses_rank = divmod(self._check_rank(cp_rank), self.ulysses_size)
         runs = [
             torch.arange(start, start + size) for start, size in self.segments(ring_rank).tolist()
@@ -166,7 +171,7 @@ class SequenceLayout:
         return torch.cat(runs)[ulysses_rank * self.local_len : (ulysses_rank + 1) * self.local_len]
 
     def real_len(self, cp_rank: int) -> int:
-        """Local tokens that are of the sequence; they come first, and the rest is padding."""
+        """Count the local tokens that are not padding; they come first."""
         if self.padded_len == self.seq_len:
             return self.local_len
         return int((self.positions(cp_rank) < self.seq_len).sum())
@@ -174,7 +179,7 @@ class SequenceLayout:
     def shard(
         self, x: torch.Tensor, cp_rank: int, dim: int = 1, pad_value: float | int | bool = 0
     ) -> torch.Tensor:
-        """The local tokens of ``x`` along ``dim``: pure indexing, plus padding; no communication.
+        """Return the local tokens of ``x`` along ``dim``: pure indexing, plus padding; no communication.
 
         Raises:
             ShapeError: ``x`` does not have ``seq_len`` entries along ``dim``.
@@ -207,26 +212,26 @@ class SequenceLayout:
 
     @cached_property
     def _inverse(self) -> torch.Tensor:
-        """int64 ``[seq_len]``: where global token i sits in the concatenation of all shards."""
+        """int64 ``[seq_len]``: the place of global token i in the concatenation of all shards."""
         order = torch.cat([self.positions(rank) for rank in range(self.cp_size)])
         return torch.argsort(order)[: self.seq_len]
 
     @cached_property
     def _segments(self) -> tuple[Segments, ...]:
-        """Of every ring rank."""
+        """The segments of every ring rank."""
         size = self.ring_len // self.chunks_per_rank
         if self.kind == "balanced" and self.ring_size > 1:
-            return _joined(self._deal.chunks, size)
-        return _regular(self.chunks_per_rank, self.ring_size, size)
+            return _segments_of_chunks(self._assignment.chunks, size)
+        return _regular_segments(self.chunks_per_rank, self.ring_size, size)
 
     @cached_property
-    def _deal(self) -> Deal:
-        """The rank of each chunk, if they are dealt."""
+    def _assignment(self) -> ChunkAssignment:
+        """The chunks of each ring rank, for ``balanced``."""
         sizes = (self.seq_len, self.ring_size, self.ulysses_size)
         documents = self.documents or Documents.single(self.seq_len)
         if self.chunks is None:
-            return best_deal(*sizes, documents, self.mask)
-        return deal(*sizes, documents, self.mask, self.chunks)
+            return best_assignment(*sizes, documents, self.mask)
+        return assign_chunks(*sizes, documents, self.mask, self.chunks)
 
     def _check_rank(self, cp_rank: int) -> int:
         if not 0 <= cp_rank < self.cp_size:
@@ -253,19 +258,19 @@ class SequenceLayout:
 
 
 @lru_cache(maxsize=256)
-def _regular(per_rank: int, ring_size: int, size: int) -> tuple[Segments, ...]:
-    """Segments of contiguous (one chunk a rank) and zigzag (two)."""
+def _regular_segments(per_rank: int, ring_size: int, size: int) -> tuple[Segments, ...]:
+    """Segments of the layouts contiguous (one chunk per rank) and zigzag (two)."""
     last = 2 * ring_size - 1
     chunks = [(rank, last - rank)[:per_rank] for rank in range(ring_size)]
-    return _joined(tuple(chunks), size)
+    return _segments_of_chunks(tuple(chunks), size)
 
 
-def _joined(chunks: tuple[tuple[int, ...], ...], size: int) -> tuple[Segments, ...]:
-    """Segments of every ring rank from its sorted chunks of ``size`` tokens; neighbours are joined."""
-    return tuple(_runs(np.array(of_rank, dtype=np.int64), size) for of_rank in chunks)
+def _segments_of_chunks(chunks: tuple[tuple[int, ...], ...], size: int) -> tuple[Segments, ...]:
+    """Make the segments of every ring rank from its sorted chunks of ``size`` tokens; joins neighbours."""
+    return tuple(_join_neighbours(np.array(of_rank, dtype=np.int64), size) for of_rank in chunks)
 
 
-def _runs(chunks: npt.NDArray[np.int64], size: int) -> Segments:
+def _join_neighbours(chunks: npt.NDArray[np.int64], size: int) -> Segments:
     first = np.flatnonzero(np.concatenate([[True], np.diff(chunks) != 1]))
     counts = np.diff(np.append(first, chunks.size))
     out = np.stack([chunks[first] * size, counts * size], axis=1)

@@ -1,7 +1,7 @@
-"""The blocks of a model, found by how it is built.
+"""Transformer blocks of a model, found by its structure.
 
-They are members of the model's outermost lists, of classes that hold attention: lists within a block
-(experts, adapters) are part of it.
+Blocks are members of the model's outermost module lists whose class contains attention. Lists within a
+block (experts, adapters) are part of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ATTENTION_CHILD = re.compile(
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Members of the model's outermost lists whose class holds attention, in order."""
+    """Return the members of the model's outermost lists whose class contains attention, in order."""
     members = [m for m in _outermost_members(model) if any(True for _ in m.parameters())]
     attending = {type(m) for m in members if attends(m)}
     return [m for m in dict.fromkeys(members) if type(m) in attending]
@@ -35,7 +35,10 @@ def _outermost_members(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def members(container: nn.Module) -> Iterator[nn.Module]:
-    """A list in a container (nanoGPT's dict of embeddings and a list of blocks) cannot be gathered itself."""
+    """Yield the modules of a container, and of lists inside it.
+
+    An engine cannot gather a list inside a container (nanoGPT has a dict of embeddings and a list of blocks).
+    """
     for member in container.children():
         if isinstance(member, (nn.ModuleList, nn.ModuleDict)):
             yield from members(member)
@@ -44,7 +47,7 @@ def members(container: nn.Module) -> Iterator[nn.Module]:
 
 
 def attends(block: nn.Module) -> bool:
-    """True if a module looks like one with attention inside: by the classes and names of what it holds."""
+    """True if a class or name of a module inside looks like attention."""
     return any(
         _ATTENTION_CLASS.search(type(m).__name__)
         or any(_ATTENTION_CHILD.search(name) for name, _ in m.named_children())
@@ -53,7 +56,9 @@ def attends(block: nn.Module) -> bool:
 
 
 def matches(wanted: str, name: str, module: nn.Module) -> bool:
-    """True if a module is of the class ``wanted``, also once FSDP2 has made its own class of it, or its
-    dotted name fits that pattern."""
+    """True if ``wanted`` is the module's class name, or a pattern that fits its dotted name.
+
+    The prefix that FSDP2 adds to the class name is ignored.
+    """
     kind = type(module).__name__
     return wanted in (kind, kind.removeprefix("FSDP")) or fnmatchcase(name, wanted)

@@ -1,42 +1,250 @@
-"""The swap handle: what intercepted attention calls see, how many there were, and how to undo it.
+"""Handle of one model's attention swap: state of the active step, checks across ranks, report, undo.
 
 While a step is active, intercepted calls attend over the whole sequence; outside of a step the model
-is the plain model. The step's state is held here, on the handle, and not in a ContextVar or a
-thread-local: recomputation runs inside backward, on CUDA in autograd's own thread.
+is the plain model. The handle holds the step's state, not a ContextVar or a thread-local: recomputation
+runs inside backward, on CUDA in autograd's own thread.
 """
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lightning_cp.attention.attend import attend, attend_and_note
-from lightning_cp.attention.exchange import Exchange
-from lightning_cp.attention.plan import AttentionPlan, make_plan, request_of
+from lightning_cp.attention.function import attend, attend_with_max_logits
+from lightning_cp.attention.plan import AttentionPlan, make_plan, make_request
 from lightning_cp.attention.spec import AttentionSpec
-from lightning_cp.comm.agreement import lists_of_ranks
+from lightning_cp.batch.step_state import StepState
+from lightning_cp.comm.consensus import agree, gather_lists_by_vote
 from lightning_cp.errors import ConfigError
-from lightning_cp.kernels.api import Request
-from lightning_cp.loss_terms import note_tokens
-from lightning_cp.mesh import ContextParallelMesh, Flat
-from lightning_cp.models.checks import Checks
-from lightning_cp.models.max_logits import Collector, Inputs, Tell, plan_by_kernel, plan_of_pass
-from lightning_cp.models.report import SwapReport
-from lightning_cp.models.step_state import StepState
+from lightning_cp.kernels.protocol import Request
+from lightning_cp.layout.axes import Flat
+from lightning_cp.layout.exchange import Exchange
+from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.models.qk_scores import (
+    AttentionInputs,
+    MaxLogitsCollector,
+    ScoreCallback,
+    make_plan_with_scores,
+    make_scores_plan,
+)
+from lightning_cp.utils.autograd_notes import note_tokens
+from lightning_cp.utils.console import (
+    Place,
+    common_name,
+    plain_table,
+    split_name,
+    without_layer_numbers,
+)
+from lightning_cp.utils.patching import (
+    ReplacedFunction,
+    replace_everywhere,
+    restore_everywhere,
+    without_garbage_collection,
+)
+
+T = TypeVar("T")
 
 Listener = Callable[[AttentionPlan, torch.Tensor, torch.Tensor], None]
+"""Callback of an attention call: its plan, q and out."""
+
+ATTENTION = re.compile(r"(Attention|Attn)(Layer|Block)?(V?\d+)?$")
+"""Names of classes that are expected to call attention at least once when they are called."""
+
+COLUMNS = ("modules", "count", "class", "attention", "was")
+
+
+@dataclass
+class PendingChecks:
+    """Checks whose outcome the other ranks do not know yet."""
+
+    names: list[str] = field(default_factory=list)
+    error: Exception | None = None
+    """Error of the first check that failed."""
+    before_data: bool = False
+    """Ranks must exchange the outcome before any other data."""
+
+
+class RankChecks:
+    """Checks that each rank makes of its own tokens, within one step; every rank learns of a failure.
+
+    Sending an outcome costs one message. Two kinds of outcome travel with a later message instead: that of a
+    check which another check follows before any other collective, and that of a check within ``deferring``,
+    at the end of which ranks agree on everything, before a weight changes.
+    """
+
+    def __init__(self, mesh: ContextParallelMesh) -> None:
+        self._mesh = mesh
+        self._defers = False
+        self._waiting = PendingChecks()
+        self._error: Exception | None = None
+
+    def run(self, what: str, check: Callable[[], T], *, more_follow: bool = False) -> T:
+        """Run a check that depends on this rank's tokens; every rank of the cp group must call this.
+
+        Args:
+            what: name of the check, the same on every rank.
+            check: raises if something is wrong.
+            more_follow: ranks run another check before their next collective, so the success of this one
+                is sent with that. A failure is sent at once.
+
+        Raises:
+            Exception: the check's error, if it failed on this rank.
+            RankFailure: the check failed on another rank.
+            BatchMismatchError: another rank runs another check.
+        """
+        result: T | None = None
+        error: Exception | None = None
+        try:
+            result = check()
+        except Exception as refused:  # any: a rank that raised alone would leave the others waiting
+            error = refused
+        self._waiting.names.append(what)
+        self._waiting.before_data = more_follow
+        if error is not None or not more_follow:
+            self.flush(error)
+        return cast(T, result)
+
+    def run_deferred(self, what: str, check: Callable[[], None]) -> None:
+        """Run a check as ``run`` does; within ``deferring`` an error is raised at the end of the step.
+
+        A rank must not leave the step alone: a collective may follow in it.
+        """
+        if not self._defers:
+            self.run(what, check)
+            return
+        self._waiting.names.append(what)
+        try:
+            check()
+        except Exception as refused:
+            self._waiting.error = self._waiting.error or refused
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Defer outcomes of checks; at the end of the block ranks agree on ``pop`` and ``pop_error`` too."""
+        self._defers = True
+        try:
+            yield
+        finally:
+            self._defers = False
+
+    def flush_before_data(self) -> None:
+        """Send the outcomes that must precede the next collective."""
+        if self._waiting.before_data:
+            self.flush()
+
+    def flush(self, error: Exception | None = None) -> None:
+        """Send the pending outcomes to all ranks of the cp group; raise the error of a failed check."""
+        waiting = self.pop()
+        error = waiting.error or error
+        try:
+            if waiting.names and self._mesh.sample_size > 1:
+                facts = {", ".join(waiting.names): 0}
+                agree(facts, self._mesh.control_group(Flat.CP), what="step", error=error)
+            if error is not None:
+                raise error
+        except Exception as refused:
+            if (
+                self._defers
+            ):  # kept for ``pop_error``; the caller must pop it, since it keeps frames alive
+                self._error = refused
+            raise
+
+    def pop(self) -> PendingChecks:
+        """Remove and return the pending checks, whose outcome the caller sends."""
+        taken, self._waiting = self._waiting, PendingChecks()
+        return taken
+
+    def pop_error(self) -> Exception | None:
+        """Remove and return this rank's error of a step whose failure all ranks of the cp group know."""
+        refused, self._error = self._error, None
+        return refused
+
+    def clear(self) -> None:
+        """Forget all outcomes, when a step ends or fails."""
+        self._waiting, self._error = PendingChecks(), None
+
+
+class SwapMethod(NamedTuple):
+    """The way the attention of a model was swapped, and its implementation outside of a step."""
+
+    how: str
+    before: str
+
+
+@dataclass(frozen=True)
+class SwapReportRow:
+    """Modules of one class at one place, or a function, and the way their attention was swapped."""
+
+    modules: str
+    """Their names; ``*`` stands for the number of a layer."""
+    count: int | None
+    """Number of modules; ``None`` for a function, with any caller."""
+    kind: str
+    how: str
+    before: str
+    """Implementation outside of a step."""
+
+    def __str__(self) -> str:
+        many = "" if self.count is None else f"{self.count} x "
+        return f"{many}{self.kind} ({self.how}, was {self.before})"
+
+
+class SwapReport(list[SwapReportRow]):
+    """Rows of the report on a swap; as a string it is a table."""
+
+    def add(self, model: nn.Module, parts: Sequence[nn.Module], how: str, before: str) -> None:
+        """Add one row for all of ``parts`` of the same class whose names differ in numbers only.
+
+        Args:
+            model: root of the shown names.
+            parts: modules that were swapped, or stay local.
+            how: the way in which.
+            before: implementation outside of a step.
+        """
+        names = {module: name for name, module in model.named_modules()}
+        groups: dict[tuple[Place, str], list[Place]] = {}
+        for part in parts:
+            place = split_name(names.get(part, ""))
+            kind = type(part).__name__
+            groups.setdefault((without_layer_numbers(place), kind), []).append(place)
+        for (_, kind), places in groups.items():
+            name = common_name(places) or "(the model)"
+            self.append(SwapReportRow(name, len(places), kind, how, before))
+
+    def __str__(self) -> str:
+        rows = ((x.modules, _number(x.count), x.kind, x.how, x.before) for x in self)
+        return plain_table(COLUMNS, rows)
+
+
+def attention_modules(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield the innermost modules whose class is named like attention."""
+    for module in root.modules():
+        if _is_attention(module):
+            inside = (part for part in module.modules() if part is not module)
+            if not any(map(_is_attention, inside)):
+                yield module
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return ATTENTION.search(type(module).__name__) is not None
+
+
+def _number(count: int | None) -> str:
+    return "-" if count is None else str(count)
 
 
 class SwapHandle:
-    """Connects one model's attention calls to one mesh."""
+    """Connection between one model's attention calls and one mesh."""
 
     def __init__(
         self,
@@ -49,27 +257,26 @@ class SwapHandle:
         self.exchange = exchange or Exchange()
         self.state: StepState | None = None
         self.requests: dict[Request, None] = {}
-        """What attention calls have asked of a kernel, each kind once."""
+        """Distinct kernel requests of the attention calls so far."""
         self.listeners: Sequence[Listener] = ()
-        """Told of every attention call: its plan, q and out."""
-        self.progress: Callable[[], None] = _nothing
-        """Called at every attention call, before ranks exchange anything for it."""
+        """Callbacks of every attention call."""
+        self.progress: Callable[[], None] = _noop
+        """Callback of every attention call, before any communication for it."""
         self.report = SwapReport()
         self.intercepts_outside = True
-        """Whether calls outside of all modules that tell (``scopes``) are intercepted."""
+        """Intercept calls outside of all tracked modules (``scopes``)."""
         self.scopes: list[tuple[nn.Module, bool]] = []
-        """The modules that are being called and tell so, and whether attention in them is intercepted."""
-        self.alone: set[nn.Module] = set()
+        """Stack of tracked modules that are being called; true: attention inside is intercepted."""
+        self.local_modules: set[nn.Module] = set()
         """Modules whose attention each rank computes by itself."""
-        self.tells_positions = False
-        """Models inside are told the positions of their tokens, so that the step need not read them."""
+        self.provides_position_ids = False
+        """Models inside receive the positions of their tokens, so the step need not read them."""
         self.warned: set[str] = set()
-        """Models of which something was said once."""
-        self.checks = Checks(mesh)
-        self.collector = Collector({})
-        """Who is told of largest scores."""
+        """Keys of warnings that were shown already."""
+        self.checks = RankChecks(mesh)
+        self.collector = MaxLogitsCollector({})
         self.has_batch: Callable[[Any], bool] = bool
-        """Whether arguments of a call hold a tensor of the step's batch."""
+        """True if arguments of a call hold a tensor of the step's batch."""
         self._enter: list[Callable[[], Callable[[], None]]] = []
         self._leave: list[Callable[[], None]] = []
         self._stop_waiting: Callable[[], object] = list  # nothing
@@ -77,21 +284,21 @@ class SwapHandle:
 
     @property
     def active(self) -> bool:
-        """True if a context-parallel step is under way."""
+        """True if a context-parallel step is active."""
         return self.state is not None
 
     @property
     def intercepts(self) -> bool:
-        """True if an attention call that is made now is the sequence's."""
+        """True if an attention call made now attends over the whole sequence."""
         return self.state is not None and not self.state.waits and not self.in_local
 
     @property
     def in_local(self) -> bool:
-        """True if what is being called is left alone."""
+        """True if an attention call made now is computed locally."""
         return not (self.scopes[-1][1] if self.scopes else self.intercepts_outside)
 
     def in_local_module(self) -> bool:
-        """True if a module is being called that is left alone."""
+        """True if a local module is being called."""
         return bool(self.scopes) and not self.scopes[-1][1]
 
     def activate(self, state: StepState) -> None:
@@ -107,14 +314,14 @@ class SwapHandle:
         self.state = None
         self.scopes.clear()
         self.collector.forget_calls()
-        self.checks.drop()
+        self.checks.clear()
         while self._leave:
             self._leave.pop()()
 
     def leave(self) -> None:
-        """The loop of an unused step is over: models are plain until one is called with the step's batch.
+        """Suspend a step that its loop did not use: models are plain until a call has the step's batch.
 
-        The first call with a tensor of it, of a module of any kind, takes the step up again.
+        The first call of any module with a tensor of the batch resumes the step.
         """
         state, known = self.state, weakref.ref(self)
         if state is None or state.left:
@@ -122,7 +329,9 @@ class SwapHandle:
         state.left = state.waits = True
 
         def look(module: nn.Module, args: Any) -> None:
-            if torch.compiler.is_compiling():  # it was called outside of the compiled code before
+            if (
+                torch.compiler.is_compiling()
+            ):  # the hook saw the call from outside of the compiled code
                 return
             handle = known()
             if handle is not None:
@@ -132,22 +341,22 @@ class SwapHandle:
         self._leave.append(self._stop_waiting)
 
     def take_up(self, given: Any) -> None:
-        """Something is called: with a tensor of its batch, the step waits no longer."""
+        """Resume a suspended step if the arguments of a call hold a tensor of its batch."""
         if self.state is not None and self.state.waits and self.has_batch(given):
             self.state.waits = False
             self._stop_waiting()
 
     def note_call(self, module: nn.Module, given: Any) -> None:
-        """Something of the model is called in a step that could attend.
+        """Record a call of a module that could attend.
 
         Raises:
-            ConfigError: the step waits for a call with its batch, and this is none.
+            ConfigError: the step is suspended, and the call has no tensor of its batch.
         """
         if self.state is None:
             return
         self.take_up(given)
         if self.state.waits:
-            raise ConfigError(_OTHER.format(type(module).__name__))
+            raise ConfigError(_FOREIGN_CALL.format(type(module).__name__))
         self.state.model_called = True
 
     def attention(
@@ -156,13 +365,15 @@ class SwapHandle:
         """Attend over the whole sequence of the active step."""
         state = self.state
         assert state is not None
-        q, k, v = _autocast(q_BLHD, k_BLKD, v_BLKD)
-        self.checks.before_data()
+        q, k, v = _cast_as_autocast(q_BLHD, k_BLKD, v_BLKD)
+        self.checks.flush_before_data()
         self.progress()
-        inputs = Inputs(q, k, v, spec)
+        inputs = AttentionInputs(q, k, v, spec)
         by_kernel = self.collector.by_kernel(self.kernel, self.exchange)
         plan = self._plan(*inputs, state, max_logits=by_kernel)
-        out, largest = (attend_and_note if by_kernel else _attend)(q, k, v, plan)
+        out, largest = (attend_with_max_logits if by_kernel else _attend_without_scores)(
+            q, k, v, plan
+        )
         of_pass = None if by_kernel else partial(self._plan_of_pass, inputs, state)
         self.collector.note(inputs, largest, self.mesh, of_pass)
         for listener in self.listeners:
@@ -174,15 +385,17 @@ class SwapHandle:
         state.calls += 1
         return out
 
-    def collect(self, modules: Mapping[nn.Module, Tell], *, extra_pass: bool = False) -> None:
-        """Tell of the largest scores of these modules' attention, in place of any others'; until ``undo``.
+    def collect(
+        self, modules: Mapping[nn.Module, ScoreCallback], *, extra_pass: bool = False
+    ) -> None:
+        """Report the largest scores of these modules' attention until ``undo``; replaces earlier ones.
 
         Args:
-            modules: those that make the calls, and who is told of each call in training.
-            extra_pass: whether scores that a kernel does not give are computed in a pass of their own.
+            modules: modules that call attention, and the callback of each call in training.
+            extra_pass: compute scores that a kernel does not return in an additional pass.
         """
         self.collector.end()
-        self.collector = Collector(modules, extra_pass=extra_pass)
+        self.collector = MaxLogitsCollector(modules, extra_pass=extra_pass)
         self.collector.follow(lambda: self.active)
 
     def _plan(
@@ -195,11 +408,11 @@ class SwapHandle:
         *,
         max_logits: bool = False,
     ) -> AttentionPlan:
-        """The plan of a call; ranks agree on each kind of call once, that all of them can.
+        """Return the plan of a call; ranks agree once per kind of call that all of them can execute it.
 
-        What is missing may differ between nodes: packages, the compute capability of a GPU.
+        Nodes may differ in installed packages and in the compute capability of their GPU.
         """
-        call = (max_logits, *_call(spec, q, k, v))
+        call = (max_logits, *_plan_key(spec, q, k, v))
         if call in state.plans:
             return state.plans[call][1]
 
@@ -210,9 +423,9 @@ class SwapHandle:
                 max_logits=max_logits,
             )
 
-        plan = partial(plan_by_kernel, make) if max_logits else partial(make, False)
-        request = request_of(q, v, spec, max_logits=max_logits)
-        made = plan() if request in self.requests else self.checks.agreed("an attention call", plan)
+        plan = partial(make_plan_with_scores, make) if max_logits else partial(make, False)
+        request = make_request(q, v, spec, max_logits=max_logits)
+        made = plan() if request in self.requests else self.checks.run("an attention call", plan)
         self.requests[request] = None
         state.plans[call] = (
             spec,
@@ -220,20 +433,20 @@ class SwapHandle:
         )  # the spec keeps tensors alive, so that none takes their place
         return made
 
-    def _plan_of_pass(self, inputs: Inputs, state: StepState) -> AttentionPlan:
-        """The plan of a pass for the largest scores of a call that did not give them."""
+    def _plan_of_pass(self, inputs: AttentionInputs, state: StepState) -> AttentionPlan:
+        """Return the plan of a pass for the largest scores of a call that did not return them."""
         q, k, v, spec = inputs
-        call = ("of a pass", *_call(spec, q, k, v))
+        call = ("of a pass", *_plan_key(spec, q, k, v))
         if call not in state.plans:
-            make = partial(plan_of_pass, inputs, self.mesh, state.layout, self.exchange)
-            state.plans[call] = spec, self.checks.agreed("a pass for the largest scores", make)
+            make = partial(make_scores_plan, inputs, self.mesh, state.layout, self.exchange)
+            state.plans[call] = spec, self.checks.run("a pass for the largest scores", make)
         return state.plans[call][1]
 
-    def require_intercepted(self, model: nn.Module) -> None:
-        """Refuse a step that called the model, and in which no attention call came through here.
+    def check_intercepted(self, model: nn.Module) -> None:
+        """Check that a step which called the model intercepted an attention call.
 
         Raises:
-            ConfigError: naming the model's classes that look like attention.
+            ConfigError: none was; names the model's classes that look like attention.
         """
         if self.state is None or self.state.calls or not self.state.model_called:
             return
@@ -248,40 +461,42 @@ class SwapHandle:
             "pass context_parallel_size=1 and data_parallel_size=<number of ranks>, which shares no sample."
         )
 
-    def require_same_gradients(self) -> None:
-        """Before backward: refuse attention that it reaches on some ranks of the cp group only.
+    def check_same_gradients(self) -> None:
+        """Check, before backward, that it reaches the same attention calls on all ranks of the cp group.
 
         Raises:
-            ConfigError: on every rank, naming the ranks that would wait for the others.
+            ConfigError: on every rank; names the ranks that would wait for the others.
         """
         if self.state is None or self.mesh.sample_size == 1:
             return
-        self.checks.tell()
+        self.checks.flush()
         needs = self.state.need_gradients
         if self.state.compared == len(needs):  # attention calls are made together
             return
         group = self.mesh.control_group(Flat.CP)
-        every = lists_of_ranks(needs, group, what="backward")
+        every = gather_lists_by_vote(needs, group, what="backward")
         if any(other != every[0] for other in every):
-            refuse_gradients(dict(zip(dist.get_process_group_ranks(group), every, strict=True)))
+            raise_gradient_mismatch(
+                dict(zip(dist.get_process_group_ranks(group), every, strict=True))
+            )
 
     def on_activate(self, action: Callable[[], Callable[[], None]]) -> None:
-        """Remember what to do when a step begins; it returns what to do when the step ends."""
+        """Register an action for the begin of each step; it returns the action for the step's end."""
         self._enter.append(action)
 
     def on_undo(self, action: Callable[[], None]) -> None:
-        """Remember how to take one replacement back."""
+        """Register the undo action of one replacement."""
         self._undo.append(action)
 
     def undo(self) -> None:
-        """Give the model its own attention back, in reverse order."""
+        """Restore the model's own attention, in reverse order of the replacements."""
         self.deactivate()
         self.collector.end()
         while self._undo:
             self._undo.pop()()
 
 
-_OTHER = (
+_FOREIGN_CALL = (
     "{} is called with no tensor of the batch that its loop over a loader gave last and did not use, so it "
     "is not known whether the call belongs to the step of that batch. Call fabric.strategy.end_step() first, "
     "if its rows are whole. If they are computed from that batch, keep the loop's iterator until the step is "
@@ -289,19 +504,22 @@ _OTHER = (
 )
 
 
-def _attend(*call: Any) -> tuple[torch.Tensor, None]:
-    """As ``attend_and_note``, where nobody collects."""
+def _attend_without_scores(*call: Any) -> tuple[torch.Tensor, None]:
+    """Attend without the largest scores; same result type as ``attend_with_max_logits``."""
     out = attend(*call)
     assert isinstance(out, torch.Tensor)
     return out, None
 
 
-def _nothing() -> None:
-    """Nobody counts."""
+def _noop() -> None:
+    """Do nothing: the default callback."""
 
 
-def refuse_gradients(every: Mapping[int, Sequence[bool]]) -> NoReturn:
-    """Of each rank that shares a sample: through which attention calls backward would come.
+def raise_gradient_mismatch(every: Mapping[int, Sequence[bool]]) -> NoReturn:
+    """Raise for a backward that reaches different attention calls on ranks that share a sample.
+
+    Args:
+        every: per rank, one flag per attention call: backward reaches it.
 
     Raises:
         ConfigError: always.
@@ -316,8 +534,8 @@ def refuse_gradients(every: Mapping[int, Sequence[bool]]) -> NoReturn:
     )
 
 
-def _call(spec: AttentionSpec, *inputs: torch.Tensor) -> tuple[object, ...]:
-    """A key for plans within one batch; slopes and sinks are told apart as objects."""
+def _plan_key(spec: AttentionSpec, *inputs: torch.Tensor) -> tuple[object, ...]:
+    """Return a key for plans within one batch; slopes and sinks are compared by identity."""
     values = (getattr(spec, item.name) for item in fields(spec))
     return (
         *(id(value) if isinstance(value, torch.Tensor) else value for value in values),
@@ -325,10 +543,25 @@ def _call(spec: AttentionSpec, *inputs: torch.Tensor) -> tuple[object, ...]:
     )
 
 
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast as autocast would have cast the inputs of PyTorch's own attention."""
+def _cast_as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cast tensors as autocast casts the inputs of PyTorch's own attention."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def install_replacements(
+    handle: SwapHandle, *kinds: Callable[[SwapHandle], Iterable[ReplacedFunction]]
+) -> None:
+    """Install replacements of these kinds until the swap is undone, or its handle is deleted.
+
+    One call installs all of a swap: a scan of the names of all modules, about 100,000, takes 10 to 50 ms.
+    """
+    with without_garbage_collection():
+        replaced = [one for kind in kinds for one in kind(handle)]
+        replace_everywhere({one.link.original: one.ours for one in replaced})
+    undo = weakref.finalize(handle, restore_everywhere, replaced)
+    undo.atexit = False
+    handle.on_undo(undo)

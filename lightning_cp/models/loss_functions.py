@@ -1,4 +1,4 @@
-"""Cross-entropies note how many targets their mean was taken over, in any import style."""
+"""Cross-entropy replacements that record the number of targets of their mean, in any import style."""
 
 from __future__ import annotations
 
@@ -12,34 +12,40 @@ import torch
 import torch.nn.functional as F
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from lightning_cp.loss_terms import Count, note_mean, targets_of
-from lightning_cp.models.functions import LINK, Link, Replaced
+from lightning_cp.loss.terms import targets_of
 from lightning_cp.models.handle import SwapHandle
+from lightning_cp.utils.autograd_notes import Count, note_mean
+from lightning_cp.utils.patching import LINK, ChainedPatch, ReplacedFunction
 
-Counted = Callable[..., Count | None]
-"""What a mean was taken over; ``SUM`` of a sum, ``None`` of losses that are reduced elsewhere."""
+CountTargets = Callable[..., Count | None]
+"""Returns the target count of a mean, ``SUM`` for a sum, ``None`` for losses that are not reduced."""
 
 SUM = -1.0
 
 
-def noted_losses(handle: SwapHandle) -> list[Replaced]:
-    """Losses that note what they count while a step is active: means in the graph that backward comes
-    through, and in evaluation, where there is none, what is logged."""
-    held = weakref.ref(handle)  # what is global must not keep a model alive
-    known: list[tuple[Any, str, Counted]]
-    known = [(F, name, _counted) for name in ("cross_entropy", "nll_loss")]
-    known.append((F, "linear_cross_entropy", _counted_linear))
-    known.append((sys.modules.get("litgpt.utils"), "chunked_cross_entropy", _counted_chunked))
+def loss_replacements(handle: SwapHandle) -> list[ReplacedFunction]:
+    """Return loss functions that record their target count while a step is active.
+
+    In training the count goes onto the autograd graph; in evaluation, without a graph, to the step's record
+    of losses, which logged values are compared with.
+    """
+    held = weakref.ref(handle)  # a global must not keep a model alive
+    known: list[tuple[Any, str, CountTargets]]
+    known = [(F, name, _count_cross_entropy) for name in ("cross_entropy", "nll_loss")]
+    known.append((F, "linear_cross_entropy", _count_linear))
+    known.append((sys.modules.get("litgpt.utils"), "chunked_cross_entropy", _count_litgpt))
     return [
-        _noted(home, name, counted, held) for home, name, counted in known if hasattr(home, name)
+        _noting_replacement(home, name, counted, held)
+        for home, name, counted in known
+        if hasattr(home, name)
     ]
 
 
-def _noted(
-    home: Any, name: str, counted: Counted, held: Callable[[], SwapHandle | None]
-) -> Replaced:
+def _noting_replacement(
+    home: Any, name: str, counted: CountTargets, held: Callable[[], SwapHandle | None]
+) -> ReplacedFunction:
     original = getattr(home, name)
-    link = Link(original)
+    link = ChainedPatch(original)
 
     @functools.wraps(original)
     def noting(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -52,7 +58,7 @@ def _noted(
             return loss
         if is_functorch_wrapped_tensor(
             loss
-        ):  # of vmap or grad: none after it, and of none of its tokens
+        ):  # inside vmap or grad: no final loss, no own token count
             return loss
         count = counted(*args, **kwargs)
         if count is None:
@@ -66,10 +72,10 @@ def _noted(
         return loss
 
     setattr(noting, LINK, link)
-    return Replaced(home, name, noting, link)
+    return ReplacedFunction(home, name, noting, link)
 
 
-def _counted(
+def _count_cross_entropy(
     input: Any,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -87,7 +93,7 @@ def _counted(
     return targets_of(target, weight, ignore_index, classes)
 
 
-def _counted_linear(
+def _count_linear(
     input: torch.Tensor,
     linear_weight: torch.Tensor,
     target: torch.Tensor,
@@ -103,8 +109,8 @@ def _counted_linear(
     return targets_of(target, weight, ignored, linear_weight.shape[0])
 
 
-def _counted_chunked(
+def _count_litgpt(
     logits: Any, targets: torch.Tensor, chunk_size: int = 128, ignore_index: int = -100
 ) -> Count:
-    """LitGPT's."""
+    """Return the target count of LitGPT's ``chunked_cross_entropy``."""
     return targets_of(targets, None, ignore_index)

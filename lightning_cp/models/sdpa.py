@@ -1,8 +1,8 @@
-"""Intercepting ``torch.nn.functional.scaled_dot_product_attention``, in any import style.
+"""Interception of ``torch.nn.functional.scaled_dot_product_attention``, in any import style.
 
-Every loaded module that holds a reference to the function gets ours instead, so that
-``from torch.nn.functional import scaled_dot_product_attention`` is seen too. A ``TorchFunctionMode``
-would not do: it is thread-local, and recomputation on CUDA runs in autograd's own thread.
+Every loaded module that holds a reference to the function gets the replacement instead, so that
+``from torch.nn.functional import scaled_dot_product_attention`` is intercepted too. A ``TorchFunctionMode``
+would not work: it is thread-local, and recomputation on CUDA runs in autograd's own thread.
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ import torch.nn.functional as F
 
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.errors import ConfigError
-from lightning_cp.models.functions import (
-    LINK,
-    Link,
-    Replaced,
-    replace_everywhere,
-    take_back,
-    undisturbed,
-)
 from lightning_cp.models.handle import SwapHandle
-from lightning_cp.untraced import untraced
+from lightning_cp.utils.patching import (
+    LINK,
+    ChainedPatch,
+    ReplacedFunction,
+    replace_everywhere,
+    restore_everywhere,
+    without_garbage_collection,
+)
+from lightning_cp.utils.tracing import exclude_from_compile
 
 SDPA = "scaled_dot_product_attention"
 
 
-def swapped_sdpa(handle: SwapHandle) -> list[Replaced]:
-    """The function that routes calls through ``handle`` while it is active, others to the original."""
+def sdpa_replacements(handle: SwapHandle) -> list[ReplacedFunction]:
+    """Return the replacement, which routes calls through ``handle`` while a step is active."""
     original = F.scaled_dot_product_attention
-    link = Link(original)
-    held = weakref.ref(
-        handle
-    )  # what is global must not keep a model alive that is part of a circle
+    link = ChainedPatch(original)
+    # A global must not keep alive a model that is part of a reference cycle.
+    held = weakref.ref(handle)
 
-    @untraced
+    @exclude_from_compile
     def scaled_dot_product_attention(
         query: torch.Tensor,
         key: torch.Tensor,
@@ -57,21 +56,21 @@ def swapped_sdpa(handle: SwapHandle) -> list[Replaced]:
         _check(query, key, attn_mask, enable_gqa)
         spec = AttentionSpec(causal=is_causal, softmax_scale=scale, dropout_p=dropout_p)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return _in_memory_as_theirs(handle.attention(q, k, v, spec), query)
+        return _match_sdpa_strides(handle.attention(q, k, v, spec), query)
 
     setattr(scaled_dot_product_attention, LINK, link)
-    handle.on_activate(_without_fast_path)
-    return [Replaced(F, SDPA, scaled_dot_product_attention, link)]
+    handle.on_activate(_disable_mha_fast_path)
+    return [ReplacedFunction(F, SDPA, scaled_dot_product_attention, link)]
 
 
-@undisturbed()
+@without_garbage_collection()
 def observe_sdpa(tell: Callable[..., None]) -> Callable[[], None]:
-    """Have ``tell(query, key, attn_mask, is_causal, out)`` see the calls; returns what ends that.
+    """Report calls to ``tell(query, key, attn_mask, is_causal, out)``; return the function that ends that.
 
-    What is compiled is not seen: its calls are no longer made from Python.
+    Compiled code is not observed: Python does not make its calls.
     """
     original = F.scaled_dot_product_attention
-    link = Link(original)
+    link = ChainedPatch(original)
 
     def scaled_dot_product_attention(
         query: torch.Tensor,
@@ -89,8 +88,8 @@ def observe_sdpa(tell: Callable[..., None]) -> Callable[[], None]:
 
     setattr(scaled_dot_product_attention, LINK, link)
     replace_everywhere({original: scaled_dot_product_attention})
-    replaced = Replaced(F, SDPA, scaled_dot_product_attention, link)
-    return lambda: take_back([replaced])
+    replaced = ReplacedFunction(F, SDPA, scaled_dot_product_attention, link)
+    return lambda: restore_everywhere([replaced])
 
 
 def _check(
@@ -124,10 +123,10 @@ def _check(
         )
 
 
-def _in_memory_as_theirs(out_BLHD: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """[B, H, L, D] of the strides that PyTorch's own result has, so that the same views of it exist.
+def _match_sdpa_strides(out_BLHD: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return out [B, H, L, D] with the strides of PyTorch's own result, so that the same views of it exist.
 
-    On CPU it is laid out as the query; the operators of CUDA put heads next to each other.
+    On CPU it is laid out as the query; the CUDA operators put heads next to each other.
     """
     if query.device.type == "cpu" and query.is_contiguous():
         return out_BLHD.transpose(1, 2).contiguous()
@@ -135,22 +134,22 @@ def _in_memory_as_theirs(out_BLHD: torch.Tensor, query: torch.Tensor) -> torch.T
 
 
 def is_sdpa(value: object) -> bool:
-    """True if it is PyTorch's function, or what has taken its place."""
+    """True for PyTorch's function or a replacement of it."""
     if isinstance(value, FunctionType):
         return LINK in vars(value) and value.__name__ == SDPA
     return isinstance(value, BuiltinFunctionType) and value is _builtin()
 
 
 def _builtin() -> object:
-    """PyTorch's own, under all that have taken its place."""
+    """Return PyTorch's own function, beneath all replacements."""
     found: Any = F.scaled_dot_product_attention
     while (link := getattr(found, LINK, None)) is not None:
         found = link.original
     return found
 
 
-def _without_fast_path() -> Callable[[], None]:
-    """``nn.MultiheadAttention`` would not call the function where no gradients are needed."""
+def _disable_mha_fast_path() -> Callable[[], None]:
+    """Disable the fast path of ``nn.MultiheadAttention``, which skips the function without gradients."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     return lambda: torch.backends.mha.set_fastpath_enabled(before)

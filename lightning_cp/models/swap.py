@@ -1,4 +1,4 @@
-"""Swapping the attention of a whole model: which models there are inside, and what is replaced."""
+"""Attention swap of a whole model: its Hugging Face, LitGPT and plain PyTorch parts."""
 
 from __future__ import annotations
 
@@ -10,24 +10,31 @@ from typing import Any
 
 from torch import nn
 
-from lightning_cp.attention.exchange import Exchange
+from lightning_cp.batch.step_state import StepState as StepState
 from lightning_cp.errors import UndeclaredError
+from lightning_cp.layout.exchange import Exchange
 from lightning_cp.mesh import ContextParallelMesh
-from lightning_cp.models.functions import replace_for
+from lightning_cp.models.call_scope import check_roots, local_modules, track_calls
+from lightning_cp.models.guards.attention_calls import (
+    check_sdpa_references,
+    unsupported_replacements,
+    watch_attention,
+    watch_calls,
+)
+from lightning_cp.models.guards.token_mixing import check_no_mixing, watch_pooling
 from lightning_cp.models.handle import Listener as Listener
 from lightning_cp.models.handle import SwapHandle as SwapHandle
-from lightning_cp.models.held import refuse_held
-from lightning_cp.models.hf import swap_hf
-from lightning_cp.models.litgpt import litgpt_models, require_whole, swap_litgpt
-from lightning_cp.models.loss_functions import noted_losses
-from lightning_cp.models.mixing import refuse_mixing
-from lightning_cp.models.others import refused_others
-from lightning_cp.models.pooling import watch_pooling
-from lightning_cp.models.report import Swap, Swapped, SwapReport, attention_modules
-from lightning_cp.models.scope import follow_calls, left_alone, require_roots
-from lightning_cp.models.sdpa import SDPA, swapped_sdpa
-from lightning_cp.models.step_state import StepState as StepState
-from lightning_cp.models.watch import watch_attention, watch_calls
+from lightning_cp.models.handle import (
+    SwapMethod,
+    SwapReport,
+    SwapReportRow,
+    attention_modules,
+    install_replacements,
+)
+from lightning_cp.models.hf.swap import swap_hf
+from lightning_cp.models.litgpt import check_no_local_attention, litgpt_models, swap_litgpt
+from lightning_cp.models.loss_functions import loss_replacements
+from lightning_cp.models.sdpa import SDPA, sdpa_replacements
 
 
 def swap_attention(
@@ -43,11 +50,11 @@ def swap_attention(
     Args:
         model: a module, with or without Hugging Face or LitGPT models inside.
         mesh: the process groups.
-        kernel: which kernel to use.
+        kernel: name of the kernel.
         roots: the modules whose attention is swapped, Hugging Face or LitGPT models or any others; by
-            default all attention inside ``model``. What is not listed, or has ``context_parallel_local =
-            True``, is left alone: on each rank it attends to what the rank holds, as cross-attention to
-            keys that all ranks hold should.
+            default all attention inside ``model``. A module that is not listed, or has
+            ``context_parallel_local = True``, stays local: it attends to the tokens of its rank only, as
+            cross-attention to keys that all ranks hold should.
         exchange: how keys reach the queries over the ring axis; hop by hop by default.
 
     Returns:
@@ -56,49 +63,55 @@ def swap_attention(
     Raises:
         ConfigError: a Hugging Face model that does not use transformers' attention interface, attention of
             a LitGPT model that is not its own, one of them that is compiled, a layer that mixes tokens
-            outside of attention, a part of one of these models in ``roots``, or PyTorch's attention function
-            kept where it cannot be replaced.
+            outside of attention, a part of one of these models in ``roots``, or a reference to PyTorch's
+            attention function that cannot be replaced.
     """
     found, litgpts = hf_models(model), litgpt_models(model)
     listed = None if roots is None else list(roots)
     if listed is not None:
-        require_roots(listed, found, litgpts)
-    chosen, others = _chosen(found, listed), left_out(model, listed)
-    alone = left_alone(model, listed, others)
-    refuse_mixing(model, others)
+        check_roots(listed, found, litgpts)
+    chosen, others = _selected_hf_models(found, listed), unswapped_hf_models(model, listed)
+    alone = local_modules(model, listed, others)
+    check_no_mixing(model, others)
     litgpts = [root for root in litgpts if root not in alone]
-    refuse_held(model, alone)
-    require_whole(litgpts, alone)
+    check_sdpa_references(model, alone)
+    check_no_local_attention(litgpts, alone)
     handle = SwapHandle(mesh, kernel, exchange)
-    handle.tells_positions, handle.alone = bool(found or litgpts), alone
+    handle.provides_position_ids, handle.local_modules = bool(found or litgpts), alone
     try:
         swaps = {root: swap_hf(root, handle) for root in chosen}
         swaps.update({root: swap_litgpt(root, handle) for root in litgpts})
-        replace_for(handle, swapped_sdpa, noted_losses, refused_others)
-        follow_calls(model, handle, listed, alone)
+        install_replacements(handle, sdpa_replacements, loss_replacements, unsupported_replacements)
+        track_calls(model, handle, listed, alone)
         watch_attention(model, handle, alone)
-        watch_calls(model, handle, alone | _follow_another(model, swaps))
+        watch_calls(model, handle, alone | _modules_to_skip(model, swaps))
         watch_pooling(model, handle, others)
     except BaseException:
         handle.undo()
         raise
-    _fill(handle.report, model, swaps, alone)
+    _fill_report(handle.report, model, swaps, alone)
     where = "every call" if listed is None else "calls in listed modules"
-    handle.report.append(Swapped("torch.nn.functional", None, SDPA, where, "torch's"))
+    handle.report.append(SwapReportRow("torch.nn.functional", None, SDPA, where, "torch's"))
     return handle
 
 
-def _follow_another(model: nn.Module, roots: Iterable[nn.Module]) -> set[nn.Module]:
-    """Modules whose call says nothing: parts of what is swapped whole; and a LightningModule, whose call is
-    the Trainer's step."""
+def _modules_to_skip(model: nn.Module, roots: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return the modules whose call need not be recorded.
+
+    These are the parts of models that are swapped as a whole, and ``model`` itself: the call of a
+    LightningModule is the Trainer's step.
+    """
     roots = set(roots)
     return {model, *(part for root in roots for part in root.modules())} - roots
 
 
-def _fill(
-    report: SwapReport, model: nn.Module, swaps: Mapping[nn.Module, Swap], alone: set[nn.Module]
+def _fill_report(
+    report: SwapReport,
+    model: nn.Module,
+    swaps: Mapping[nn.Module, SwapMethod],
+    alone: set[nn.Module],
 ) -> None:
-    """Lines for all attention that is seen in the model, swapped or not."""
+    """Add report rows for all attention in the model, swapped or not."""
     inside = {part for root in swaps for part in root.modules()}
     plain = [part for part in attention_modules(model) if part not in inside]
     for root, swap in swaps.items():
@@ -108,7 +121,7 @@ def _fill(
 
 
 def hf_models(model: nn.Module) -> list[Any]:
-    """The outermost Hugging Face models inside ``model``; none if transformers was never imported."""
+    """Return the outermost Hugging Face models inside ``model``; none if transformers was never imported."""
     transformers = sys.modules.get("transformers")
     if transformers is None:
         return []
@@ -121,21 +134,21 @@ def hf_models(model: nn.Module) -> list[Any]:
     return found
 
 
-def _chosen(found: list[Any], listed: Iterable[nn.Module] | None) -> list[Any]:
+def _selected_hf_models(found: list[Any], listed: Iterable[nn.Module] | None) -> list[Any]:
     return found if listed is None else [part for root in listed for part in hf_models(root)]
 
 
-def left_out(model: nn.Module, listed: Iterable[nn.Module] | None) -> list[nn.Module]:
-    """Hugging Face models inside ``model`` that are not swapped, and hold none that is."""
+def unswapped_hf_models(model: nn.Module, listed: Iterable[nn.Module] | None) -> list[nn.Module]:
+    """Return the Hugging Face models inside ``model`` that are not swapped and contain no swapped model."""
     found = hf_models(model)
-    inside = {part for root in _chosen(found, listed) for part in root.modules()}
+    inside = {part for root in _selected_hf_models(found, listed) for part in root.modules()}
     return [model for model in found if inside.isdisjoint(model.modules())]
 
 
-def told(config: Any, name: str) -> Any:
-    """A config's value of ``name``; ``None`` if it has none, or another one in each layer.
+def config_value(config: Any, name: str) -> Any:
+    """Return a config's value of ``name``; ``None`` if it has none, or if layers differ.
 
-    Some of transformers raise errors of other kinds than AttributeError where layers differ.
+    Some transformers configs raise other errors than AttributeError where layers differ.
     """
     try:
         return getattr(config, name, None)
@@ -147,15 +160,15 @@ _HEAD_NAMES = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead",
 
 
 def num_heads_of(model: nn.Module) -> int:
-    """Query heads of the model's attention, from its config or from its modules' attributes.
+    """Return the number of query heads, from the model's config or its modules' attributes.
 
     Raises:
-        UndeclaredError: nothing in the model says how many heads it has.
+        UndeclaredError: no module has such an attribute.
     """
     counts: set[int] = set()
     for module in model.modules():
         for holder in (getattr(module, "config", None), module):
-            values = [told(holder, name) for name in _HEAD_NAMES]
+            values = [config_value(holder, name) for name in _HEAD_NAMES]
             counts.update(value for value in values if type(value) is int and value > 0)
     if not counts:
         question = (

@@ -22,11 +22,11 @@ from itertools import accumulate
 
 import torch
 
-from lightning_cp.comm.posted import Posted, post_all_to_all, post_broadcast
-from lightning_cp.optim.matrices import Matrix, Round
+from lightning_cp.comm.ring import PendingMessage, post_all_to_all, post_broadcast
+from lightning_cp.optim.work_list import Matrix, Round
 
 
-class Exchange:
+class MatrixExchange:
     """One step of all rounds.
 
     Args:
@@ -69,7 +69,7 @@ class Exchange:
             one.post()
             one.finish()
 
-    def _gather(self, each: Round) -> Posted | None:
+    def _gather(self, each: Round) -> PendingMessage | None:
         """Send this rank's parts to those who own the matrices."""
         grid = each.grid
         if grid.parts_group is None or not each.of_copy(grid.copy):
@@ -83,7 +83,7 @@ class Exchange:
         comes = [self._of_part(each.mine, part, grid.part) for part in grid.part_at]
         return post_all_to_all(message, sent, comes, grid.parts_group)
 
-    def _assemble(self, each: Round, arriving: Posted | None) -> dict[Matrix, torch.Tensor]:
+    def _assemble(self, each: Round, arriving: PendingMessage | None) -> dict[Matrix, torch.Tensor]:
         """The matrices that this rank owns, whole."""
         grid = each.grid
         found: dict[Matrix, torch.Tensor] = {}
@@ -103,7 +103,7 @@ class Exchange:
                 x.parts[part].unpack(entries, found[x], whole=True)
         return found
 
-    def _scatter(self, each: Round, results: dict[Matrix, torch.Tensor]) -> Posted | None:
+    def _scatter(self, each: Round, results: dict[Matrix, torch.Tensor]) -> PendingMessage | None:
         """Send every rank of the copy its parts of what this one has computed."""
         grid = each.grid
         if grid.parts_group is None or not each.of_copy(grid.copy):
@@ -145,7 +145,7 @@ class _Results:
         each: the round.
         held: this rank's parts of its own results.
         posted: its parts of the others' of this copy, on their way; ``None``: there are no others.
-        dtype: as of ``Exchange``.
+        dtype: as of ``MatrixExchange``.
         take: likewise.
     """
 
@@ -153,14 +153,14 @@ class _Results:
         self,
         each: Round,
         held: dict[Matrix, torch.Tensor],
-        posted: Posted | None,
+        posted: PendingMessage | None,
         dtype: torch.dtype,
         take: Callable[[Matrix, int, torch.Tensor], None],
     ) -> None:
         self._round, self._held, self._posted = each, held, posted
         self._dtype, self._take = dtype, take
         self._copies = [copy for copy in range(each.grid.copies) if each.of_copy(copy)]
-        self._sent: list[tuple[int, Posted]] = []
+        self._sent: list[tuple[int, PendingMessage]] = []
 
     def arrived(self) -> bool:
         """Take in the parts of this copy; whether there are other copies."""

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.comm.local import local_part
 from lightning_cp.errors import ConfigError
-from lightning_cp.optim.exchange import Exchange
-from lightning_cp.optim.grid import Grids
-from lightning_cp.optim.matrices import Matrix, Piece, Round, plan_rounds
-from lightning_cp.optim.newton_schulz import orthogonalised, scale_of_step
+from lightning_cp.optim.exchange import MatrixExchange
+from lightning_cp.optim.newton_schulz import learning_rate_scale, orthogonalise
+from lightning_cp.optim.placement import Grids
+from lightning_cp.optim.work_list import Matrix, Piece, Round, plan_rounds
+from lightning_cp.utils.dtensor import local_part
 
 MOMENTUM = "momentum_buffer"
 """Of a parameter's state, as torch.optim.Muon names it."""
 
 
-class Active:
+class ActiveParameter:
     """A parameter with a gradient, and what this rank holds of both."""
 
     def __init__(self, name: str, parameter: torch.Tensor) -> None:
@@ -85,7 +85,7 @@ class MatrixStep:
     def run(
         self,
         group: Mapping[str, Any],
-        some: Sequence[Active],
+        some: Sequence[ActiveParameter],
         states: Mapping[torch.Tensor, MutableMapping[str, Any]],
     ) -> None:
         """Step matrices that have gradients; all ranks call it together.
@@ -109,26 +109,26 @@ class MatrixStep:
         def compute(_: Matrix, whole: torch.Tensor) -> torch.Tensor:
             how = group["ns_steps"], group["ns_coefficients"], group["eps"]
             with torch.autocast(whole.device.type, enabled=False):  # it has a dtype of its own
-                return orthogonalised(whole, *how)
+                return orthogonalise(whole, *how)
 
         def take(x: Matrix, part: int, result: torch.Tensor) -> None:
-            rate = group["lr"] * scale_of_step(*x.piece.shape, group["adjust_lr_fn"])
+            rate = group["lr"] * learning_rate_scale(*x.piece.shape, group["adjust_lr_fn"])
             for block, entries in x.parts[part].beside(held[x.piece.name].held, result):
                 block.mul_(kept).add_(entries.to(block.device), alpha=-rate)
 
-        exchange = Exchange(self._dtype, update_of, compute, take)
+        exchange = MatrixExchange(self._dtype, update_of, compute, take)
         exchange.run(self._plan(some, group["ns_steps"]))
 
-    def _plan(self, some: Sequence[Active], steps: int) -> list[Round]:
+    def _plan(self, some: Sequence[ActiveParameter], steps: int) -> list[Round]:
         key = (steps, *((one.name, id(one.parameter)) for one in some))
         if self._planned != key:
-            pieces = [x for one in some for x in _cut(one, self._pieces.get(one.name, ()))]
+            pieces = [x for one in some for x in _pieces_of(one, self._pieces.get(one.name, ()))]
             how = self._dtype, steps, self._chunk_bytes
             self.rounds, self._planned = plan_rounds(pieces, self._grids, *how), key
         return self.rounds
 
 
-def _cut(one: Active, sizes: Sequence[int]) -> Iterator[Piece]:
+def _pieces_of(one: ActiveParameter, sizes: Sequence[int]) -> Iterator[Piece]:
     """The matrices in a parameter."""
     if not sizes:
         yield Piece(one.name, one.parameter)

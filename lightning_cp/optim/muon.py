@@ -11,16 +11,105 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from typing_extensions import override
 
-from lightning_cp.comm.local import local_part
-from lightning_cp.errors import CheckpointError, ConfigError, LightningCPError
-from lightning_cp.optim.agreed import require_agreed
-from lightning_cp.optim.assignment import EMBEDDINGS, Rules, table_of
-from lightning_cp.optim.given import Given, Named
-from lightning_cp.optim.grid import is_shared, require_known_placements
-from lightning_cp.optim.matrices import Round, message_device
-from lightning_cp.optim.matrix_step import MOMENTUM, Active, MatrixStep
+from lightning_cp.comm.consensus import World, stable_hash, sum_over_world
+from lightning_cp.errors import CheckpointError, ConfigError, LightningCPError, NonFiniteError
+from lightning_cp.optim.matrix_step import MOMENTUM, ActiveParameter, MatrixStep
+from lightning_cp.optim.parameters import EMBEDDINGS, Named, OptimizerInput, Rules, table_of
+from lightning_cp.optim.placement import check_placements, is_shared
 from lightning_cp.optim.qk_clip import QKClip
-from lightning_cp.optim.settings import Settings
+from lightning_cp.optim.settings import MuonSettings
+from lightning_cp.optim.work_list import Round, message_device
+from lightning_cp.utils.dtensor import local_part
+
+# Before anything is changed: gradients are finite, and all ranks have them of the same parameters.
+
+
+SHOWN = 4
+"""Names in a message."""
+
+
+def check_same_gradients(
+    gradients: Mapping[str, torch.Tensor],
+    whole: Sequence[torch.Tensor] = (),
+    problems: Sequence[str] = (),
+    *,
+    shared: bool,
+    device_type: str,
+    check_finite: bool,
+) -> None:
+    """Refuse a step that would spoil parameters, or in which ranks would wait for each other for ever.
+
+    Args:
+        gradients: what this rank holds of each, by parameter.
+        whole: parameters whose values are the same on all ranks, if that is to be seen too.
+        problems: what this rank cannot use.
+        shared: other ranks take part; all of the world come here.
+        device_type: where messages travel from.
+        check_finite: whether values are looked at.
+
+    Raises:
+        NonFiniteError: on every rank, naming the parameters whose gradients are not finite.
+        ConfigError: on every rank, naming the parameters that only some have gradients of; or ranks that hold
+            whole parameters hold other values.
+    """
+    bad = _not_finite(gradients) if check_finite and not problems else []
+    if not shared:
+        _refuse({0: list(problems)}, {0: bad})
+        return
+    world = World()
+    # Adds up to 0 over ranks with the same names, and hardly ever over others.
+    values = [float(x.sum(dtype=torch.float64)) for x in whole]
+    ballot = (stable_hash((tuple(gradients), values)) >> 24) * (1 if world.rank else 1 - world.size)
+    failed, ballots = sum_over_world([int(bool(bad or problems)), ballot], device_type)
+    if not failed and not ballots:
+        return
+    every = dict(enumerate(world.gather((list(problems), bad, sorted(gradients)))))
+    _refuse(*({rank: of[at] for rank, of in every.items()} for at in (0, 1)))
+    named = {rank: names for rank, (_, _, names) in every.items()}
+    everywhere = set(named[0]).intersection(*named.values())
+    if all(set(names) == everywhere for names in named.values()):
+        raise ConfigError(
+            "parameters that are no DTensors have other values on other ranks, so these do not train one "
+            "model. Muon takes them for copies, as with ddp; broadcast them from one rank first."
+        )
+    lacking = {rank: sorted(set(names) - everywhere) for rank, names in named.items()}
+    raise ConfigError(
+        "ranks have gradients of different parameters, so Muon would wait for ever. Only there: "
+        f"{_listed(lacking)}. Let all parameters take part on every rank, or freeze them on all."
+    )
+
+
+def _not_finite(gradients: Mapping[str, torch.Tensor]) -> list[str]:
+    some = {name: x for name, x in gradients.items() if x.numel()}
+    if not some:
+        return []
+    # The largest of each: NaN and inf stay what they are, and nothing is squared.
+    largest = torch._foreach_norm(list(some.values()), float("inf"))
+    finite = torch.stack([x.to(torch.float64).isfinite() for x in largest])
+    if bool(finite.all()):
+        return []
+    return [name for name, good in zip(some, finite.tolist(), strict=True) if not good]
+
+
+def _refuse(problems: Mapping[int, list[str]], bad: Mapping[int, list[str]]) -> None:
+    """Of each rank: what it cannot use, and parameters whose gradients are not finite."""
+    if any(problems.values()):
+        raise ConfigError(
+            f"gradients that cannot be used: {_listed(problems)}. Nothing was changed."
+        )
+    if any(bad.values()):
+        raise NonFiniteError(
+            f"gradients are NaN or infinite: {_listed(bad)}. Nothing was changed. Look for the first loss "
+            "that is not finite; lower the learning rate, or clip gradients."
+        )
+
+
+def _listed(found: Mapping[int, list[str]]) -> str:
+    return "; ".join(
+        f"rank {rank}: {', '.join(names[:SHOWN])}{', ...' * (len(names) > SHOWN)}"
+        for rank, names in found.items()
+        if names
+    )
 
 
 class Muon(Optimizer):
@@ -89,12 +178,12 @@ class Muon(Optimizer):
         check_finite: bool = True,
         qk_clip: QKClip | None = None,
     ) -> None:
-        self._settings = settings = Settings(
+        self._settings = settings = MuonSettings(
             *(lr, weight_decay, momentum, nesterov, ns_steps, ns_coefficients, eps, ns_dtype),
             *(adjust_lr_fn, adamw_lr, adamw_weight_decay, betas, adamw_eps, impl, chunk_mib),
             check_finite,
         ).checked()
-        given = Given.of(named_parameters)
+        given = OptimizerInput.of(named_parameters)
         self.assigned = Rules(matrices, adamw, embeddings, fused).assign(given)
         by_name = dict(given.named)
         matrices_, others = (
@@ -110,7 +199,7 @@ class Muon(Optimizer):
         self._matrix_step = self._planned_anew()
         self.qk_clip = qk_clip
         if qk_clip is not None:
-            _require_clip(qk_clip)
+            _check_qk_clip(qk_clip)
             qk_clip.bind(given.named)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -151,9 +240,9 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        require_known_placements(self.named())
+        check_placements(self.named())
         self._matrix_step.meet(self._named_of(self.param_groups[0]))
-        active = {name: Active(name, p) for name, p in self.named() if p.grad is not None}
+        active = {name: ActiveParameter(name, p) for name, p in self.named() if p.grad is not None}
         self._require_agreed(active, shared=any(is_shared(p) for _, p in self.named()))
         for one in active.values():
             one.place()
@@ -167,9 +256,9 @@ class Muon(Optimizer):
             self.qk_clip.apply()
         return loss
 
-    def _require_agreed(self, active: dict[str, Active], *, shared: bool) -> None:
+    def _require_agreed(self, active: dict[str, ActiveParameter], *, shared: bool) -> None:
         try:
-            require_agreed(
+            check_same_gradients(
                 {name: one.gradient for name, one in active.items()},
                 [] if self.state else [one.held for one in active.values() if one.is_whole],
                 [one.problem for one in active.values() if one.problem is not None],
@@ -221,7 +310,7 @@ class Muon(Optimizer):
         """What was exchanged in the last step; see ``flops_of_ranks`` and ``sent_bytes_of_ranks``."""
         return self._matrix_step.rounds
 
-    def _step_matrices(self, group: dict[str, Any], some: list[Active]) -> None:
+    def _step_matrices(self, group: dict[str, Any], some: list[ActiveParameter]) -> None:
         for one in some:
             if not self.state[one.parameter]:
                 self.state[one.parameter][MOMENTUM] = torch.zeros_like(one.parameter)
@@ -250,7 +339,7 @@ class Muon(Optimizer):
             for p, buffer in zip(stepped, buffers, strict=True)
         ]
 
-    def _step_others(self, group: dict[str, Any], some: list[Active]) -> None:
+    def _step_others(self, group: dict[str, Any], some: list[ActiveParameter]) -> None:
         for one in some:
             state = self.state[one.parameter]
             if not state:
@@ -271,7 +360,7 @@ class Muon(Optimizer):
         )
 
 
-def _require_clip(given: object) -> None:
+def _check_qk_clip(given: object) -> None:
     if not isinstance(given, QKClip):
         raise ConfigError(
             f"qk_clip= is a QKClip(tau=100.0, ...), got {type(given).__name__}. "

@@ -12,7 +12,7 @@ EPS = 1e-7
 STEPS = 5
 
 
-def orthogonalised(
+def orthogonalise(
     x: torch.Tensor,
     steps: int = STEPS,
     coefficients: tuple[float, float, float] = COEFFICIENTS,
@@ -39,13 +39,13 @@ def orthogonalised(
     return x.T if tall else x
 
 
-def orthogonalising_flops(rows: int, columns: int, steps: int = STEPS) -> int:
+def newton_schulz_flops(rows: int, columns: int, steps: int = STEPS) -> int:
     """Of the products of matrices, in each step: X X' and the last ``2 s^2 l``, A^2 ``2 s^3`` (s <= l)."""
     short, long = sorted((rows, columns))
     return steps * (4 * short * short * long + 2 * short**3)
 
 
-def scale_of_step(rows: int, columns: int, adjust: str) -> float:
+def learning_rate_scale(rows: int, columns: int, adjust: str) -> float:
     """What the learning rate is multiplied by for a matrix.
 
     Args:

@@ -8,13 +8,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_cp.comm.local import local_part
-from lightning_cp.comm.objects import World
+from lightning_cp.comm.consensus import World
 from lightning_cp.errors import ConfigError
-from lightning_cp.optim.checks import require_known, require_number
-from lightning_cp.optim.qk_layers import Layer, Rows, find_layers, row_factors
-from lightning_cp.optim.qk_maxima import Maxima
-from lightning_cp.optim.rows import held_indices
+from lightning_cp.optim.placement import held_indices
+from lightning_cp.optim.qk_layers import (
+    ProjectionRows,
+    QKLayer,
+    ScoreMaxima,
+    find_layers,
+    row_factors,
+)
+from lightning_cp.optim.settings import check_known, check_numbers
+from lightning_cp.utils.dtensor import local_part
 
 _log = logging.getLogger("lightning_cp")
 SHOWN = 8
@@ -67,10 +72,10 @@ class QKClip:
 
     def __post_init__(self) -> None:
         """Check what was asked."""
-        require_number({"tau": self.tau}, lambda x: x > 0, "above 0")
-        require_number({"alpha": self.alpha}, lambda x: 0 <= x <= 1, "from 0 to 1")
-        require_known("keys", self.keys, ("group", "query"))
-        require_known("rope", self.rope, ("uniform", "query"))
+        check_numbers({"tau": self.tau}, lambda x: x > 0, "above 0")
+        check_numbers({"alpha": self.alpha}, lambda x: 0 <= x <= 1, "from 0 to 1")
+        check_known("keys", self.keys, ("group", "query"))
+        check_known("rope", self.rope, ("uniform", "query"))
         self._plain = self._checked_rows()
         for name in ("query", "key"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
@@ -90,8 +95,8 @@ class QKClip:
             )
         self._parameters: dict[str, torch.Tensor] = {}
         self._held: dict[tuple[str, int], torch.Tensor] = {}
-        self._found: dict[str, Layer] = {}
-        self._maxima = Maxima({})
+        self._found: dict[str, QKLayer] = {}
+        self._maxima = ScoreMaxima({})
         self._ready: dict[str, list[float]] | None = None
 
     def bind(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -108,7 +113,7 @@ class QKClip:
         self._parameters = given
         shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
         self._found = find_layers(shapes, self.query, self.key, self.fused or {}, self.layers)
-        self._maxima = Maxima(self._found)
+        self._maxima = ScoreMaxima(self._found)
         self._held.clear()
 
     def follow(self, successors: Mapping[int, torch.Tensor]) -> None:
@@ -193,12 +198,12 @@ class QKClip:
         self._tell()
         return self.clipped
 
-    def _is_trained(self, layer: Layer) -> bool:
+    def _is_trained(self, layer: QKLayer) -> bool:
         """What is frozen stays as it is, and what goes with it."""
         every = {rows.parameter for rows in (*layer.query, *layer.key)}
         return all(self._parameters[name].requires_grad for name in every)
 
-    def _scale(self, layer: Layer, values: Sequence[float]) -> list[int]:
+    def _scale(self, layer: QKLayer, values: Sequence[float]) -> list[int]:
         """The heads that were scaled."""
         over = [self.tau / x if x > self.tau else 1.0 for x in values]
         gammas = torch.tensor(over, dtype=torch.float64)
@@ -211,7 +216,7 @@ class QKClip:
         touched = torch.minimum(of_head, of_keys.repeat_interleave(len(values) // len(of_keys)))
         return [head for head, factor in enumerate(touched.tolist()) if factor < 1]
 
-    def _multiply(self, rows: Rows, factor: torch.Tensor) -> None:
+    def _multiply(self, rows: ProjectionRows, factor: torch.Tensor) -> None:
         """Each row that this rank holds by its own factor, rounded once."""
         p = self._parameters[rows.parameter]
         whole = torch.ones(p.shape[rows.dim], dtype=torch.float64)

@@ -2,14 +2,51 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.optim.checks import is_number, require_known, require_number
 from lightning_cp.optim.newton_schulz import COEFFICIENTS, EPS, STEPS
+
+# Checks of settings: each is what it has to be.
+
+
+def check_numbers(values: Mapping[str, Any], fits: Callable[[float], bool], wanted: str) -> None:
+    """Refuse settings that are no finite numbers, or do not fit.
+
+    Args:
+        values: by name.
+        fits: of each number.
+        wanted: says what fits: ``above 0``.
+
+    Raises:
+        ConfigError: naming the first one that does not.
+    """
+    for name, x in values.items():
+        if not is_number(x) or not fits(x):
+            raise ConfigError(
+                f"{name} is a number {wanted}, got {x!r}. Leave it out for the default."
+            )
+
+
+def check_known(name: str, value: object, known: tuple[str, ...]) -> None:
+    """Refuse a setting that is none of the known ones.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    if value not in known:
+        raise ConfigError(f"{name}={value!r} is unknown. Known: {', '.join(known)}.")
+
+
+def is_number(x: object) -> bool:
+    """True if it is one, finite, and no bool."""
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+
 
 ADJUSTMENTS = ("match_rms_adamw", "original")
 IMPLEMENTATIONS = ("owner", "reference")
@@ -21,7 +58,7 @@ MOST_STEPS = 99
 
 
 @dataclass(frozen=True)
-class Settings:
+class MuonSettings:
     """Arguments of :class:`lightning_cp.optim.Muon`, described there."""
 
     lr: float = 2e-3
@@ -41,31 +78,31 @@ class Settings:
     chunk_mib: float = 256
     check_finite: bool = True
 
-    def checked(self) -> Settings:
+    def checked(self) -> MuonSettings:
         """The same, with a dtype and with what was left to the rate of matrices.
 
         Raises:
             ConfigError: naming the setting, what was got and what would work.
         """
-        require_number(
+        check_numbers(
             {"lr": self.lr, "weight_decay": self.weight_decay}, lambda x: x >= 0, "at least 0"
         )
         optional = {"adamw_lr": self.adamw_lr, "adamw_weight_decay": self.adamw_weight_decay}
         given = {name: x for name, x in optional.items() if x is not None}
-        require_number(given, lambda x: x >= 0, "at least 0, or None for that of matrices")
+        check_numbers(given, lambda x: x >= 0, "at least 0, or None for that of matrices")
         shares = {"momentum": self.momentum}
         pair = _numbers("betas", self.betas, 2)
         shares |= {f"betas[{at}]": x for at, x in enumerate(pair)}
-        require_number(shares, lambda x: 0 <= x < 1, "at least 0 and below 1")
+        check_numbers(shares, lambda x: 0 <= x < 1, "at least 0 and below 1")
         positive = {"eps": self.eps, "adamw_eps": self.adamw_eps, "chunk_mib": self.chunk_mib}
-        require_number(positive, lambda x: x > 0, "above 0")
+        check_numbers(positive, lambda x: x > 0, "above 0")
         if type(self.ns_steps) is not int or not 1 <= self.ns_steps <= MOST_STEPS:
             raise ConfigError(
                 f"ns_steps is a whole number from 1 to {MOST_STEPS}, got {self.ns_steps!r}; 5 is usual."
             )
         coefficients = _numbers("ns_coefficients", self.ns_coefficients, 3)
-        require_known("adjust_lr_fn", self.adjust_lr_fn, ADJUSTMENTS)
-        require_known("impl", self.impl, IMPLEMENTATIONS)
+        check_known("adjust_lr_fn", self.adjust_lr_fn, ADJUSTMENTS)
+        check_known("impl", self.impl, IMPLEMENTATIONS)
         dtype = _dtype(self.ns_dtype)
         if self.impl == "reference" and dtype != torch.bfloat16:
             raise ConfigError(

@@ -2,18 +2,143 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from lightning_cp.comm.reduce import all_max, all_sum
-from lightning_cp.mesh import ContextParallelMesh, Flat
-from lightning_cp.parity.events import Event
-from lightning_cp.parity.gradients import gradient_errors
-from lightning_cp.parity.passes import Part, Pass
-from lightning_cp.parity.sums import largest, ratio
-from lightning_cp.parity.tolerance import Tolerance
+from lightning_cp.layout.axes import Flat
+from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.parity.passes import Event, LocalTokens, StepPass
+
+# Numbers of all ranks, and what they are in proportion.
+
+
+def largest(value: float, mesh: ContextParallelMesh) -> float:
+    """Of what all ranks have."""
+    own = torch.tensor([value], dtype=torch.float64)
+    return float(all_max(own, mesh.control_group(Flat.LOSS)))
+
+
+def ratio(square: float, of: float) -> float:
+    """The root of two sums of squares; infinite where it is no number."""
+    if square == 0.0:
+        return 0.0
+    ratio = (square / of) ** 0.5 if of else float("inf")
+    return ratio if ratio == ratio else float("inf")
+
+
+# Gradients of two passes, compared over all ranks.
+
+
+FLOOR = 1e-3
+"""Of a gradient's size, over that of an average parameter: smaller ones are compared with this."""
+
+
+@dataclass(frozen=True)
+class GradientErrors:
+    """Of all parameters, the same on every rank."""
+
+    by_name: dict[str, float]
+    """Relative."""
+    factor: float
+    """What one process's are multiplied by, at best."""
+    residual: float
+    """What is left then, relative."""
+
+
+def gradient_errors(
+    alone: StepPass, parallel: StepPass, mesh: ContextParallelMesh
+) -> GradientErrors:
+    """Sums over ranks count a replicated gradient several times, in numerator and denominator alike."""
+    names = sorted(alone.gradients.keys() | parallel.gradients.keys())
+    unit = largest(max((_size(x) for x in alone.gradients.values()), default=0.0), mesh) or 1.0
+    sums = torch.zeros(len(names), 5, dtype=torch.float64)
+    for at, name in enumerate(names):
+        sums[at] = _sums(alone.gradients.get(name), parallel.gradients.get(name), unit)
+    found = all_sum(sums, mesh.control_group(Flat.LOSS))
+    difference, reference, own, product, count = found.unbind(1)
+    mean = float(reference.sum() / count.sum().clamp(min=1))
+    floors = (FLOOR**2) * mean * count
+    by_name = {
+        name: ratio(float(difference[at]), max(float(reference[at]), float(floors[at])))
+        for at, name in enumerate(names)
+    }
+    whole = float(reference.sum())
+    factor = float(product.sum()) / whole if whole else float("nan")
+    left = float(own.sum()) - 2 * factor * float(product.sum()) + factor**2 * whole
+    return GradientErrors(by_name, factor, ratio(max(left, 0.0), whole * factor**2))
+
+
+def _size(x: torch.Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def _sums(alone: torch.Tensor | None, parallel: torch.Tensor | None, unit: float) -> torch.Tensor:
+    """|p - a|^2, |a|^2, |p|^2, a p, and how many numbers; a gradient that is not there is zeros.
+
+    In squares of ``unit``, the largest number of all, so that none of them overflows.
+    """
+    given = alone if alone is not None else parallel
+    assert given is not None
+    a = torch.zeros_like(given).double() if alone is None else alone.double() / unit
+    p = torch.zeros_like(given).double() if parallel is None else parallel.double() / unit
+    return torch.stack(
+        [
+            (p - a).square().sum(),
+            a.square().sum(),
+            p.square().sum(),
+            (a * p).sum(),
+            a.new_tensor(a.numel()),
+        ]
+    ).cpu()
+
+
+# The distance that two ways of computing the same may have, by the dtype that they compute in.
+#
+# Errors are relative norms, ``|a - b| / |b|``, of the whole tensor. In exact arithmetic both ways are
+# equal; what is allowed is rounding, which grows with depth: several times what healthy models show
+# (``docs/doctor.md``).
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest relative errors."""
+
+    dtype: str
+    loss: float
+    logits: float
+    gradient: float
+
+
+TOLERANCES = {
+    # Models that are float64 have norms, rotary rows and losses in float32 all the same.
+    torch.float64: Tolerance("float64", 1e-5, 1e-5, 1e-4),
+    torch.float32: Tolerance("float32", 1e-4, 1e-3, 2e-3),
+    torch.float16: Tolerance("float16", 5e-3, 2e-2, 5e-2),
+    torch.bfloat16: Tolerance("bfloat16", 1e-2, 5e-2, 1e-1),
+}
+
+
+def tolerance_of(dtypes: Iterable[torch.dtype]) -> Tolerance:
+    """That of the coarsest dtype.
+
+    Args:
+        dtypes: of parameters, of autocast where that is on, and half precision that a step computes in.
+    """
+    coarsest = max(
+        (dtype for dtype in dtypes if dtype.is_floating_point),
+        key=lambda dtype: torch.finfo(dtype).eps,
+        default=torch.float32,
+    )
+    return TOLERANCES.get(coarsest, TOLERANCES[torch.bfloat16])
+
+
+def half_of(dtypes: Iterable[torch.dtype]) -> set[torch.dtype]:
+    """Those below float32, whose rounding a float64 model's tolerance does not allow for."""
+    limit = torch.finfo(torch.float32).eps
+    return {x for x in dtypes if x.is_floating_point and torch.finfo(x).eps > limit}
 
 
 @dataclass(frozen=True)
@@ -69,7 +194,7 @@ class Comparison:
 
 
 def compare(
-    alone: Pass, parallel: Pass, mesh: ContextParallelMesh, tolerance: Tolerance
+    alone: StepPass, parallel: StepPass, mesh: ContextParallelMesh, tolerance: Tolerance
 ) -> Comparison:
     """Compare what ranks hold; all of the ``loss`` group come here together."""
     assert parallel.part is not None
@@ -110,7 +235,7 @@ class TokenGradients:
 
 
 def token_gradients(
-    alone: Pass, parallel: Pass, mesh: ContextParallelMesh, tolerance: Tolerance
+    alone: StepPass, parallel: StepPass, mesh: ContextParallelMesh, tolerance: Tolerance
 ) -> TokenGradients | None:
     """Compare those of all ranks.
 
@@ -195,7 +320,7 @@ MARGIN = 2
 """Times what one draw of other rounding does."""
 
 
-def logits_of(alone: Sequence[Event], parallel: Sequence[Event], part: Part) -> Pair | None:
+def logits_of(alone: Sequence[Event], parallel: Sequence[Event], part: LocalTokens) -> Pair | None:
     """Of the last module whose output runs along the sequence and has several numbers a token; of those
     that train, if any does."""
     known = {event.key: event for event in alone}
@@ -207,7 +332,9 @@ def logits_of(alone: Sequence[Event], parallel: Sequence[Event], part: Part) -> 
     return None
 
 
-def pair_of(known: dict[tuple[str, str, int], Event], event: Event, part: Part) -> Pair | None:
+def pair_of(
+    known: dict[tuple[str, str, int], Event], event: Event, part: LocalTokens
+) -> Pair | None:
     """The two tensors of an event, where they are parts of one floating-point tensor."""
     other = known.get(event.key)
     if other is None or other.tensor is None or event.tensor is None:
@@ -218,7 +345,7 @@ def pair_of(known: dict[tuple[str, str, int], Event], event: Event, part: Part) 
 
 
 def first_deviation(
-    alone: Pass, parallel: Pass, mesh: ContextParallelMesh, tolerance: Tolerance
+    alone: StepPass, parallel: StepPass, mesh: ContextParallelMesh, tolerance: Tolerance
 ) -> Event | None:
     """The first event whose tensor is another one on some rank; all ranks have the same events."""
     assert parallel.part is not None
@@ -247,14 +374,14 @@ def _anywhere(pair: Pair | None, mesh: ContextParallelMesh) -> bool:
     return bool(largest(float(pair is not None), mesh))
 
 
-def _loss_error(alone: Pass, parallel: Pass, mesh: ContextParallelMesh) -> float:
+def _loss_error(alone: StepPass, parallel: StepPass, mesh: ContextParallelMesh) -> float:
     """The largest of all groups."""
     a, b = float(parallel.loss), float(alone.loss)
     own = 0.0 if a == b else abs(a - b) / abs(b) if b else float("inf")
     return largest(own if own == own else float("inf"), mesh)
 
 
-def _spread(alone: Pass, mesh: ContextParallelMesh) -> float:
+def _spread(alone: StepPass, mesh: ContextParallelMesh) -> float:
     """Between ranks that share a sample; the largest of all groups."""
     own, group = alone.loss.double().cpu().reshape(1), mesh.control_group(Flat.CP)
     high, low = float(all_max(own, group)), -float(all_max(-own, group))

@@ -1,1 +1,1 @@
-"""Memory, FLOPs, bytes and time of a run that has not happened: integers and sums, no process group."""
+"""Predictions of a run's memory, FLOPs, traffic and time, in integers and sums; needs no process group."""

@@ -1,21 +1,90 @@
-"""What a user should know of a plan before starting it: idle axes, copies, slow links."""
+"""Advice about a plan (idle devices, copies, slow links), and memory while a checkpoint is loaded."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from lightning_cp.axes import Axis
-from lightning_cp.planner.job import Case
-from lightning_cp.planner.loading import Part, parts
+from lightning_cp.layout.axes import Axis
+from lightning_cp.planner.job import PlanCase
 
 FEW_TOKENS = 2048
-"""Of a rank: below so many, gathering a layer takes longer than computing it on most links."""
+"""Tokens of a rank below which gathering a layer takes longer than its compute on most links."""
 MANY_COPIES = 1.5
-"""Of a parameter, over all ranks of one copy of the model."""
+"""Copies of a parameter over all ranks of one copy of the model that count as many."""
 
 
-def advice(case: Case) -> Iterator[str]:
-    """Sentences, most important first."""
+@dataclass(frozen=True)
+class ParameterMemory:
+    """Memory of one parameter on a rank, while a checkpoint is read tensor by tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    whole: int
+    """Bytes of the whole parameter."""
+    local: int
+    """Bytes of a rank's part: equally many rows on each, of those of a tensor-parallel rank."""
+    ranks: int
+    """Ranks over which the model is sharded; a parameter with fewer rows has fewer."""
+
+    @property
+    def excess(self) -> int:
+        """Bytes of all ranks together beyond one copy."""
+        return self.local * self.ranks - self.whole
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """The point where reading runs out of memory."""
+
+    part: ParameterMemory
+    free: int
+    """Bytes that are left for the part."""
+    read: float
+    """Fraction of all bytes read by then."""
+
+
+def parameter_memory(case: PlanCase) -> Iterator[ParameterMemory]:
+    """Yield the memory of every parameter, in the order of use."""
+    choice, itemsize = case.choice, case.job.itemsize
+    ranks, tp = choice.shard_ranks, choice.mesh.tp
+    for one in case.job.model.parameters:
+        shape = one.local_shape(tp)
+        local = -(-shape[0] // ranks) * math.prod(shape[1:])
+        yield ParameterMemory(
+            one.name, one.shape, one.numel * itemsize, local * itemsize, ranks * tp
+        )
+
+
+def find_out_of_memory(case: PlanCase) -> OutOfMemory | None:
+    """Find the first parameter that does not fit; ``None`` if all do."""
+    machine = case.job.machine
+    free, read = machine.memory - machine.reserve, 0
+    every = case.job.model.num_parameters * case.job.itemsize
+    for part in parameter_memory(case):
+        if part.local > free:
+            return OutOfMemory(part, free, read / every)
+        free -= part.local
+        read += part.whole
+    return None
+
+
+def largest_stacked_parameter(case: PlanCase) -> tuple[str, int]:
+    """Return the name of the largest parameter stacked over layers, and its bytes if it were whole."""
+    job = case.job
+    sizes = {one.name: one.numel for one in job.model.layers[0].parameters}
+    name = (
+        "self_attn.o_proj.weight"
+        if "self_attn.o_proj.weight" in sizes
+        else max(sizes, key=lambda at: sizes[at])
+    )
+    return name, sizes[name] * len(job.model.layers) * job.itemsize
+
+
+def advice(case: PlanCase) -> Iterator[str]:
+    """Yield sentences of advice, most important first."""
     job, mesh, heads = case.job, case.choice.mesh, case.heads
     idle = job.devices - mesh.devices
     if idle:
@@ -58,10 +127,10 @@ def advice(case: Case) -> Iterator[str]:
         )
 
 
-def barely_sharded(case: Case, most: int = 5) -> list[Part]:
-    """Parameters that take notably more than a rank's even share, those that waste most first."""
-    found: dict[tuple[str, int], Part] = {}
-    for part in parts(case):
+def find_poorly_sharded(case: PlanCase, most: int = 5) -> list[ParameterMemory]:
+    """Find parameters that take much more than a rank's even share, largest waste first."""
+    found: dict[tuple[str, int], ParameterMemory] = {}
+    for part in parameter_memory(case):
         if part.local * part.ranks > MANY_COPIES * part.whole and part.ranks > 1:
             kind = (".".join(p for p in part.name.split(".") if not p.isdecimal()), part.local)
             found.setdefault(kind, part)

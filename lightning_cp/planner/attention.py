@@ -1,11 +1,15 @@
-"""Attention of one layer, priced by the schedule that is executed: pairs, bytes, seconds."""
+"""Cost of one layer's attention from the executed schedule: pairs, bytes, seconds."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lightning_cp.axes import Axis
+import numpy as np
+
 from lightning_cp.layout import (
     CostModel,
     HeadSplit,
@@ -17,44 +21,89 @@ from lightning_cp.layout import (
     attention_traffic,
     schedule,
 )
-from lightning_cp.planner.job import Case
+from lightning_cp.layout.axes import Axis
+from lightning_cp.layout.tiles import Tile
+from lightning_cp.planner.job import PlanCase
 from lightning_cp.planner.machines import TileRate
-from lightning_cp.planner.tile_rates import rates_on
 
-ACCUMULATED = 4
-"""Bytes of an entry of what is summed: results and gradients of tiles."""
-FORWARD, BACKWARD = 4, 10
+ACCUMULATE_ITEMSIZE = 4
+"""Bytes per entry of accumulated results and gradients of tiles."""
+FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
 """FLOPs of a visible pair, per head and entry: two products, and five."""
 
 
+def mean_tile_rates(plan: Schedule, rates: Sequence[TileRate]) -> tuple[float, float]:
+    """Return the mean FLOP/s, forward and backward, over all tiles of the busiest rank.
+
+    A tile that is not square counts as the square with equally many entries, a band tile as a causal one.
+    """
+    busiest = plan.work.index(max(plan.work))
+    pairs: Counter[tuple[str, float]] = Counter()
+    for hop in plan.rank(busiest).hops:
+        for tile in hop.tiles:
+            mask = "full" if tile.mask == "full" else "causal"
+            pairs[mask, math.sqrt(tile.q_len * tile.k_len)] += visible_in_tile(tile)
+    seconds = [
+        sum(count / interpolate_rate(*tile, rates)[backward] for tile, count in pairs.items())
+        for backward in (False, True)
+    ]
+    total = sum(pairs.values())
+    return total / seconds[0], total / seconds[1]
+
+
+def visible_in_tile(tile: Tile) -> int:
+    """Count the visible pairs of a tile; for a band, only its right side hides pairs."""
+    if tile.mask == "full":
+        return tile.q_len * tile.k_len
+    rows = np.arange(tile.q_len) + tile.delta + 1
+    return int(np.clip(rows, 0, tile.k_len).sum())
+
+
+def interpolate_rate(mask: str, length: float, rates: Sequence[TileRate]) -> tuple[float, float]:
+    """Return FLOP/s, forward and backward; seconds are interpolated linearly in the logarithm of the length.
+
+    Args:
+        mask: full or causal; if it was not measured, rates of the other one are used.
+        length: of a square tile.
+        rates: at least one, shortest first.
+    """
+    known = [rate for rate in rates if rate.mask == mask] or list(rates)
+    at = np.log([rate.tokens for rate in known])
+    forward, backward = (
+        1.0 / float(np.interp(math.log(length), at, [1.0 / getattr(rate, name) for rate in known]))
+        for name in ("forward", "backward")
+    )
+    return forward, backward
+
+
 @dataclass(frozen=True)
-class Passes:
-    """Of one attention call: the same quantity forward and backward."""
+class ForwardBackward:
+    """One quantity of an attention call, in forward and in backward."""
 
     forward: float
     backward: float
 
     def step(self, *, again: bool) -> float:
-        """Of a training step, in which forward may be computed again."""
+        """Return the quantity of a training step, in which forward may be recomputed (``again``)."""
         return self.forward * (2 if again else 1) + self.backward
 
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """Of one layer's call on the rank that needs most."""
+    """Cost of one layer's call on the rank that needs most."""
 
     pairs: tuple[int, ...]
     """Visible (query, key) pairs of each ring rank."""
     memory: tuple[int, int]
-    """Peak bytes of (forward, backward), above what a call is given."""
+    """Peak bytes of (forward, backward), above the call's inputs."""
     traffic: tuple[Traffic, Traffic]
-    """What a rank sends in (forward, backward)."""
-    over_ring: Passes
-    """Seconds, with the ring's exchange and what of it no computing hides."""
-    computing: Passes
-    """Seconds of these that the busiest rank computes."""
-    ulysses: Passes
-    """Seconds of the exchange of sequence for heads."""
+    """Traffic of a rank in (forward, backward)."""
+    over_ring: ForwardBackward
+    """Seconds of compute and of the part of the ring's exchange that compute does not hide."""
+    computing: ForwardBackward
+    """Seconds of the busiest rank's compute, which are part of ``over_ring``."""
+    ulysses: ForwardBackward
+    """Seconds of the Ulysses exchange."""
 
     @property
     def imbalance(self) -> float:
@@ -63,8 +112,8 @@ class AttentionCost:
 
 
 @dataclass(frozen=True)
-class Call:
-    """All that the cost of an attention call depends on."""
+class AttentionCostInputs:
+    """All inputs of the cost of an attention call."""
 
     layout: SequenceLayout
     window: int | None
@@ -74,16 +123,16 @@ class Call:
     itemsize: int
     exchange: str
     rates: tuple[float, float]
-    """Of the kernel, forward and backward, whatever the tile."""
+    """FLOP/s of the kernel, forward and backward, for any tile."""
     tiles: tuple[TileRate, ...]
-    """What was measured of tiles; it goes first."""
+    """Measured rates of tiles, which take precedence."""
     ring_link: float
     ulysses_link: float
     latency: float
 
 
-def attention_cost(case: Case, window: int | None) -> AttentionCost:
-    """What a layer's attention costs.
+def attention_cost(case: PlanCase, window: int | None) -> AttentionCost:
+    """Return the cost of a layer's attention.
 
     Args:
         case: the job and the choice.
@@ -97,39 +146,41 @@ def attention_cost(case: Case, window: int | None) -> AttentionCost:
     links = (ring, ulysses, machine.latency)
     dims = (job.model.head_dim, job.model.value_dim)
     sizes = (case.heads, *dims, job.compute_itemsize, case.choice.exchange)
-    return cost_of(Call(case.layout, window, *sizes, rates, machine.tiles, *links))
+    return call_cost(AttentionCostInputs(case.layout, window, *sizes, rates, machine.tiles, *links))
 
 
 @lru_cache(maxsize=4096)
-def cost_of(call: Call) -> AttentionCost:
-    """What a call costs; meshes that differ elsewhere share it."""
+def call_cost(call: AttentionCostInputs) -> AttentionCost:
+    """Return the cost of a call; cached, since meshes that differ elsewhere share it."""
     plan = _plan(call.layout, call.window)
     sizes = {
         "batch": 1,
         "head_dim": call.head_dim,
         "value_dim": call.value_dim,
         "itemsize": call.itemsize,
-        "accumulate_itemsize": ACCUMULATED,
+        "accumulate_itemsize": ACCUMULATE_ITEMSIZE,
         "exchange": call.exchange,
     }
     traffic = attention_traffic(plan, call.heads, 0, **sizes)
-    # Rates are FlashAttention's, which pads what is narrower of K and V (``Capabilities.one_width``).
+    # Rates are FlashAttention's, which pads the narrower of K and V (``Capabilities.one_width``).
     width = max(call.head_dim, call.value_dim)
     per_second = [
         rate / (flops * call.heads.local_heads * width)
-        for rate, flops in zip(_rates(call, plan), (FORWARD, BACKWARD), strict=True)
+        for rate, flops in zip(_rates(call, plan), (FORWARD_FLOPS, BACKWARD_FLOPS), strict=True)
     ]
     busiest = max(plan.work)
     return AttentionCost(
         plan.work,
         attention_memory(plan, call.heads, 0, **sizes, one_width=True),
         traffic,
-        Passes(
-            _over_ring(call, plan, traffic[0], per_second[0], backward=False),
-            _over_ring(call, plan, traffic[1], per_second[1], backward=True),
+        ForwardBackward(
+            _ring_seconds(call, plan, traffic[0], per_second[0], backward=False),
+            _ring_seconds(call, plan, traffic[1], per_second[1], backward=True),
         ),
-        Passes(*(busiest / rate for rate in per_second)),
-        Passes(*(_ulysses(one, call.ulysses_link, call.latency) for one in traffic)),
+        ForwardBackward(*(busiest / rate for rate in per_second)),
+        ForwardBackward(
+            *(_ulysses_seconds(one, call.ulysses_link, call.latency) for one in traffic)
+        ),
     )
 
 
@@ -137,34 +188,39 @@ def _plan(layout: SequenceLayout, window: int | None) -> Schedule:
     return schedule(layout, None, Mask() if window is None else Mask(window=(window - 1, 0)))
 
 
-def _rates(call: Call, plan: Schedule) -> tuple[float, float]:
-    return rates_on(plan, call.tiles) if call.tiles else call.rates
+def _rates(call: AttentionCostInputs, plan: Schedule) -> tuple[float, float]:
+    return mean_tile_rates(plan, call.tiles) if call.tiles else call.rates
 
 
-def _over_ring(
-    call: Call, plan: Schedule, sent: Traffic, pairs_per_second: float, *, backward: bool
+def _ring_seconds(
+    call: AttentionCostInputs,
+    plan: Schedule,
+    sent: Traffic,
+    pairs_per_second: float,
+    *,
+    backward: bool,
 ) -> float:
-    """Seconds of computing and exchanging keys over the ring axis, of the slowest rank."""
+    """Return the seconds of compute and key exchange over the ring axis on the slowest rank."""
     if call.exchange == "all_gather" and call.layout.ring_size > 1:
         computing = max(plan.work) / pairs_per_second
         calls = sent.all_gather_calls + sent.reduce_scatter_calls
         moved = sent.all_gather_bytes + sent.reduce_scatter_bytes
         moving = moved / call.ring_link + calls * call.latency
-        # One block of heads is gathered while the one before is computed; the first one is waited for.
+        # A block of heads is gathered during the compute of the previous one; the first one is not hidden.
         return max(computing, moving) + moving / max(calls, 1)
     kv_heads = max(map(call.heads.num_local_kv, range(call.heads.ulysses_size)))
     numbers = kv_heads * (call.head_dim + call.value_dim)
-    per_key = numbers * call.itemsize + (numbers * ACCUMULATED if backward else 0)
+    per_key = numbers * call.itemsize + (numbers * ACCUMULATE_ITEMSIZE if backward else 0)
     messages = 2 if backward else 1
     key = round(per_key / call.ring_link * pairs_per_second)
     hop = round(messages * call.latency * pairs_per_second)
-    return _slowest(plan, key, hop) / pairs_per_second
+    return _slowest_cost(plan, key, hop) / pairs_per_second
 
 
 @lru_cache(maxsize=1024)
-def _slowest(plan: Schedule, key: int, hop: int) -> int:
+def _slowest_cost(plan: Schedule, key: int, hop: int) -> int:
     return CostModel(key, hop).cost(plan)
 
 
-def _ulysses(sent: Traffic, link: float, latency: float) -> float:
+def _ulysses_seconds(sent: Traffic, link: float, latency: float) -> float:
     return sent.all_to_all_bytes / link + sent.all_to_all_calls * latency

@@ -1,4 +1,4 @@
-"""``hardware.json``: what a machine reaches, as far as a planner needs to know it."""
+"""``hardware.json``: the measured rates of a machine that the planner needs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,87 @@ from typing import Any, TypeVar
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout.cost import CostModel
-from lightning_cp.planner.rates import ComputeRate, KernelRate, LinkRate, OverheadRate
+
+
+@dataclass(frozen=True)
+class KernelRate:
+    """The fastest kernel for one dtype, head dim and mask, at its fastest sequence length."""
+
+    kernel: str
+    dtype: str
+    head_dim: int
+    mask: str
+    """full, causal, window (an eighth of the sequence) or packed (log-normal documents)."""
+    tokens: int
+    forward_tflops: float
+    """10^12 operations per second of one device, 4 x head dim for each visible pair and head."""
+    backward_tflops: float
+    """The same for backward, with 2.5 times as many operations."""
+
+
+@dataclass(frozen=True)
+class LinkRate:
+    """Rate of one collective along one axis of the mesh."""
+
+    axis: str
+    """ring, ulysses or loss."""
+    collective: str
+    """p2p, all-gather, reduce-scatter; all-to-all; all-reduce."""
+    ulysses_size: int
+    ring_size: int
+    gigabytes_per_second: float
+    """10^9 bytes per second that a rank sends to others, at the fastest message size."""
+    latency_seconds: float
+    """Latency of the smallest message."""
+    cpu_seconds_per_gigabyte: float | None = None
+    """CPU-seconds of a rank per 10^9 bytes sent, with as many received; ``None``: not measured."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the axis."""
+        sizes = {"ulysses": self.ulysses_size, "ring": self.ring_size}
+        return sizes.get(self.axis, self.ulysses_size * self.ring_size)
+
+
+@dataclass(frozen=True)
+class ComputeRate:
+    """Rates of a device outside of attention, for one dtype. On CPU, of one core."""
+
+    dtype: str
+    product_tflops: float
+    """10^12 operations per second of matrix products, forward and backward together."""
+    layer_gigabytes_per_second: float
+    """Norms, rotary positions, activations, residuals, in the bytes that the planner counts for them."""
+    loss_gigabytes_per_second: float
+    """Cross-entropy, likewise."""
+    optimizer_gigabytes_per_second: float
+    """AdamW step, likewise."""
+
+
+@dataclass(frozen=True)
+class OverheadRate:
+    """Time of a step independent of its length, in one mode: Python, launches, smallest messages."""
+
+    mode: str
+    """alone, ulysses, ring or zigzag_llama3."""
+    ranks: int
+    """Ranks that share a sequence."""
+    layer_seconds: float
+    """Seconds of each layer, forward and backward."""
+    step_seconds: float
+    """Seconds of a step outside of layers."""
+    call_seconds: float | None = None
+    """Additional seconds of a layer per collective call, compared with one rank. ``None``: not measured."""
+
 
 SCHEMA = 1
-"""Of the file. A reader refuses other numbers; fields may be added without a new one."""
+"""Version of the file. Readers refuse other numbers; new fields need no new number."""
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a machine reaches.
+    """Measured rates of a machine.
 
     Raises:
         ConfigError: a number that is not positive and finite, naming it.
@@ -30,23 +101,23 @@ class Hardware:
     device_type: str
     device_name: str
     devices: int
-    """That were measured together, one process each."""
+    """Devices that were measured together, one process each."""
     devices_per_node: int
     memory_bytes: int
-    """Of one device; on CPU an equal share of the node's."""
+    """Memory of one device; on CPU an equal share of the node's."""
     torch_version: str
     backend: str
-    """Of the process group: gloo or nccl."""
+    """Backend of the process group: gloo or nccl."""
     kernels: tuple[KernelRate, ...] = ()
     links: tuple[LinkRate, ...] = ()
-    """Empty where there was one device."""
+    """Empty for a single device."""
     kernel_lengths: tuple[KernelRate, ...] = ()
-    """Of the same kernels at every length that was measured."""
+    """Rates of the same kernels at every measured length."""
     compute: tuple[ComputeRate, ...] = ()
     overheads: tuple[OverheadRate, ...] = ()
 
     def __post_init__(self) -> None:
-        for part in (self, *(part for name in PARTS for part in getattr(self, name))):
+        for part in (self, *(part for name in LISTS for part in getattr(self, name))):
             for name, value in _numbers(part).items():
                 if not math.isfinite(value) or value <= 0:
                     raise ConfigError(
@@ -63,33 +134,33 @@ class Hardware:
         """Read the JSON file.
 
         Raises:
-            ConfigError: no such file, or not one of this schema; names what is wrong.
+            ConfigError: no such file, or not of this schema; names the problem.
         """
         given = _read(Path(file))
         schema = given.pop("schema", None)
         if schema != SCHEMA:
             raise ConfigError(
-                f"{file} has schema {schema}, and this version reads {SCHEMA}. {_AGAIN}"
+                f"{file} has schema {schema}, and this version reads {SCHEMA}. {_RERUN}"
             )
         parts = {
-            name: tuple(_made(kind, one, where) for one, where in _list(given, name, file))
-            for name, kind in PARTS.items()
-            if name in given or name in NEEDED
+            name: tuple(_parse(kind, one, where) for one, where in _list(given, name, file))
+            for name, kind in LISTS.items()
+            if name in given or name in REQUIRED_LISTS
         }
-        return _made(cls, {**given, **parts}, str(file))
+        return _parse(cls, {**given, **parts}, str(file))
 
     def kernel(self, dtype: str, head_dim: int, mask: str = "causal") -> KernelRate:
-        """The fastest kernel that was measured.
+        """Return the fastest measured kernel.
 
         Raises:
-            ConfigError: nothing was measured with that; names what was.
+            ConfigError: no measurement for these arguments; lists the existing ones.
         """
         for rate in self.kernels:
             if (rate.dtype, rate.head_dim, rate.mask) == (dtype, head_dim, mask):
                 return rate
         if not self.kernels:
             raise ConfigError(
-                f"hardware: kernels of {self.device_name} is empty, so attention cannot be timed. {_AGAIN}"
+                f"hardware: kernels of {self.device_name} is empty, so attention cannot be timed. {_RERUN}"
             )
         there = "; ".join(f"{r.dtype}, head dim {r.head_dim}, {r.mask}" for r in self.kernels)
         raise ConfigError(
@@ -98,10 +169,10 @@ class Hardware:
         )
 
     def link(self, axis: str, collective: str, size: int | None = None) -> LinkRate:
-        """A collective along an axis of some ranks; of the largest size that was measured by default.
+        """Return the rate of a collective along an axis; by default of the largest measured size.
 
         Raises:
-            ConfigError: nothing was measured with that; names what was.
+            ConfigError: no measurement for these arguments; lists the existing ones.
         """
         found = [r for r in self.links if (r.axis, r.collective) == (axis, collective)]
         fitting = [rate for rate in found if size in (None, rate.ranks)]
@@ -116,17 +187,17 @@ class Hardware:
     def cost_model(
         self, *, heads: int, kv_heads: int, head_dim: int, dtype: str, ring_size: int | None = None
     ) -> CostModel:
-        """What this machine's ring costs a model, for ``choose_layout(..., cost=...)``.
+        """Return the cost model of this machine's ring, for ``choose_layout(..., cost=...)``.
 
         Args:
             heads: query heads of a Ulysses rank.
-            kv_heads: key/value heads of it.
+            kv_heads: key/value heads of a Ulysses rank.
             head_dim: entries per head.
             dtype: of q, k and v.
-            ring_size: of which ring; of the largest that was measured by default.
+            ring_size: size of the ring; by default the largest measured one.
 
         Raises:
-            ConfigError: that was not measured.
+            ConfigError: no measurement for these arguments.
         """
         kernel, ring = self.kernel(dtype, head_dim), self.link("ring", "p2p", ring_size)
         return CostModel.of_machine(
@@ -141,40 +212,40 @@ class Hardware:
 
 
 T = TypeVar("T", KernelRate, LinkRate, ComputeRate, OverheadRate, Hardware)
-PARTS: dict[str, type] = {
+LISTS: dict[str, type] = {
     "kernels": KernelRate,
     "links": LinkRate,
     "kernel_lengths": KernelRate,
     "compute": ComputeRate,
     "overheads": OverheadRate,
 }
-NEEDED = ("kernels", "links")
-"""Lists that every file has; others came later."""
-_AGAIN = "python -m lightning_cp.bench writes a new one."
+REQUIRED_LISTS = ("kernels", "links")
+"""Lists that every file has; later versions added the others."""
+_RERUN = "python -m lightning_cp.bench writes a new one."
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
         given = json.loads(file.read_text())
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror}). {_AGAIN}") from error
+        raise ConfigError(f"{file} cannot be read ({error.strerror}). {_RERUN}") from error
     except ValueError as error:
-        raise ConfigError(f"{file} is no JSON ({error}). {_AGAIN}") from error
+        raise ConfigError(f"{file} is no JSON ({error}). {_RERUN}") from error
     if not isinstance(given, dict):
-        raise ConfigError(f"{file} is a JSON {type(given).__name__}, not an object. {_AGAIN}")
+        raise ConfigError(f"{file} is a JSON {type(given).__name__}, not an object. {_RERUN}")
     return given
 
 
 def _list(given: Mapping[str, Any], name: str, file: Path | str) -> list[tuple[Any, str]]:
-    """The objects of a list, each with its place for messages."""
+    """Return the objects of a list, each with its place for messages."""
     value = given.get(name)
     if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
-        raise ConfigError(f"{file}: {name} must be a list of objects. {_AGAIN}")
+        raise ConfigError(f"{file}: {name} must be a list of objects. {_RERUN}")
     return [(part, f"{file}: {name}[{at}]") for at, part in enumerate(value)]
 
 
-def _made(kind: type[T], given: Mapping[str, Any], where: str) -> T:
-    """An object of its fields; others, of later versions, are left out."""
+def _parse(kind: type[T], given: Mapping[str, Any], where: str) -> T:
+    """Make an object from its fields; ignores unknown fields of later versions."""
     number = (int, float)
     kinds = {"str": str, "int": int, "float": number, "float | None": (*number, NoneType)}
     values: dict[str, Any] = {}
@@ -184,7 +255,7 @@ def _made(kind: type[T], given: Mapping[str, Any], where: str) -> T:
         value, wanted = given.get(field.name), kinds.get(str(field.type), tuple)
         if not isinstance(value, wanted) or isinstance(value, bool):  # type: ignore[arg-type]
             shown = "nothing" if field.name not in given else repr(value)
-            raise ConfigError(f"{where}: {field.name} must be {field.type}, got {shown}. {_AGAIN}")
+            raise ConfigError(f"{where}: {field.name} must be {field.type}, got {shown}. {_RERUN}")
         values[field.name] = value
     return kind(**values)
 

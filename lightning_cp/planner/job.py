@@ -1,4 +1,4 @@
-"""What is asked for: a model, devices and sequences; and one way of training it, which is to be judged."""
+"""Input of the planner: a job (model, devices, sequences), and one method of training it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_cp.axes import FLATTENED, Axis, Flat
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import HeadSplit, SequenceLayout
+from lightning_cp.layout.axes import FLATTENED, Axis, Flat
 from lightning_cp.planner.machines import Machine
 from lightning_cp.planner.model import Model
 
@@ -17,9 +17,9 @@ PRECISIONS = {
     "bf16-true": (2, 2),
     "fp32": (4, 4),
 }
-"""Bytes of a parameter that the optimizer sees, and of what is computed with."""
+"""Bytes of the optimizer's parameters, and of the compute dtype."""
 OPTIMIZERS = {"adamw": 2, "momentum": 1, "sgd": 0, "none": 0}
-"""Tensors like the parameters that it keeps. ``none``: the model is loaded, and not trained."""
+"""State tensors per parameter. ``none``: the model is loaded, and not trained."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Job:
 
     @cached_property
     def timed(self) -> Machine:
-        """The machine, with what it reaches in the dtype that is computed with."""
+        """The machine with its rates in the compute dtype."""
         return self.machine.in_float32 if self.precision == "fp32" else self.machine
 
     @property
@@ -67,27 +67,27 @@ class Job:
 
     @property
     def compute_itemsize(self) -> int:
-        """Bytes of what is computed with."""
+        """Bytes of the compute dtype."""
         return PRECISIONS[self.precision][1]
 
     @property
     def reduced_itemsize(self) -> int:
-        """Bytes of an entry of a gradient on its way: float32, where parameters are not kept in less."""
+        """Bytes of a gradient's entry in reductions: those of a parameter, float32 unless these have less."""
         return self.itemsize
 
     @property
     def trains(self) -> bool:
-        """True if there are steps; else the model is loaded only."""
+        """True if the job trains; else it only loads the model."""
         return self.optimizer != "none"
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.seq_len * self.global_batch
 
 
 def devices_per_node(devices: int, most: int) -> int:
-    """Of the fewest nodes with equally many, since a Trainer starts equally many on each."""
+    """Return devices per node, for the fewest nodes with equally many, as a Trainer requires."""
     return max(n for n in range(1, min(devices, most) + 1) if devices % n == 0)
 
 
@@ -103,7 +103,7 @@ class MeshSizes:
 
     @property
     def by_axis(self) -> dict[Axis, int]:
-        """In order."""
+        """Sizes by axis, in order."""
         return {axis: getattr(self, axis.value) for axis in Axis}
 
     @property
@@ -118,16 +118,16 @@ class MeshSizes:
 
     @property
     def data(self) -> int:
-        """Groups of ranks with sequences of their own."""
+        """Groups of ranks with different sequences."""
         return self.dp_replicate * self.dp_shard
 
     def size(self, axis: Axis | Flat) -> int:
-        """Ranks of an axis or of a flattened group."""
+        """Return the ranks of an axis or of a flattened group."""
         axes = FLATTENED[axis] if isinstance(axis, Flat) else (axis,)
         return math.prod(getattr(self, one.value) for one in axes)
 
     def crosses_nodes(self, axis: Axis | Flat, devices_per_node: int) -> bool:
-        """True if some group of an axis has ranks of several nodes; ranks fill one node after the other."""
+        """Return True if some group of an axis spans nodes; ranks fill one node after the other."""
         axes = list(FLATTENED[axis] if isinstance(axis, Flat) else (axis,))
         order = list(Axis)
         inner = math.prod(self.by_axis[one] for one in order[order.index(axes[-1]) + 1 :])
@@ -139,8 +139,8 @@ class MeshSizes:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One way of training: a mesh, an engine, and the settings that trade memory for time."""
+class TrainingMethod:
+    """One method of training: a mesh, an engine, and the settings that trade memory for time."""
 
     mesh: MeshSizes
     engine: str = "fsdp"
@@ -150,13 +150,13 @@ class Choice:
     """``none``, ``blocks`` or ``keep_attention``."""
     offload: bool = False
     chunked_loss: int = 0
-    """Tokens, or 0."""
+    """Tokens of a chunk; 0: off."""
     tiled_mlp: int = 0
-    """Tokens, or 0."""
+    """Tokens of a tile; 0: off."""
 
     @property
     def mode(self) -> str:
-        """As the strategy names it."""
+        """The strategy's name of the mode."""
         ring, ulysses = self.mesh.ring > 1, self.mesh.ulysses > 1
         if ring and self.exchange == "all_gather":
             return "zigzag_llama3"
@@ -164,47 +164,47 @@ class Choice:
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks over which a parameter's rows are cut."""
+        """Ranks over which a parameter's rows are sharded."""
         if self.engine == "ddp":
             return 1
         return self.mesh.size(Flat.LOSS if self.engine == "zero1" else Flat.FSDP)
 
 
 @dataclass(frozen=True)
-class Case:
-    """A job, and one way of doing it."""
+class PlanCase:
+    """A job, and one method of training it."""
 
     job: Job
-    choice: Choice
+    choice: TrainingMethod
 
     @cached_property
     def layout(self) -> SequenceLayout:
-        """Of each sequence."""
+        """Layout of each sequence."""
         mesh = self.choice.mesh
         kind = "zigzag" if mesh.ring > 1 else "contiguous"  # of one causal document
         return SequenceLayout(self.job.seq_len, mesh.ring, mesh.ulysses, kind)
 
     @cached_property
     def heads(self) -> HeadSplit:
-        """Of a tensor-parallel rank, over Ulysses ranks."""
+        """Heads of a tensor-parallel rank, split over Ulysses ranks."""
         model, mesh = self.job.model, self.choice.mesh
         return HeadSplit(model.heads // mesh.tp, model.kv_heads // mesh.tp, mesh.ulysses)
 
     @property
     def devices_per_node(self) -> int:
-        """Ranks of each node: as many as there is room for, and the same number on all."""
+        """Ranks of each node: as many as fit, and the same number on all."""
         return devices_per_node(self.choice.mesh.devices, self.job.machine.devices_per_node)
 
     def crosses_nodes(self, axis: Axis | Flat) -> bool:
-        """True if some group of an axis has ranks of several nodes."""
+        """Return True if some group of an axis spans nodes."""
         return self.choice.mesh.crosses_nodes(axis, self.devices_per_node)
 
     @property
     def local_tokens(self) -> int:
-        """Of a sequence, on each rank; padding included."""
+        """Tokens of a sequence on each rank, padding included."""
         return self.layout.local_len
 
     @property
     def sequences(self) -> int:
-        """That a data rank goes through in a step, one after the other."""
+        """Sequences that a data rank processes in a step, one after the other."""
         return -(-self.job.global_batch // self.choice.mesh.data)

@@ -1,15 +1,15 @@
-"""Devices whose figures are published, and what is expected to be reached of them.
+"""Machines: devices with published figures and expected rates, and machines of a ``hardware.json``.
 
-Peaks are data sheets' (dense, bfloat16). What is reached of them is an expectation, with its source; a
-``hardware.json`` that ``python -m lightning_cp.bench`` wrote holds what a machine of yours reaches.
+Peaks are from data sheets (dense, bfloat16). Rates are expectations, with their source; measured ones come
+from the ``hardware.json`` of ``python -m lightning_cp.bench``.
 
 * attention: FlashAttention-3 on H100, causal, head dim 128, 8k to 32k tokens: 658 to 680 TFLOP/s forward, 518
   to 586 backward (MagiAttention's kernel benchmark); 0.9 of that within a ring. On A100 FlashAttention-2: 205
   and 174 (ring-flash-attention's benchmark). On B200 FlashAttention-4: 1418 and 1209, of its pull request.
 * matrix products: 0.65 of the peak, large ones in bfloat16.
-* float32: data sheets' figures without TF32, as PyTorch multiplies unless it is told otherwise (SXM; of B200
-  HGX). The same shares of them as in bfloat16 are taken to be reached: no benchmark was found.
-* links: 0.8 of what a direction of NVLink or the network card of a device carries.
+* float32: data sheets' figures without TF32, PyTorch's default (SXM; HGX for B200). The same fractions of the
+  peak as in bfloat16 are assumed: no benchmark is known.
+* links: 0.8 of the bandwidth of one direction of NVLink or of a device's network card.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.planner.hardware import ComputeRate, Hardware, KernelRate, LinkRate
 
 GIB = 1 << 30
 TERA, GIGA = 10**12, 10**9
@@ -25,7 +29,7 @@ TERA, GIGA = 10**12, 10**9
 
 @dataclass(frozen=True)
 class TileRate:
-    """FLOP/s of a kernel on one tile, as long as it is wide."""
+    """FLOP/s of a kernel on one square tile."""
 
     mask: str
     """full or causal."""
@@ -35,87 +39,87 @@ class TileRate:
 
 
 @dataclass(frozen=True)
-class Sending:
-    """What a collective takes of a rank's processor."""
+class SendCost:
+    """CPU time of a collective on a rank."""
 
     collective: str
     ranks: int
-    """Of the group in which it was measured."""
+    """Size of the measured group."""
     call_seconds: float
-    """Of each call, with what is done around it."""
+    """Seconds of each call, with the work around it."""
     seconds_per_byte: float
-    """Of each byte that the rank sends; it receives as many."""
+    """Seconds of each byte that the rank sends; it receives as many."""
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """What a step takes more where ranks share sequences: they agree on what they do."""
+class SharingOverhead:
+    """Additional seconds of a step in which ranks share sequences, for their agreements."""
 
     ranks: int
     seconds: float
 
 
-T = TypeVar("T", Sending, Sharing)
+T = TypeVar("T", SendCost, SharingOverhead)
 
 
-def of_nearest(found: Sequence[T], ranks: int) -> T:
-    """What was measured of a group of so many ranks, or of the nearest number of them."""
+def nearest_ranks(found: Sequence[T], ranks: int) -> T:
+    """Return the measurement for the nearest number of ranks."""
     return min(found, key=lambda one: abs(math.log(one.ranks / ranks)))
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One device of many, and its links. FLOP/s and bytes a second are what is reached, not peaks."""
+    """One device of many, and its links. FLOP/s and bytes per second are achieved rates, not peaks."""
 
     name: str
     memory: int
     """Bytes of one device."""
     reserve: int
-    """Bytes of it that are no tensor's: the context, communicators' buffers, fragments."""
+    """Bytes that tensors cannot use: the context, communicators' buffers, fragments."""
     devices_per_node: int
     peak_flops: float
-    """Of the data sheet, in bfloat16: what MFU is a part of."""
+    """Peak of the data sheet in bfloat16: the denominator of MFU."""
     matmul_flops: float
     attention_forward: float
-    """Of visible pairs, 4 x head dim each."""
+    """FLOP/s, with 4 x head dim per visible pair."""
     attention_backward: float
-    """The same, 10 x head dim each."""
+    """FLOP/s, with 10 x head dim per visible pair."""
     memory_bandwidth: float
     node_link: float
-    """That a device sends within a node, while it receives as much."""
+    """Bytes per second that a device sends within a node, while it receives as many."""
     net_link: float
-    """That a device sends beyond it."""
+    """Bytes per second that a device sends between nodes."""
     latency: float = 20e-6
     """Seconds of a message and the launch that follows."""
     host_memory: int = 0
     """Bytes of the host for each device."""
     host_link: float = 0.0
-    """Between a device and its host."""
+    """Bytes per second between a device and its host."""
     float32_flops: float = 0.0
-    """The peak in float32, without TF32; 0: none is published."""
+    """Peak in float32, without TF32; 0: not published."""
     measured: str = ""
-    """The dtype of all rates, where they were measured; nothing: they are published ones."""
+    """Dtype of measured rates; empty: rates are published ones."""
     assumed: str = ""
-    """What was not measured and is taken to be so, in words."""
+    """Assumptions in place of measurements, in words."""
     is_cpu: bool = False
     tiles: tuple[TileRate, ...] = ()
-    """What was measured of tiles, by mask, shortest first; empty: ``attention_*`` whatever the tile."""
+    """Measured rates of tiles, by mask, shortest first; empty: ``attention_*`` for every tile."""
     loss_bandwidth: float = 0.0
-    """Of the loss; 0: ``memory_bandwidth``."""
+    """Bandwidth of the loss; 0: ``memory_bandwidth``."""
     optimizer_bandwidth: float = 0.0
-    """Of the optimizer; 0: ``memory_bandwidth``."""
+    """Bandwidth of the optimizer; 0: ``memory_bandwidth``."""
     layer_seconds: float = 0.0
-    """That a layer takes whatever its tokens, forward and backward."""
+    """Seconds of a layer independent of its tokens, forward and backward."""
     step_seconds: float = 0.0
-    """That a step takes beside, whatever its layers."""
-    sharing: tuple[Sharing, ...] = ()
-    """What a step takes more where ranks share sequences; empty: nothing."""
-    sending: tuple[Sending, ...] = ()
-    """What sending takes of processors."""
+    """Seconds of a step independent of its layers."""
+    sharing: tuple[SharingOverhead, ...] = ()
+    """Additional time of steps in which ranks share sequences; empty: none."""
+    sending: tuple[SendCost, ...] = ()
+    """CPU time of collectives."""
 
     @property
     def in_float32(self) -> Machine:
-        """With what float32 reaches in place of bfloat16, where it is known; measured rates stay."""
+        """The machine with float32 rates instead of bfloat16 ones, if known; measured rates stay."""
         if self.measured or not self.float32_flops:
             return self
         share = self.float32_flops / self.peak_flops
@@ -128,7 +132,7 @@ class Machine:
         )
 
     def link(self, *, crosses: bool) -> float:
-        """Of a group that lies within nodes, or beyond."""
+        """Return the bytes per second of a group that spans nodes (``crosses``), or does not."""
         return self.net_link if crosses else self.node_link
 
 
@@ -202,4 +206,166 @@ MACHINES: dict[str, Machine] = {
         host_link=10 * GIGA,
     ),
 }
-"""By name."""
+"""Machines with published figures, by name."""
+
+MODE_COLLECTIVES = {
+    "ulysses": ("all-to-all",),
+    "ring": ("p2p",),
+    "zigzag_llama3": ("all-gather", "reduce-scatter"),
+}
+"""Collectives of a mode's layers."""
+
+
+def machine_of_measured(
+    file: Path | str,
+    *,
+    dtype: str | None = None,
+    head_dim: int | None = None,
+    wanted: str | None = None,
+) -> Machine:
+    """Return the machine of a ``hardware.json``; see :func:`machine_of_hardware`.
+
+    Raises:
+        ConfigError: no such file, or a rate that the planner needs was not measured.
+    """
+    return machine_of_hardware(Hardware.load(file), dtype=dtype, head_dim=head_dim, wanted=wanted)
+
+
+def machine_of_hardware(
+    hardware: Hardware,
+    *,
+    dtype: str | None = None,
+    head_dim: int | None = None,
+    wanted: str | None = None,
+) -> Machine:
+    """Return the measured machine.
+
+    Measurements are of one node, so links between nodes are assumed to be as fast as the measured ones, the
+    peak is assumed to be the rate of matrix products, and copies to the host are unknown.
+
+    Args:
+        hardware: the measurements.
+        dtype: of the computation; by default the first measured one.
+        head_dim: entries of a head; by default likewise.
+        wanted: a preferred dtype; if it was not measured, the machine states its assumption.
+
+    Raises:
+        ConfigError: a rate that the planner needs was not measured; names the command that measures it.
+    """
+    if dtype is None and any(rate.dtype == wanted for rate in hardware.compute):
+        dtype = wanted
+    compute = _compute(hardware, dtype)
+    kernel = hardware.kernel(compute.dtype, _head_dim(hardware, compute.dtype, head_dim))
+    links = [rate for rate in hardware.links if rate.collective != "all-reduce"]
+    if not links:
+        raise ConfigError(
+            f"links of {hardware.device_name} were not measured, which takes two devices or more: python -m "
+            "lightning_cp.bench"
+        )
+    slowest = min(rate.gigabytes_per_second for rate in links)
+    products = compute.product_tflops * TERA
+    machine = Machine(
+        hardware.device_name,
+        memory=hardware.memory_bytes,
+        reserve=0,
+        devices_per_node=hardware.devices_per_node,
+        peak_flops=products,
+        matmul_flops=products,
+        attention_forward=kernel.forward_tflops * TERA,
+        attention_backward=kernel.backward_tflops * TERA,
+        memory_bandwidth=compute.layer_gigabytes_per_second * GIGA,
+        node_link=slowest * GIGA,
+        net_link=slowest * GIGA,
+        latency=max(rate.latency_seconds for rate in links),
+        float32_flops=products,
+        measured=compute.dtype,
+        assumed=_assumed(compute.dtype, wanted or compute.dtype),
+        is_cpu=hardware.device_type == "cpu",
+        tiles=_tiles(hardware.kernel_lengths, kernel),
+        loss_bandwidth=compute.loss_gigabytes_per_second * GIGA,
+        optimizer_bandwidth=compute.optimizer_gigabytes_per_second * GIGA,
+        sending=_send_costs(hardware),
+    )
+    return _with_overheads(machine, hardware)
+
+
+def _assumed(measured: str, wanted: str) -> str:
+    if measured == wanted:
+        return ""
+    return f"{wanted} was not measured there: {measured}'s times are taken"
+
+
+def _compute(hardware: Hardware, dtype: str | None) -> ComputeRate:
+    for rate in hardware.compute:
+        if dtype in (None, rate.dtype):
+            return rate
+    there = ", ".join(rate.dtype for rate in hardware.compute) or "none"
+    raise ConfigError(
+        f"what {hardware.device_name} computes beside attention was not measured"
+        f"{f' with {dtype}' if dtype else ''}, only: {there}. Measure it, with kernels and links: python -m "
+        f"lightning_cp.bench{f' dtype={dtype}' if dtype else ''}"
+    )
+
+
+def _head_dim(hardware: Hardware, dtype: str, head_dim: int | None) -> int:
+    if head_dim is not None:
+        return head_dim
+    known = [rate.head_dim for rate in hardware.kernels if rate.dtype == dtype]
+    return known[0] if known else 0  # refused later, with the list of measurements
+
+
+def _tiles(rates: Sequence[KernelRate], best: KernelRate) -> tuple[TileRate, ...]:
+    """Return the rates of tiles, shortest first."""
+    found = [
+        TileRate(rate.mask, rate.tokens, rate.forward_tflops * TERA, rate.backward_tflops * TERA)
+        for rate in rates
+        if (rate.dtype, rate.head_dim) == (best.dtype, best.head_dim)
+        and rate.mask in ("full", "causal")
+    ]
+    return tuple(sorted(found, key=lambda rate: (rate.mask, rate.tokens)))
+
+
+def _send_costs(hardware: Hardware) -> tuple[SendCost, ...]:
+    """Return the CPU time of each collective, where it was measured."""
+    return tuple(
+        SendCost(
+            rate.collective,
+            rate.ranks,
+            _call_seconds(hardware, rate),
+            rate.cpu_seconds_per_gigabyte / GIGA,
+        )
+        for rate in hardware.links
+        if rate.cpu_seconds_per_gigabyte is not None
+    )
+
+
+def _call_seconds(hardware: Hardware, link: LinkRate) -> float:
+    """Return the seconds of a call in a group of as many ranks; 0 if not measured."""
+    for rate in hardware.overheads:
+        if link.collective in MODE_COLLECTIVES.get(rate.mode, ()) and rate.ranks == link.ranks:
+            return rate.call_seconds or 0.0
+    return 0.0
+
+
+def _sharing_overheads(hardware: Hardware, alone: float) -> tuple[SharingOverhead, ...]:
+    """Return the overhead of each number of ranks, the mean of all modes."""
+    by_ranks: dict[int, list[float]] = {}
+    for rate in hardware.overheads:
+        if rate.ranks > 1:
+            by_ranks.setdefault(rate.ranks, []).append(rate.step_seconds)
+    return tuple(
+        SharingOverhead(ranks, max(sum(each) / len(each) - alone, 0.0))
+        for ranks, each in by_ranks.items()
+    )
+
+
+def _with_overheads(machine: Machine, hardware: Hardware) -> Machine:
+    alone = next((rate for rate in hardware.overheads if rate.mode == "alone"), None)
+    if alone is None:
+        return machine
+    return replace(
+        machine,
+        layer_seconds=alone.layer_seconds,
+        step_seconds=alone.step_seconds,
+        sharing=_sharing_overheads(hardware, alone.step_seconds),
+    )

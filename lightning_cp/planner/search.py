@@ -1,38 +1,163 @@
-"""Of all ways of doing a job those that fit a device, fastest first, and why the others do not."""
+"""Search over meshes, engines and settings: methods that fit a device, fastest first, and rejected meshes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import gcd
+from typing import TypeVar
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.layout.axes import Axis, divisors
 from lightning_cp.planner.attention import AttentionCost, attention_cost
-from lightning_cp.planner.job import Case, Job, MeshSizes
+from lightning_cp.planner.job import Job, MeshSizes, PlanCase, TrainingMethod, devices_per_node
 from lightning_cp.planner.memory import Memory, memory_of
-from lightning_cp.planner.seconds import Seconds, step_seconds
-from lightning_cp.planner.ways import ENGINES, Limits, meshes, nothing_of, settings
+from lightning_cp.planner.time_model import StepSeconds, step_seconds
+
+T = TypeVar("T")
+CHUNK_TOKENS, TILE_TOKENS = 1024, 4096
+"""The strategy's defaults."""
+ENGINES = ("ddp", "fsdp", "zero1", "hsdp")
+CHECKPOINTING = ("none", "keep_attention", "blocks")
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A way that fits, with its price."""
+class Limits:
+    """Settings that the user fixes; ``None`` is free."""
 
-    case: Case
+    mesh: Mapping[Axis, int | None]
+    engine: str | None = None
+    exchange: str | None = None
+    checkpointing: str | None = None
+    offload: bool | None = None
+    chunked_loss: bool | None = None
+    tiled_mlp: bool | None = None
+
+
+def meshes(job: Job, limits: Limits) -> Iterator[tuple[MeshSizes, str]]:
+    """Yield every mesh of all devices that heads and limits allow, with every engine for it.
+
+    A mesh whose axes are all given may leave devices idle.
+    """
+    if all(limits.mesh.get(axis) for axis in Axis):
+        yield from _given_mesh(job, limits)
+        return
+    per_node = devices_per_node(job.devices, job.machine.devices_per_node)
+    for tp in job.model.tp_sizes:
+        if job.devices % tp or tp > per_node:
+            continue
+        for cp in divisors(job.devices // tp):
+            if cp > 1 and (job.seq_len < 2 * cp or not job.trains):
+                continue
+            data = job.devices // (tp * cp)
+            for ulysses in divisors(gcd(job.model.heads // tp, cp)):
+                for engine, replicate in _engines(data, tp, limits):
+                    mesh = MeshSizes(replicate, data // replicate, cp // ulysses, ulysses, tp)
+                    if _allowed(mesh, limits):
+                        yield mesh, engine
+
+
+def _given_mesh(job: Job, limits: Limits) -> Iterator[tuple[MeshSizes, str]]:
+    mesh = MeshSizes(*(limits.mesh[axis] or 1 for axis in Axis))
+    if mesh.devices > job.devices:
+        raise ConfigError(
+            f"mesh: {mesh} has {mesh.devices} devices, got devices={job.devices}. "
+            "Change the sizes of the mesh, or devices."
+        )
+    if mesh.tp not in job.model.tp_sizes:
+        sizes = ", ".join(map(str, job.model.tp_sizes))
+        raise ConfigError(
+            f"mesh.tp={mesh.tp} cannot share {job.model.name}. What would work: {sizes}."
+        )
+    for engine, copies in _engines(mesh.data, mesh.tp, limits):
+        if copies == mesh.dp_replicate:
+            yield mesh, engine
+
+
+def _engines(data: int, tp: int, limits: Limits) -> Iterator[tuple[str, int]]:
+    """Yield engines with their numbers of model copies."""
+    for engine in ENGINES if limits.engine is None else (limits.engine,):
+        if engine in ("ddp", "zero1"):
+            if tp == 1:
+                yield engine, data
+        elif engine == "fsdp":
+            yield engine, 1
+        else:
+            yield from ((engine, copies) for copies in divisors(data) if copies > 1)
+
+
+def _allowed(mesh: MeshSizes, limits: Limits) -> bool:
+    return all(
+        wanted is None or mesh.by_axis[axis] == wanted for axis, wanted in limits.mesh.items()
+    )
+
+
+def training_methods(
+    job: Job, mesh: MeshSizes, engine: str, limits: Limits
+) -> Iterator[TrainingMethod]:
+    """Yield all methods of a mesh and engine that the strategy supports."""
+    if not job.trains:
+        yield TrainingMethod(mesh, engine)
+        return
+    alone, shared = mesh.cp == 1, mesh.tp > 1
+    exchanges = _choices(limits.exchange, ("ring", "all_gather") if mesh.ring > 1 else ("ring",))
+    kept = [one for one in CHECKPOINTING if not (alone and one == "keep_attention")]
+    for checkpointing, exchange in product(_choices(limits.checkpointing, kept), exchanges):
+        waits = checkpointing != "none" and job.machine.host_memory > 0
+        offloads = (False, True) if waits else (False,)
+        chunked = (False,) if shared else (False, True)
+        tiled = (False,) if shared or job.model.experts else (False, True)
+        for offload, chunks, tiles in product(
+            _choices(limits.offload, offloads),
+            _choices(limits.chunked_loss, chunked),
+            _choices(limits.tiled_mlp, tiled),
+        ):
+            yield TrainingMethod(
+                *(mesh, engine, exchange, checkpointing, offload),
+                CHUNK_TOKENS if chunks else 0,
+                TILE_TOKENS if tiles else 0,
+            )
+
+
+def _choices(wanted: T | None, possible: Sequence[T]) -> Sequence[T]:
+    if wanted is None:
+        return possible
+    return [one for one in possible if one == wanted]
+
+
+def no_mesh_message(job: Job, limits: Limits) -> str:
+    """Return the message for limits that no mesh meets."""
+    pinned = ", ".join(f"{axis}={size}" for axis, size in limits.mesh.items() if size is not None)
+    asked = f"{pinned or 'no axis set'}, engine {limits.engine or 'any'}"
+    per_node = devices_per_node(job.devices, job.machine.devices_per_node)
+    return (
+        f"no mesh of {job.devices} devices has {asked}. tp can be one of {list(job.model.tp_sizes)} within "
+        f"a node of {per_node}, ulysses a divisor of {job.model.heads} heads / tp, and all sizes multiply to "
+        "the devices. Leave an axis out, or change devices."
+    )
+
+
+@dataclass(frozen=True)
+class MethodPlan:
+    """A method that fits, with its cost."""
+
+    case: PlanCase
     memory: Memory
     attention: Mapping[int | None, AttentionCost]
-    seconds: Seconds
+    seconds: StepSeconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices."""
+        """Tokens per second of all devices."""
         return self.case.job.tokens / self.seconds.total
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs a second over the peak of all devices.
+        """Model FLOPs per second over the peak of all devices.
 
         6 for each parameter that multiplies a token, and 12 x head dim x heads for each visible pair;
-        what is computed again does not count.
+        recomputation does not count.
         """
         job = self.case.job
         flops = model_flops(job, self.attention)
@@ -40,7 +165,7 @@ class Plan:
 
 
 def model_flops(job: Job, attention: Mapping[int | None, AttentionCost]) -> int:
-    """Of a step: forward and backward, without recomputation, visible pairs only."""
+    """Return the FLOPs of a step: forward and backward, without recomputation, visible pairs only."""
     pairs = sum(n * sum(attention[window].pairs) for window, n in job.model.windows.items())
     per_pair = job.model.heads * job.model.flops_per_pair
     return job.global_batch * (pairs * per_pair + job.seq_len * job.model.flops_per_token)
@@ -48,80 +173,80 @@ def model_flops(job: Job, attention: Mapping[int | None, AttentionCost]) -> int:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A mesh that does not do, whatever the settings."""
+    """A mesh and engine that no settings make feasible."""
 
     mesh: MeshSizes
     engine: str
     why: str
     missing: int = 0
-    """Bytes by which the setting that needs least misses a device; 0: for another reason."""
+    """Missing bytes with the settings that need least; 0: rejected for another reason."""
     memory: Memory | None = None
-    case: Case | None = None
-    """The setting that needs least."""
+    case: PlanCase | None = None
+    """The settings that need least."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search has found."""
+class SearchResult:
+    """Result of a search."""
 
-    plans: tuple[Plan, ...]
+    plans: tuple[MethodPlan, ...]
     """The best settings of each mesh and engine that fits, fastest first."""
     rejected: tuple[Rejected, ...]
-    """Closest first."""
+    """Rejected meshes, closest to fitting first."""
     looked_at: int
-    """Meshes and settings that were priced."""
+    """Number of evaluated cases."""
 
 
-def search(job: Job, limits: Limits) -> Found:
-    """Price every way that the limits leave.
+def search(job: Job, limits: Limits) -> SearchResult:
+    """Evaluate every method within the limits.
 
     Raises:
-        ConfigError: limits that no mesh of so many devices has.
+        ConfigError: limits that no mesh of the devices meets.
     """
-    plans: list[Plan] = []
+    plans: list[MethodPlan] = []
     rejected: list[Rejected] = []
     looked_at = 0
     for mesh, engine in meshes(job, limits):
-        why = _impossible(job, mesh)
+        why = _mesh_obstacle(job, mesh)
         if why:
             rejected.append(Rejected(mesh, engine, why))
             continue
-        cases = [Case(job, choice) for choice in settings(job, mesh, engine, limits)]
+        cases = [PlanCase(job, choice) for choice in training_methods(job, mesh, engine, limits)]
         looked_at += len(cases)
         if not cases:
             rejected.append(Rejected(mesh, engine, "the settings that are set do not go with it"))
             continue
-        found = _priced(cases)
-        if isinstance(found, Plan):
+        found = _best_of(cases)
+        if isinstance(found, MethodPlan):
             plans.append(found)
         else:
             memory, saving = found
             rejected.append(Rejected(mesh, engine, memory.why, memory.missing, memory, saving))
     if not plans and not rejected:
-        raise ConfigError(nothing_of(job, limits))
+        raise ConfigError(no_mesh_message(job, limits))
     plans.sort(key=_slowness)
     rejected.sort(key=lambda one: (one.memory is None, one.missing))
-    return Found(tuple(plans), tuple(rejected), looked_at)
+    return SearchResult(tuple(plans), tuple(rejected), looked_at)
 
 
-def _priced(cases: Sequence[Case]) -> Plan | tuple[Memory, Case]:
-    """The fastest that fits; where none does, the one that needs least, with all that it needs.
+def _best_of(cases: Sequence[PlanCase]) -> MethodPlan | tuple[Memory, PlanCase]:
+    """Return the fastest case that fits; or, if none does, the one that needs least, with its memory.
 
-    What is more than a device has without attention's buffers is not priced with them: they take longest.
+    Cases that exceed the device without attention's buffers are not evaluated with them, which takes longest.
     """
     bounds = [(memory_of(case, {}), case) for case in cases]
-    found: list[Plan] = []
+    found: list[MethodPlan] = []
     for _, case in (one for one in bounds if one[0].missing <= 0):
         attention = _attention(case)
         memory = memory_of(case, attention)
         if memory.missing <= 0:
-            seconds = step_seconds(case, attention) if case.job.trains else Seconds()
-            found.append(Plan(case, memory, attention, seconds))
-    return min(found, key=_slowness) if found else _least(bounds)
+            seconds = step_seconds(case, attention) if case.job.trains else StepSeconds()
+            found.append(MethodPlan(case, memory, attention, seconds))
+    return min(found, key=_slowness) if found else _least_memory(bounds)
 
 
-def _least(bounds: Sequence[tuple[Memory, Case]]) -> tuple[Memory, Case]:
-    """Of cases with what each needs at least, the one that needs least."""
+def _least_memory(bounds: Sequence[tuple[Memory, PlanCase]]) -> tuple[Memory, PlanCase]:
+    """Return the case that needs least, given lower bounds of all cases."""
     nearest = sorted(bounds, key=_missing)
     _, case = nearest[0]
     least = memory_of(case, _attention(case)), case
@@ -132,22 +257,22 @@ def _least(bounds: Sequence[tuple[Memory, Case]]) -> tuple[Memory, Case]:
     return least
 
 
-def _missing(one: tuple[Memory, Case]) -> int:
+def _missing(one: tuple[Memory, PlanCase]) -> int:
     return one[0].missing
 
 
-def _attention(case: Case) -> dict[int | None, AttentionCost]:
+def _attention(case: PlanCase) -> dict[int | None, AttentionCost]:
     return {window: attention_cost(case, window) for window in case.job.model.windows}
 
 
-def _slowness(plan: Plan) -> tuple[float, int, int]:
-    """Of equals the one that needs less memory, then the simpler engine."""
+def _slowness(plan: MethodPlan) -> tuple[float, int, int]:
+    """Sort key: time; of equals less memory, then the simpler engine."""
     engine = ENGINES.index(plan.case.choice.engine)
     return plan.seconds.total, plan.memory.total, engine
 
 
-def _impossible(job: Job, mesh: MeshSizes) -> str:
-    """Why a mesh cannot do the job, whatever the settings; nothing if it might."""
+def _mesh_obstacle(job: Job, mesh: MeshSizes) -> str:
+    """Return the reason why a mesh cannot do the job with any settings; empty if it may."""
     if job.trains and job.global_batch % mesh.data:
         if mesh.data > job.global_batch:
             idle = mesh.data - job.global_batch

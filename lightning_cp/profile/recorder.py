@@ -1,9 +1,9 @@
-"""StepRecorder: records the training steps that were asked for, on every rank at once.
+"""StepRecorder: records selected training steps on all ranks at once, with the schedule's work in them.
 
-A step begins where the first batch of an accumulation window is about to be sharded and ends after the
-optimizer's step. All ranks are at these two places together, so only there they talk to each other: at the
-beginning they agree that all of them record, at the end they exchange what they found. A rank that cannot
-record is an error on every rank; one that cannot write its trace says so, and training goes on.
+A step begins before the first batch of an accumulation window is sharded and ends after the optimizer's step.
+All ranks reach these two points together, so they communicate only there: at the beginning they agree that
+all of them record, at the end they exchange their results. A rank that cannot record is an error on every
+rank; one that cannot write its trace logs that, and training continues.
 """
 
 from __future__ import annotations
@@ -11,25 +11,108 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 import torch.autograd.profiler as profiler
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
+from lightning_cp.attention.checkpointing import current_stash
 from lightning_cp.attention.plan import AttentionPlan
-from lightning_cp.comm.agreement import agree, lists_of_ranks
+from lightning_cp.comm.consensus import agree, gather_lists_by_vote
 from lightning_cp.errors import ConfigError
-from lightning_cp.mesh import ContextParallelMesh, Flat
-from lightning_cp.named_ranges import named
-from lightning_cp.profile.summary import Report
+from lightning_cp.kernels.protocol import accumulate_dtype
+from lightning_cp.layout.axes import Flat
+from lightning_cp.layout.cost import Traffic, attention_traffic
+from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.profile.report import trace_name, write_summary
+from lightning_cp.profile.summary import RankSummary
 from lightning_cp.profile.timeline import timeline_of
 from lightning_cp.profile.trace import BEGIN, END, read_trace
-from lightning_cp.profile.work import ScheduledWork
-from lightning_cp.profile.write import trace_name, write_summary
+from lightning_cp.utils.tracing import profile_range
+
+
+class ScheduledWork:
+    """Tiles, visible pairs and sent bytes of a step's attention calls, by the schedule.
+
+    Recomputations are included; a call's backward counts when a gradient reaches it.
+    """
+
+    def __init__(self) -> None:
+        self.calls = self.backward_calls = self.tiles = self.pairs = 0
+        self.sent = Traffic()
+
+    def note(self, plan: AttentionPlan, q_BLHD: torch.Tensor, out_BLHD: torch.Tensor) -> None:
+        """Count a call with these queries, and its backward when it comes."""
+        forward, backward = _traffic(plan, q_BLHD, out_BLHD)
+        stash, pairs = current_stash(), _pairs(plan, q_BLHD)
+        self.calls += 1
+        if stash is not None:  # exchanged again in backward, and not at all in a replay
+            backward += _over_ulysses(forward)
+        if stash is None or not stash.replaying:
+            self.sent += forward
+            self.pairs += pairs
+            self.tiles += _tiles(plan, plan.exchange.forward)
+
+        def passed(_: torch.Tensor) -> None:
+            self.backward_calls += 1
+            self.sent += backward
+            self.pairs += pairs
+            self.tiles += _tiles(plan, plan.exchange.backward)
+
+        if out_BLHD.requires_grad:
+            out_BLHD.register_hook(passed)
+
+    def shown(self) -> dict[str, object]:
+        """Return the counts as they are written."""
+        return {
+            "attention_calls": self.calls,
+            "attention_calls_backward": self.backward_calls,
+            "tiles": self.tiles,
+            "visible_pairs": self.pairs,
+            "sent": {**asdict(self.sent), "total_bytes": self.sent.total_bytes},
+        }
+
+
+def _traffic(
+    plan: AttentionPlan, q_BLHD: torch.Tensor, out_BLHD: torch.Tensor
+) -> tuple[Traffic, Traffic]:
+    batch, _, _, dim = q_BLHD.shape
+    return attention_traffic(
+        plan.schedule,
+        plan.heads,
+        plan.mesh.cp_rank,
+        batch=batch,
+        head_dim=dim,
+        value_dim=out_BLHD.shape[3],
+        itemsize=q_BLHD.dtype.itemsize,
+        accumulate_itemsize=accumulate_dtype(q_BLHD.dtype).itemsize,
+        exchange=plan.exchange.name,
+        kv_heads_per_gather=plan.exchange.kv_heads_per_gather,
+    )
+
+
+def _over_ulysses(forward: Traffic) -> Traffic:
+    """Return the part of a forward's traffic that backward repeats if inputs were saved before Ulysses."""
+    return replace(forward, p2p_messages=0, p2p_bytes=0, all_gather_calls=0, all_gather_bytes=0)
+
+
+def _pairs(plan: AttentionPlan, q_BLHD: torch.Tensor) -> int:
+    """Return this rank's visible (query, key) pairs; the schedule has one row where all are equal."""
+    rows = q_BLHD.shape[0] if plan.schedule.documents.num_rows == 1 else 1
+    return rows * plan.schedule.work[plan.mesh.ring_rank]
+
+
+def _tiles(plan: AttentionPlan, execution: str) -> int:
+    """Return this rank's tiles in one pass of one call."""
+    if plan.exchange.name == "ring":
+        return sum(len(hop.tiles) for hop in plan.hops)
+    calls = sum(len(call.tiles) for call in plan.gathered.calls(execution))
+    return calls * len(plan.blocks(plan.exchange.kv_heads_per_gather))
+
 
 _log = logging.getLogger("lightning_cp")
 
@@ -38,8 +121,8 @@ class StepRecorder:
     """Counts training steps and records some of them.
 
     Args:
-        steps: which ones; the first one is 1.
-        folder: where each gets a folder of its own.
+        steps: the numbers of recorded steps, counted from 1.
+        folder: receives one folder for each step.
     """
 
     def __init__(self, steps: Sequence[int], folder: Path) -> None:
@@ -50,11 +133,11 @@ class StepRecorder:
         self._running: _Recording | None = None
 
     def begin(self, mesh: ContextParallelMesh) -> None:
-        """A training batch is about to be sharded; the first one of a window begins a step.
+        """Begin a step if this training batch, about to be sharded, is the first of a window.
 
         Raises:
-            ConfigError: a profiler is on already.
-            RankFailure: that, or something else, is so on another rank.
+            ConfigError: a profiler is already running.
+            RankFailure: another rank failed, for this or another reason.
         """
         if self._open or not self._steps:
             return
@@ -64,24 +147,24 @@ class StepRecorder:
             self._running = _Recording(self._step, self.folder / f"step-{self._step}", mesh)
 
     def note(self, plan: AttentionPlan, q_BLHD: torch.Tensor, out_BLHD: torch.Tensor) -> None:
-        """An attention call was made."""
+        """Count an attention call."""
         if self._running is not None:
             self._running.work.note(plan, q_BLHD, out_BLHD)
 
     def end(self) -> None:
-        """An optimizer has stepped: the step is over."""
+        """End the step after an optimizer stepped."""
         running, self._running, self._open = self._running, None, False
         if running is not None:
             running.end()
 
     def abandon(self) -> None:
-        """Something ended before its time; nothing is written, and no rank waits for another."""
+        """Stop recording early; write nothing, and wait for no other rank."""
         running, self._running, self._open = self._running, None, False
         if running is not None:
             running.stop()
 
     def say_what_is_missing(self) -> None:
-        """Training is over: steps that it did not come to are told once, by the first rank."""
+        """Warn once on the first rank about steps that training did not reach."""
         missed = sorted(step for step in self._steps if step > self._step)
         if not self._step or not missed:
             return
@@ -93,7 +176,7 @@ class StepRecorder:
 
 
 class _Recording:
-    """One step, under way."""
+    """The recording of one step."""
 
     def __init__(self, step: int, folder: Path, mesh: ContextParallelMesh) -> None:
         self.work = ScheduledWork()
@@ -107,7 +190,7 @@ class _Recording:
         except Exception as refused:  # any: a rank that raised alone would leave the others waiting
             error = refused
         try:
-            with named(BEGIN):
+            with profile_range(BEGIN):
                 agree({"step": step}, self._group, what="profile", error=error, remedy=_SAME_STEPS)
         except BaseException:
             if error is None:
@@ -128,34 +211,38 @@ class _Recording:
         self._profiler.start()
 
     def stop(self) -> None:
-        """Let others profile again."""
+        """Stop the profiler, so that others can run."""
         self._profiler.stop()
 
     def end(self) -> None:
-        """Write this rank's trace; the first rank writes what all of them found."""
+        """Write this rank's trace; the first rank writes the summary of all."""
         report = self._report()
-        reports = [found for (found,) in lists_of_ranks([report], self._group, what="profile")]
+        reports = [
+            found for (found,) in gather_lists_by_vote([report], self._group, what="profile")
+        ]
         if report.rank == reports[0].rank:
             write_summary(reports, self._step, self._folder)
 
-    def _report(self) -> Report:
+    def _report(self) -> RankSummary:
         rank = dist.get_rank()
         try:
             if self._on_gpu:
                 torch.cuda.synchronize()
-            with named(END):
+            with profile_range(END):
                 pass
             self.stop()
-            with _place_of(self._folder / trace_name(rank)) as (path, lost):
+            with _writable_path(self._folder / trace_name(rank)) as (path, lost):
                 self._profiler.export_chrome_trace(str(path))
-                return Report(rank, timeline_of(read_trace(path)), self.work.shown(), lost=lost)
+                return RankSummary(
+                    rank, timeline_of(read_trace(path)), self.work.shown(), lost=lost
+                )
         except Exception as error:  # a profile is not worth a training run
-            return Report(rank, error=f"{type(error).__name__}: {error}")
+            return RankSummary(rank, error=f"{type(error).__name__}: {error}")
 
 
 @contextmanager
-def _place_of(path: Path) -> Iterator[tuple[Path, str | None]]:
-    """Where a trace can be written: there, or aside for a while; and why it is lost then."""
+def _writable_path(path: Path) -> Iterator[tuple[Path, str | None]]:
+    """Yield a writable path of a trace, and the error if it is only temporary, so that the trace is lost."""
     lost = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -171,27 +258,3 @@ def _place_of(path: Path) -> Iterator[tuple[Path, str | None]]:
 
 
 _SAME_STEPS = "Every rank records the same steps: give all of them the same profile=."
-
-
-def steps_of(profile: Any) -> tuple[int, ...]:
-    """The steps that a setting names, in order.
-
-    Raises:
-        ConfigError: it does not name steps.
-    """
-    if profile is None:
-        return ()
-    steps = [profile] if isinstance(profile, (int, str)) else profile
-    if (
-        not isinstance(steps, Sequence)
-        or isinstance(steps, str)
-        or not steps
-        or any(type(step) is not int or step < 1 for step in steps)
-        or len(set(steps)) < len(steps)
-    ):
-        raise ConfigError(
-            f"profile must be a training step, counted from 1, or a list of different ones, got {profile!r}. "
-            "profile=3 records the third, when caches are warm; profile=[3, 100] two of them; None records "
-            "nothing."
-        )
-    return tuple(sorted(steps))

@@ -1,4 +1,4 @@
-"""From the timelines of all ranks to figures: seconds of each kind, overlap, imbalance, the worst hops."""
+"""Figures of a step from all ranks' timelines: seconds of each kind, overlap, imbalance, the worst hops."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from lightning_cp.profile.timeline import (
 )
 
 Place = tuple[str, int]
-"""Direction, and which hop or chunk."""
+"""Direction, and index of the hop or chunk."""
 
 
 @dataclass(frozen=True)
-class Report:
-    """What one rank tells the others of its step."""
+class RankSummary:
+    """One rank's report on its step, sent to the others."""
 
     rank: int
-    """In the world."""
+    """The rank in the world."""
     timeline: Timeline = field(default_factory=lambda: Timeline(0.0))
     scheduled: Mapping[str, Any] = field(default_factory=dict)
-    """Tiles and bytes, of the schedule."""
+    """Tiles and bytes by the schedule."""
     error: str | None = None
-    """Why there is nothing to tell."""
+    """The error that prevented a report."""
     lost: str | None = None
-    """Why its trace could not be written."""
+    """The error that prevented writing the trace."""
 
 
 @dataclass(frozen=True)
-class Flow:
+class CommTime:
     """Communication of one kind."""
 
     in_flight: float = 0.0
-    """Seconds in which some of it was under way."""
+    """Seconds in which a transfer was in flight."""
     exposed: float = 0.0
-    """Seconds of these that nothing hid."""
+    """Seconds of these that no work hid."""
     count: int = 0
 
     @property
     def overlap(self) -> float | None:
-        """The share that was hidden; ``None`` if there was no communication."""
+        """The hidden share; ``None`` without communication."""
         return 1 - self.exposed / self.in_flight if self.in_flight else None
 
 
@@ -59,44 +59,44 @@ class RankFigures:
     rank: int
     step: float
     work: dict[str, float]
-    """``compute``, ``merge``, ``copies``, ``agreement``, ``shard batch``; without what is named within."""
-    flows: dict[str, Flow]
-    """By kind of communication, those that there were."""
-    total: Flow
-    """Of all kinds; at one moment several may be in flight."""
+    """``compute``, ``merge``, ``copies``, ``agreement``, ``shard batch``; without nested ranges."""
+    flows: dict[str, CommTime]
+    """Communication by kind, only kinds that occurred."""
+    total: CommTime
+    """Communication of all kinds; several may be in flight at once."""
     hops: dict[Place, float]
-    """Compute of each hop, or chunk, over all attention calls."""
+    """Compute of each hop or chunk, over all attention calls."""
     exposed: dict[tuple[str, str, int | None], float]
-    """By direction, kind and hop."""
+    """Exposed seconds by direction, kind and hop."""
     kernel_calls: int
     scheduled: Mapping[str, Any]
     has_trace: bool = True
-    """Whether it could be written."""
+    """True if the trace could be written."""
 
     @property
     def rest(self) -> float:
-        """What lies in no range: the model, its optimizer, other communication; little of attention."""
+        """Seconds outside all ranges: the model, its optimizer, other communication; little of attention."""
         return max(0.0, self.step - sum(self.work.values()) - self.total.exposed)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Of all ranks."""
+    """The figures of all ranks."""
 
     ranks: list[RankFigures]
     unit: str
-    """What computes at once: ``hop`` or ``chunk``."""
+    """The unit of compute: ``hop`` or ``chunk``."""
     device: str
 
     @property
     def imbalance(self) -> float | None:
         """The busiest rank's compute over the mean; ``None`` if nothing was computed."""
-        return uneven([rank.work.get("compute", 0.0) for rank in self.ranks])
+        return imbalance_of([rank.work.get("compute", 0.0) for rank in self.ranks])
 
     @property
     def scheduled_imbalance(self) -> float | None:
-        """The same of visible (query, key) pairs: what equally fast ranks would show."""
-        return uneven([rank.scheduled.get("visible_pairs", 0) for rank in self.ranks])
+        """The imbalance of visible (query, key) pairs, which equally fast ranks would show."""
+        return imbalance_of([rank.scheduled.get("visible_pairs", 0) for rank in self.ranks])
 
     @property
     def most_exposed(self) -> tuple[float, int, str, str, int | None] | None:
@@ -121,8 +121,8 @@ class Summary:
         return seconds[busiest], sum(seconds) / len(seconds), self.ranks[busiest].rank, place
 
 
-def summarise(reports: Iterable[Report]) -> Summary:
-    """Figures of the ranks that have something to tell, in their order."""
+def summarise(reports: Iterable[RankSummary]) -> Summary:
+    """Return the figures of the ranks without an error, in their order."""
     told = [report for report in reports if report.error is None]
     units = {report.timeline.unit for report in told}
     devices = {report.timeline.device for report in told}
@@ -130,8 +130,8 @@ def summarise(reports: Iterable[Report]) -> Summary:
     return Summary([figures(report) for report in told], unit, device)
 
 
-def figures(report: Report) -> RankFigures:
-    """Of one rank."""
+def figures(report: RankSummary) -> RankFigures:
+    """Return the figures of one rank."""
     timeline = report.timeline
     work: dict[str, float] = dict.fromkeys((*WORK, *HOST_ONLY), 0.0)
     hops: dict[Place, float] = defaultdict(float)
@@ -161,30 +161,30 @@ def figures(report: Report) -> RankFigures:
     )
 
 
-def flow(spans: Sequence[Span]) -> Flow:
-    """Of some transfers: each moment counts once, however many are in flight."""
+def flow(spans: Sequence[Span]) -> CommTime:
+    """Return the time of some transfers; each moment counts once, however many are in flight."""
     in_flight = length(union((span.start, span.end) for span in spans))
     exposed = length(union(part for span in spans for part in span.inner))
-    return Flow(in_flight, exposed, len(spans))
+    return CommTime(in_flight, exposed, len(spans))
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Seconds of disjoint intervals."""
+    """Return the seconds of disjoint intervals."""
     return sum(end - start for start, end in intervals)
 
 
-def uneven(amounts: Sequence[float]) -> float | None:
-    """The largest over the mean; ``None`` if all are 0."""
+def imbalance_of(amounts: Sequence[float]) -> float | None:
+    """Return the largest over the mean; ``None`` if all are 0."""
     return max(amounts) * len(amounts) / sum(amounts) if any(amounts) else None
 
 
 def direction(span: Span) -> str:
-    """As it is shown."""
+    """Return ``forward`` or ``backward``."""
     return "backward" if span.backward else "forward"
 
 
 def as_json(summary: Summary, step: int) -> dict[str, Any]:
-    """What ``profile.json`` holds; seconds."""
+    """Return the content of ``profile.json``, in seconds."""
     exposed, spread = summary.most_exposed, summary.most_uneven
     return {
         "step": step,

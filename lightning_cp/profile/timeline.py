@@ -1,9 +1,9 @@
-"""What a rank did and when: work, and communication with the part of it that nothing hid.
+"""The timeline of a rank's step: work, and communication with its exposed part.
 
-On CPU, work is the named ranges, less what is named within them. Data is in flight from its post to the end
-of its wait, and exposed while the rank waits. On a GPU the host runs ahead, so both come from kernels
-instead: each belongs to the range in which it was launched; data is in flight while a kernel of NCCL runs,
-and exposed while no other kernel runs beside it.
+On CPU, work is the named ranges without their nested ranges. Data is in flight from its post to the end of
+its wait, and exposed while the rank waits. On a GPU the host runs ahead, so both come from kernels: each
+belongs to the range in which it was launched; data is in flight while an NCCL kernel runs, and exposed while
+no other kernel runs at the same time.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lightning_cp.profile.nesting import Nesting
-from lightning_cp.profile.trace import Kernel, Range, Trace
+from lightning_cp.profile.trace import GpuEvent, Nesting, Range, Trace
 
 TRANSFERS = ("keys", "gradients", "all-to-all", "all-gather", "reduce-scatter")
-"""Kinds of communication, as they are shown."""
+"""Kinds of communication, in display order."""
 WORK = ("compute", "merge", "copies")
-"""Kinds of attention's work that run where the kernels do."""
+"""Kinds of attention's work that run on the device."""
 HOST_ONLY = ("agreement", "shard batch")
 Interval = tuple[float, float]
 """Start and end in seconds."""
@@ -26,33 +25,33 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Span:
-    """Work, or data in flight."""
+    """A period of work, or of data in flight."""
 
     kind: str
     index: int | None
-    """Which hop or chunk."""
+    """Index of the hop or chunk."""
     start: float
     end: float
     """Seconds."""
     call: int | None = None
-    """Which attention call; a backward has the number of its forward."""
+    """Number of the attention call; a backward has the number of its forward."""
     backward: bool = False
     inner: tuple[Interval, ...] = ()
-    """Of work: what is named within it, and not part of it. Of data in flight: when it is exposed."""
+    """For work: nested ranges, which do not count. For data in flight: the exposed intervals."""
 
     @property
     def seconds(self) -> float:
-        """From start to end."""
+        """Seconds from start to end."""
         return self.end - self.start
 
     @property
     def own(self) -> float:
-        """Seconds of work, without what runs within."""
+        """Seconds of work without nested ranges."""
         return self.seconds - self.exposed
 
     @property
     def exposed(self) -> float:
-        """Seconds in flight that nothing hid."""
+        """Seconds in flight that no work hid."""
         return sum(end - start for start, end in self.inner)
 
 
@@ -66,13 +65,13 @@ class Timeline:
     kernel_calls: int = 0
     """Calls of attention operators within hops and chunks."""
     device: str = "cpu"
-    """Where the times were taken."""
+    """The clock of the times: ``cpu`` or ``cuda``."""
     unit: str = "hop"
-    """What computes at once: a ``hop``, or a ``chunk`` where keys are gathered."""
+    """The unit of compute: a ``hop``, or a ``chunk`` where keys are gathered."""
 
 
 def timeline_of(trace: Trace) -> Timeline:
-    """From the ranges of the host, and from kernels where there are any."""
+    """Build a timeline from the host's ranges, and from kernels if the trace has any."""
     computing = Nesting(r for r in trace.ranges if r.kind == "compute")
     calls = sum(computing.at(*moment) is not None for moment in trace.operators)
     unit = "chunk" if any(r.unit == "chunk" for r in trace.ranges) else "hop"
@@ -86,7 +85,7 @@ def timeline_of(trace: Trace) -> Timeline:
 
 
 def host_work(ranges: Sequence[Range]) -> list[Span]:
-    """Ranges in which the host works: neither posting nor waiting."""
+    """Return the ranges in which the host works, neither posting nor waiting."""
     return [
         _span(r, tuple((child.start, child.end) for child in children))
         for r, children in Nesting(ranges).with_children()
@@ -95,7 +94,7 @@ def host_work(ranges: Sequence[Range]) -> list[Span]:
 
 
 def host_flights(ranges: Sequence[Range]) -> list[Span]:
-    """Each post with its wait: what has one name is waited for in the order in which it was posted."""
+    """Pair each post with its wait: transfers of one name are waited for in the order of their posts."""
     posted: dict[tuple[object, ...], list[Range]] = defaultdict(list)
     flights: list[Span] = []
     for r in ranges:
@@ -110,7 +109,7 @@ def host_flights(ranges: Sequence[Range]) -> list[Span]:
 
 
 def _by_launch(trace: Trace) -> tuple[list[Span], list[Span]]:
-    """Kernels as work and as flights, each of the innermost range in which it was launched."""
+    """Return kernels as work and as flights, each in the innermost range in which it was launched."""
     busy = union((k.start, k.end) for k in trace.kernels if not k.communicates)
     ranges = Nesting(trace.ranges)
     work: list[Span] = []
@@ -119,13 +118,17 @@ def _by_launch(trace: Trace) -> tuple[list[Span], list[Span]]:
         r = ranges.at(*kernel.launched) if kernel.launched is not None else None
         if kernel.communicates:
             kind = r.kind if r is not None and r.kind in TRANSFERS else "other"
-            flights.append(_moved(kind, r, kernel, exposed_parts((kernel.start, kernel.end), busy)))
+            flights.append(
+                _kernel_span(kind, r, kernel, exposed_parts((kernel.start, kernel.end), busy))
+            )
         elif r is not None and r.kind in WORK:
-            work.append(_moved(r.kind, r, kernel))
+            work.append(_kernel_span(r.kind, r, kernel))
     return work, flights
 
 
-def _moved(kind: str, r: Range | None, kernel: Kernel, inner: tuple[Interval, ...] = ()) -> Span:
+def _kernel_span(
+    kind: str, r: Range | None, kernel: GpuEvent, inner: tuple[Interval, ...] = ()
+) -> Span:
     index, call, backward = (r.index, r.call, r.backward) if r is not None else (None, None, False)
     return Span(kind, index, kernel.start, kernel.end, call, backward, inner)
 
@@ -135,7 +138,7 @@ def _span(r: Range, inner: tuple[Interval, ...]) -> Span:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments as sorted intervals that do not touch."""
+    """Merge intervals into sorted ones that do not touch."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -146,7 +149,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def exposed_parts(whole: Interval, covers: Sequence[Interval]) -> tuple[Interval, ...]:
-    """What of an interval no cover hides; covers are sorted and disjoint."""
+    """Return the parts of an interval that no cover hides; covers are sorted and disjoint."""
     at, parts = whole[0], []
     for start, end in covers:
         if end > at and start < whole[1]:

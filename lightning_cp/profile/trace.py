@@ -1,30 +1,86 @@
-"""Reading a Chrome trace: the named ranges, what was in flight between them, and what ran on a GPU.
+"""A Chrome trace as data: the named ranges of the host, attention operators, and kernels on a GPU.
 
-Only what the file says is used, so that a summary can be made anew from a trace that was kept. Seconds count
-from the moment at which the ranks began the step together, which puts the ranks of one picture on one clock.
+Only the file's content is used, so a summary can be rebuilt from a stored trace. Seconds count from the
+moment at which the ranks began the step together, which puts all ranks on one clock.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.named_ranges import PREFIX
-from lightning_cp.profile.nesting import Nesting
+from lightning_cp.utils.tracing import PREFIX
+
+
+class Timed(Protocol):
+    """A range of time on a thread."""
+
+    @property
+    def start(self) -> float: ...
+    @property
+    def end(self) -> float: ...
+    @property
+    def thread(self) -> int: ...
+
+
+R = TypeVar("R", bound=Timed)
+
+
+class Nesting(Generic[R]):
+    """The nesting of ranges by thread: ranges of one thread contain each other or follow each other."""
+
+    def __init__(self, ranges: Iterable[R]) -> None:
+        self._threads: dict[int, list[R]] = defaultdict(list)
+        self._parents: dict[int, list[int | None]] = defaultdict(list)
+        for r in sorted(ranges, key=lambda r: (r.start, -r.end)):
+            self._add(r)
+        self._starts = {thread: [r.start for r in of] for thread, of in self._threads.items()}
+
+    def _add(self, r: R) -> None:
+        of, parents = self._threads[r.thread], self._parents[r.thread]
+        parent = len(of) - 1 if of else None
+        while parent is not None and of[parent].end < r.end:
+            parent = parents[parent]
+        of.append(r)
+        parents.append(parent)
+
+    def at(self, thread: int, moment: float) -> R | None:
+        """Return the innermost range around a moment of a thread."""
+        of = self._threads.get(thread, [])
+        at: int | None = bisect_right(self._starts.get(thread, []), moment) - 1
+        if at == -1:
+            return None
+        while at is not None and of[at].end < moment:
+            at = self._parents[thread][at]
+        return None if at is None else of[at]
+
+    def with_children(self) -> list[tuple[R, list[R]]]:
+        """Return every range with the ranges directly inside it."""
+        found: list[tuple[R, list[R]]] = []
+        for thread, of in self._threads.items():
+            pairs: list[tuple[R, list[R]]] = [(r, []) for r in of]
+            for r, parent in zip(of, self._parents[thread], strict=True):
+                if parent is not None:
+                    pairs[parent][1].append(r)
+            found += pairs
+        return found
+
 
 BEGIN, END = "step begins", "step ends"
-"""Ranges around what is recorded; every rank leaves the first one at the same time."""
+"""Ranges around the recording; every rank leaves the first one at the same time."""
 ATTENTION = "ContextParallelAttention"
-"""The autograd function; its backward is called the same with ``Backward`` behind it."""
+"""The autograd function; its backward has this name followed by ``Backward``."""
 
 Event = Mapping[str, Any]
 Moment = tuple[int, float]
-"""A thread and the seconds."""
+"""A thread and a time in seconds."""
 
 _NAME = re.compile(
     r"(?:(?P<unit>hop|chunk) (?P<index>\d+) )?(?P<kind>.+?)(?: (?P<phase>post|wait))?"
@@ -40,37 +96,37 @@ class Range:
     unit: str | None
     """``hop`` or ``chunk``."""
     index: int | None
-    """Which one."""
+    """Index of the hop or chunk."""
     phase: str
-    """``post`` or ``wait`` of what is asynchronous, else empty."""
+    """``post`` or ``wait`` of an asynchronous transfer, else empty."""
     start: float
     end: float
     """Seconds."""
     thread: int
     call: int | None = None
-    """Which attention call this belongs to; a backward has the number of its forward."""
+    """Number of the attention call; a backward has the number of its forward."""
     backward: bool = False
 
     @property
     def seconds(self) -> float:
-        """How long."""
+        """The duration."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """What ran on a GPU: a kernel, or a copy."""
+class GpuEvent:
+    """A kernel or a copy on a GPU."""
 
     name: str
     start: float
     end: float
     """Seconds."""
     launched: Moment | None
-    """The host's thread, and when it launched the kernel, if the trace says so."""
+    """The host's thread and time of the launch, if the trace has them."""
 
     @property
     def communicates(self) -> bool:
-        """True if it moves data between ranks."""
+        """True if the kernel moves data between ranks."""
         return self.name.lower().startswith("nccl")
 
 
@@ -80,10 +136,10 @@ class Trace:
 
     seconds: float
     ranges: list[Range]
-    """By start; those that contain others before them."""
+    """Ranges by start; outer ones before inner ones."""
     operators: list[Moment]
     """Thread and moment of each call of an attention operator."""
-    kernels: list[Kernel]
+    kernels: list[GpuEvent]
 
 
 _OPERATORS = re.compile(
@@ -92,26 +148,26 @@ _OPERATORS = re.compile(
     r"|flash_attn(_3)?::\w*(forward|backward|fwd|bwd)"
 )
 _ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
-"""Categories of what runs there: dense copies and zeros are no kernels."""
+"""Categories of GPU events; dense copies and zeros are not kernels."""
 _OWN_KERNELS = frozenset({"forward", "backward_queries", "backward_keys"})
-"""Of ``kernel="triton"``, as they are called on the GPU."""
+"""The GPU names of the kernels of ``kernel="triton"``."""
 
 
 def read_trace(path: Path) -> Trace:
-    """Read what :meth:`torch.profiler.profile.export_chrome_trace` wrote.
+    """Read a file of :meth:`torch.profiler.profile.export_chrome_trace`.
 
     Raises:
-        ConfigError: a step of ours was not recorded in it.
+        ConfigError: the file has no step that :class:`StepRecorder` recorded.
     """
     events = json.loads(path.read_text())["traceEvents"]
     return trace_of(events, str(path))
 
 
 def trace_of(events: Iterable[Event], source: str = "the trace") -> Trace:
-    """The same of the events themselves; times are in microseconds there.
+    """Build a trace from the file's events, whose times are in microseconds.
 
     Raises:
-        ConfigError: a step of ours was not recorded.
+        ConfigError: the events have no step that :class:`StepRecorder` recorded.
     """
     spans = [event for event in events if event.get("ph") == "X"]
     ours = {
@@ -154,10 +210,10 @@ class _Call:
 
 
 def _calls(events: Sequence[Event]) -> Nesting[_Call]:
-    """All passes, forward ones in their order; a recomputation is one too.
+    """Return all passes of attention calls, numbered by forwards; a recomputation is a forward too.
 
-    A backward and its forward share autograd's sequence number. What runs without gradients has that of the
-    next operation, so that the last forward before counts.
+    A backward and its forward share autograd's sequence number. A call without gradients has the number of
+    the next operation, so the last forward before the backward counts.
     """
     forward, backward = (
         sorted((e for e in events if e["name"] == name), key=lambda e: e["ts"])
@@ -196,15 +252,15 @@ def _range(event: Event, zero: float, calls: Nesting[_Call]) -> Range:
     )
 
 
-def _kernels(events: Sequence[Event], zero: float) -> list[Kernel]:
-    """Kernels, and who launched each: host and GPU share a correlation number."""
+def _kernels(events: Sequence[Event], zero: float) -> list[GpuEvent]:
+    """Return kernels with their launches: host and GPU share a correlation number."""
     launches = {
         event["args"]["correlation"]: (event["tid"], (event["ts"] - zero) * 1e-6)
         for event in events
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event["args"]
     }
     return [
-        Kernel(
+        GpuEvent(
             event["name"],
             (event["ts"] - zero) * 1e-6,
             (_end(event) - zero) * 1e-6,

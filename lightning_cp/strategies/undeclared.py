@@ -17,18 +17,18 @@ from torch import nn
 from lightning_cp.batch import BatchRules, read_batch
 from lightning_cp.batch.read import labels_per_row
 from lightning_cp.batch.rules import KNOWN_DIMS
-from lightning_cp.containers import tensors_of
+from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError, ShapeError, UndeclaredError
-from lightning_cp.labels import are_shifted
-from lightning_cp.models.mixing import refuse_mixing
+from lightning_cp.models.guards.token_mixing import check_no_mixing
 from lightning_cp.models.sdpa import observe_sdpa
-from lightning_cp.models.swap import hf_models, left_out
-from lightning_cp.strategies.arguments.settings import Settings
-from lightning_cp.strategies.step.sharding import label_kind
+from lightning_cp.models.swap import hf_models, unswapped_hf_models
+from lightning_cp.runtime.model_binding import label_kind
+from lightning_cp.utils.containers import tensors_of
+from lightning_cp.utils.labels import are_shifted
 
 
 @contextmanager
-def asking_at_once(settings: Settings) -> Iterator[None]:
+def asking_at_once(settings: StrategyConfig) -> Iterator[None]:
     """Complete what a batch raises within by the strategy's own arguments, so that it can be pasted."""
     try:
         yield
@@ -36,7 +36,7 @@ def asking_at_once(settings: Settings) -> Iterator[None]:
         raise at_once([error], settings) from None
 
 
-def at_once(errors: Sequence[UndeclaredError], settings: Settings) -> UndeclaredError:
+def at_once(errors: Sequence[UndeclaredError], settings: StrategyConfig) -> UndeclaredError:
     """One error of several, whose arguments are the user's own and what is missing."""
     questions = list(dict.fromkeys(line for error in errors for line in error.questions))
     if not any(error.arguments for error in errors):
@@ -50,9 +50,9 @@ def at_once(errors: Sequence[UndeclaredError], settings: Settings) -> Undeclared
     return UndeclaredError(questions, arguments)
 
 
-def _chosen(settings: Settings) -> dict[str, Any]:
+def _chosen(settings: StrategyConfig) -> dict[str, Any]:
     """The settings that are not the default ones."""
-    default = Settings()
+    default = StrategyConfig()
     found = {item.name: getattr(settings, item.name) for item in fields(settings)}
     return {name: value for name, value in found.items() if value != getattr(default, name)}
 
@@ -61,7 +61,7 @@ def of_run(
     first: UndeclaredError,
     model: nn.Module,
     options: Mapping[str, Any],
-    settings: Settings,
+    settings: StrategyConfig,
     *,
     needs_labels: bool,
     batch: Any = None,
@@ -79,7 +79,7 @@ def of_run(
     Raises:
         ConfigError: layers that cannot be shared, whatever is declared.
     """
-    refuse_mixing(model, left_out(model, options.get("modules")))
+    check_no_mixing(model, unswapped_hf_models(model, options.get("modules")))
     errors, said = [first], settings.with_sequence_dims(options.get("sequence_dims") or {})
     key = options.get("label_key") or settings.label_key
     try:
@@ -109,7 +109,7 @@ def of_run(
 
 
 def of_trainer(
-    first: UndeclaredError, trainer: Trainer, options: Mapping[str, Any], settings: Settings
+    first: UndeclaredError, trainer: Trainer, options: Mapping[str, Any], settings: StrategyConfig
 ) -> UndeclaredError:
     """All that a Trainer's run lacks, before its first batch: one is looked at, since the run ends here."""
     module = trainer.lightning_module
@@ -129,7 +129,7 @@ def of_trainer(
 
 
 def _may_share(
-    module: nn.Module, batch: Any, options: Mapping[str, Any], settings: Settings
+    module: nn.Module, batch: Any, options: Mapping[str, Any], settings: StrategyConfig
 ) -> bool:
     """True if something looks like attention, or like a sequence."""
     declared = settings.sequence_dims or options.get("sequence_dims")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_cp._lazy import lazy
+from lightning_cp.utils.lazy import lazy
 
 if TYPE_CHECKING:
     from lightning_cp.throughput.callback import ThroughputCallback as ThroughputCallback

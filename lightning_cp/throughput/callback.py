@@ -1,4 +1,4 @@
-"""ThroughputCallback: tokens per second, model FLOPs and MFU, the same however the work is shared."""
+"""ThroughputCallback: tokens per second, model FLOPs and MFU, independent of how the work is shared."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_cp.mixin import options_of
-from lightning_cp.strategies.replaced import Replaced
-from lightning_cp.throughput.meter import Meter, shown
-from lightning_cp.throughput.options import Options, peak_of
-from lightning_cp.throughput.ranks import refuse_unknown
-from lightning_cp.throughput.window import NAMES, Metrics
+from lightning_cp.throughput.meter import NAMES, Meter, Metrics, format_metrics
+from lightning_cp.throughput.options import ThroughputOptions, check_countable, peak_of
 from lightning_cp.throughput.work import Work
+from lightning_cp.utils.patching import PatchSet
 
 
 class ThroughputCallback(Callback):
@@ -52,28 +50,28 @@ class ThroughputCallback(Callback):
         sequence_dims: Mapping[str, int | None] | None = None,
     ) -> None:
         given = (every_n_steps, warmup_steps, peak_flops, active_parameters, sequence_dims)
-        self._options = Options(*given)
+        self._options = ThroughputOptions(*given)
         self._meter: Meter | None = None
-        self._replaced = Replaced()
+        self._replaced = PatchSet()
         self._clock: Callable[[], float] = time.perf_counter
         self._done = Work()
         self._stepped = 0
         self.metrics: Metrics = {}
-        """What was logged last."""
+        """The last logged values."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a strategy under which tokens cannot be counted.
+        """Check that tokens can be counted under the strategy.
 
         Raises:
-            ConfigError: naming the strategies that work.
+            ConfigError: they cannot; the message names the strategies that work.
         """
         if stage == "fit":
-            refuse_unknown(trainer.strategy)
+            check_countable(trainer.strategy)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Watch the model from here on, and say what is counted."""
+        """Start counting, and print the convention."""
         strategy: Any = trainer.strategy
         device: torch.device = strategy.root_device
         declared = options_of(pl_module).get("sequence_dims") or {}
@@ -89,7 +87,7 @@ class ThroughputCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """A micro-batch begins."""
+        """Begin a micro-batch."""
         if self._meter is not None:
             self._meter.begin_batch(batch)
 
@@ -97,7 +95,7 @@ class ThroughputCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the step if there was one, and log where a window ends."""
+        """Count a finished step, and log at the end of a window."""
         meter = self._meter
         if meter is None:
             return
@@ -116,19 +114,19 @@ class ThroughputCallback(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A batch that a hook has skipped the epoch at was not trained on."""
+        """Discard a batch at which a hook ended the epoch: it was not trained on."""
         if self._meter is not None:
             self._meter.model.work.abandon()
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The clock stops, until the next batch: callbacks draw and save after a validation."""
+        """Pause the clock until the next batch: callbacks draw and save after a validation."""
         if self._meter is not None:
             self._meter.watch.pause()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell the loggers of the steps that are left, and show the rates of the last window."""
+        """Log the remaining steps, and print the rates of the last window."""
         meter = self._meter
         if meter is None:
             return
@@ -138,14 +136,14 @@ class ThroughputCallback(Callback):
             meter.settle()
         self._done = meter.done
         if self.metrics:
-            rank_zero_info(f"throughput, at the end: {shown(self.metrics)}")
+            rank_zero_info(f"throughput, at the end: {format_metrics(self.metrics)}")
         self._release()
 
     @override
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Leave the model as it was; nobody waits for other ranks here."""
+        """Remove all hooks from the model, without waiting for other ranks."""
         self._release()
 
     @override
@@ -154,20 +152,20 @@ class ThroughputCallback(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The tokens that the run has trained on, of all ranks, and their FLOPs."""
+        """Return the run's trained tokens of all ranks, and their FLOPs."""
         return self._done.state
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting from a checkpoint."""
+        """Continue the counts of a checkpoint."""
         self._done = Work.of(state_dict)
 
     def _end_window(self, meter: Meter, trainer: Trainer, since: int) -> None:
-        """Tell the loggers, once: by ``self.log`` every later row of the epoch would have it again.
+        """Log a window directly: ``self.log`` would repeat it in every later row of the epoch.
 
         Args:
-            meter: its window is over.
-            trainer: has the loggers, and the number of a step as they have it.
+            meter: the meter at the end of its window.
+            trainer: has the loggers and their step number.
             since: steps that Lightning has counted already.
         """
         metrics = meter.end_window()
@@ -180,7 +178,7 @@ class ThroughputCallback(Callback):
             rank_zero_info(reason)
 
     def _around_saves(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        """A save is no training; all ranks take part in it, so that they can add up what they have."""
+        """Wrap a save: exclude it from the time, and sum the work, as all ranks take part in it."""
 
         def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
             meter = self._meter

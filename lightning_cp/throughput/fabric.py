@@ -1,4 +1,4 @@
-"""FabricThroughput: what ThroughputCallback logs, for loops that the user writes."""
+"""FabricThroughput: the values of ThroughputCallback for the user's own loops."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from lightning.fabric import Fabric
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_cp.throughput.meter import Meter
-from lightning_cp.throughput.options import Options, peak_of
-from lightning_cp.throughput.ranks import refuse_unknown
-from lightning_cp.throughput.window import Metrics
+from lightning_cp.throughput.meter import Meter, Metrics
+from lightning_cp.throughput.options import ThroughputOptions, check_countable, peak_of
 from lightning_cp.throughput.work import Work
 
 
@@ -51,15 +49,15 @@ class FabricThroughput:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         given = (every_n_steps, warmup_steps, peak_flops, active_parameters, sequence_dims)
-        options, strategy = Options(*given), fabric.strategy
-        refuse_unknown(strategy)
+        options, strategy = ThroughputOptions(*given), fabric.strategy
+        check_countable(strategy)
         module: Any = getattr(model, "module", model)
         peak = peak_of(options, fabric.device, strategy.precision, strategy, module)
         self._meter = Meter(module, strategy, options, peak, fabric.device, clock=clock)
         rank_zero_info(self._meter.convention())
 
     def begin_batch(self, batch: Any) -> None:
-        """A micro-batch of training begins; after ``strategy.shard_batch``, before the model is called.
+        """Begin a micro-batch of training; call it after ``strategy.shard_batch`` and before the model.
 
         Raises:
             ConfigError: its tokens cannot be counted.
@@ -67,19 +65,19 @@ class FabricThroughput:
         self._meter.begin_batch(batch)
 
     def end_step(self) -> Metrics:
-        """The optimizer has stepped; every rank calls it. The rates where a window ends, else nothing."""
+        """Count an optimizer step, on every rank; return the rates at a window's end, else ``{}``."""
         self._meter.end_step()
         return self._end_window() if self._meter.is_due else {}
 
     def finish(self) -> Metrics:
-        """The rates of the steps that are left, if there are any; leaves the model as it was."""
+        """Return the rates of the remaining steps, if any, and remove all hooks from the model."""
         metrics = self._end_window() if self._meter.has_steps else {}
         self._meter.end()
         return metrics
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A block that is no training: validation, a save."""
+        """Exclude a block from training: validation, a save."""
         self._meter.end_batch()
         runs = self._meter.watch.runs
         self._meter.watch.pause()
@@ -90,12 +88,12 @@ class FabricThroughput:
                 self._meter.watch.start()
 
     def state_dict(self) -> dict[str, Any]:
-        """The tokens and FLOPs of the run so far, for a checkpoint; every rank calls it."""
+        """Return the run's tokens and FLOPs for a checkpoint; every rank must call it."""
         self._meter.settle()
         return self._meter.done.state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on counting from a checkpoint."""
+        """Continue the counts of a checkpoint."""
         self._meter.done = Work.of(state_dict)
 
     def _end_window(self) -> Metrics:

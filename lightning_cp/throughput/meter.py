@@ -1,4 +1,4 @@
-"""Meter: counts steps, sums their work over ranks once in a window, and gives the rates."""
+"""The throughput meter of a run: counts steps, sums work over ranks once per window, and returns rates."""
 
 from __future__ import annotations
 
@@ -7,60 +7,162 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.throughput import Throughput
 from torch import nn
 
-from lightning_cp.throughput.model import CountedModel
-from lightning_cp.throughput.options import Options, Peak
-from lightning_cp.throughput.ranks import Ranks, core_of, ranks_of
-from lightning_cp.throughput.window import NAMES, Metrics, Rates, Stopwatch
+from lightning_cp.throughput.flops import CountedModel
+from lightning_cp.throughput.options import Peak, RunRanks, ThroughputOptions, core_of, ranks_of
 from lightning_cp.throughput.work import Work
+
+Metrics = dict[str, float]
+
+NAMES = {
+    "tokens_per_second": "throughput/tokens_per_second",
+    "per_device": "throughput/tokens_per_second_per_device",
+    "tokens": "throughput/tokens",
+    "flops": "throughput/model_flops",
+    "seconds": "throughput/seconds_per_step",
+    "tflops": "throughput/tflops_per_device",
+    "mfu": "throughput/mfu",
+}
+"""The logged names."""
+
+
+class Stopwatch:
+    """Seconds of training, without pauses.
+
+    Args:
+        clock: returns seconds from an arbitrary start.
+        synchronize: waits for the device; called only where the watch is read or stopped.
+    """
+
+    def __init__(self, clock: Callable[[], float], synchronize: Callable[[], None]) -> None:
+        self._clock = clock
+        self._synchronize = synchronize
+        self._before = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Start, unless it runs already."""
+        if self._since is None:
+            self._since = self._clock()
+
+    def pause(self) -> None:
+        """Stop after the device has finished its work."""
+        self._before = self.read()
+        self._since = None
+
+    @property
+    def runs(self) -> bool:
+        """True unless paused."""
+        return self._since is not None
+
+    def read(self) -> float:
+        """Return the seconds so far, of finished work."""
+        if self._since is None:
+            return self._before
+        self._synchronize()
+        return self._before + self._clock() - self._since
+
+
+class Rates:
+    """The rates of a window from the totals at both of its ends, by Lightning's ``Throughput``.
+
+    Totals cover all devices, so Lightning's single "device" stands for all of them.
+    """
+
+    def __init__(self, devices: int, peak_flops: float | None) -> None:
+        self._devices = devices
+        peak = None if peak_flops is None else peak_flops * devices
+        self._throughput = Throughput(available_flops=peak, window_size=2)
+        self._windows = self._tokens = 0
+        self._steps = 0
+
+    def begin(self, seconds: float, steps: int) -> None:
+        """Begin the first window; earlier steps count in no rate."""
+        self._update(seconds, steps, Work())
+
+    def end_window(self, seconds: float, steps: int, work: Work) -> Metrics:
+        """Return the rates of the window, and begin the next one.
+
+        Args:
+            seconds: seconds of training so far.
+            steps: optimizer steps so far.
+            work: the work of all ranks in this window, with at least one token.
+        """
+        before = self._throughput._time[-1], self._steps
+        self._update(seconds, steps, work)
+        found = self._throughput.compute()
+        tokens_per_second = float(found["device/items_per_sec"])
+        metrics = {
+            NAMES["tokens_per_second"]: tokens_per_second,
+            NAMES["per_device"]: tokens_per_second / self._devices,
+            NAMES["seconds"]: (seconds - before[0]) / (steps - before[1]),
+        }
+        if not work.unknown:
+            metrics[NAMES["tflops"]] = found["device/flops_per_sec"] / self._devices / 1e12
+            if "device/mfu" in found:
+                metrics[NAMES["mfu"]] = float(found["device/mfu"])
+        return metrics
+
+    def _update(self, seconds: float, steps: int, work: Work) -> None:
+        self._tokens += work.tokens
+        self._throughput.update(
+            time=seconds,
+            batches=self._windows,
+            samples=self._windows,
+            lengths=self._tokens,
+            flops=work.flops,
+        )
+        self._windows += 1
+        self._steps = steps
 
 
 class Meter:
     """One run's throughput. Every rank makes one, and calls the same methods at the same steps.
 
     Args:
-        model: the user's module, as it was set up.
-        strategy: whose processes have met.
-        options: what is asked for.
-        peak: what MFU is a share of.
-        device: of this rank.
-        done: of the run before this one, which it continues.
-        clock: seconds since any time.
+        model: the user's module after its set-up.
+        strategy: the strategy, with its process group initialised.
+        options: the user's options.
+        peak: the peak FLOP/s of MFU.
+        device: this rank's device.
+        done: the work of the run that this one continues.
+        clock: returns seconds from an arbitrary start.
     """
 
     def __init__(
         self,
         model: nn.Module,
         strategy: Any,
-        options: Options,
+        options: ThroughputOptions,
         peak: Peak,
         device: torch.device,
         done: Work | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._ranks: Ranks = ranks_of(strategy)
+        self._ranks: RunRanks = ranks_of(strategy)
         self._options, self._peak = options, peak
         self.watch = Stopwatch(clock, _waits_for(device))
         self.model = CountedModel(model, core_of(strategy), options)
         self._rates = Rates(self._ranks.devices, peak.flops)
         self._own = Work()
-        """Of this rank, since ranks last told each other."""
+        """This rank's work since the last sum over ranks."""
         self._window = Work()
-        """Of all ranks, in this window, as far as they have told each other."""
+        """The work of all ranks in this window, up to the last sum."""
         self.done = done or Work()
-        """Of all ranks in the whole run, as far as they have told each other."""
+        """The work of all ranks in the whole run, up to the last sum."""
         self._steps = self._begun_at = 0
         self._measures = False
         self._told_reason = False
 
     @property
     def devices(self) -> int:
-        """Of all ranks."""
+        """The number of devices of all ranks."""
         return self._ranks.devices
 
     def begin_batch(self, batch: Any) -> None:
-        """A micro-batch of training begins; time counts from the first one on.
+        """Begin a micro-batch of training; time counts from the first one on.
 
         Raises:
             ConfigError: its tokens cannot be counted.
@@ -71,11 +173,11 @@ class Meter:
         self.model.begin(batch)
 
     def end_batch(self) -> None:
-        """A micro-batch is over: what follows is no training of it."""
+        """End a micro-batch: later calls of the model do not belong to it."""
         self.model.end_batch()
 
     def end_step(self) -> None:
-        """Optimizers have stepped along all micro-batches since the last step."""
+        """Record an optimizer step, which uses all micro-batches since the last one."""
         self.model.end_batch()
         self.model.work.stepped()
         self._own += self.model.work.take(wait=False)
@@ -83,18 +185,18 @@ class Meter:
 
     @property
     def is_due(self) -> bool:
-        """True if a window has all its steps; the same on all ranks."""
+        """True if the window has all its steps; the same on all ranks."""
         return self._measures and self._steps - self._begun_at >= self._options.every_n_steps
 
     @property
     def has_steps(self) -> bool:
-        """True if there is anything in the window."""
+        """True if the window has any steps."""
         return self._measures and self._steps > self._begun_at
 
     def end_window(self) -> Metrics:
-        """The rates of the window, the same on all ranks, all of which come here; the next one begins.
+        """Return the window's rates and begin the next window; all ranks must call this, and get the same.
 
-        Nothing where no token was trained on; the window goes on then.
+        Without a trained token the result is empty, and the window continues.
         """
         seconds = self.settle()
         if not self._window.tokens:
@@ -107,7 +209,7 @@ class Meter:
         return metrics
 
     def settle(self) -> float:
-        """Add up the work of all ranks, all of which come here; the mean of their seconds of training."""
+        """Sum the work of all ranks, which all must call this; return their mean seconds of training."""
         seconds = self.watch.read()
         self._own += self.model.work.take(wait=True)
         work, seconds = self._ranks.total(self._own, seconds)
@@ -123,7 +225,7 @@ class Meter:
         self._measures = True
 
     def convention(self) -> str:
-        """What is counted, to be said once."""
+        """Return the description of the counts, to be printed once."""
         found, options = self.model.multiplied, self._options
         lines = [
             "throughput: tokens are those that are not padding, each counted once however many ranks share "
@@ -152,7 +254,7 @@ class Meter:
         return "\n".join(lines)
 
     def take_reason(self) -> str:
-        """Why FLOPs are not logged, the first time that it turns out; nothing otherwise."""
+        """Return the reason why FLOPs are not logged, the first time it is known; else an empty string."""
         reason = self.model.reason
         if not reason or self._told_reason:
             return ""
@@ -160,7 +262,7 @@ class Meter:
         return _no_flops(reason)
 
     def end(self) -> None:
-        """Leave the model as it was."""
+        """Remove all hooks from the model."""
         self.model.end()
 
 
@@ -174,8 +276,8 @@ def _waits_for(device: torch.device) -> Callable[[], None]:
     return lambda: torch.cuda.synchronize(device)
 
 
-def shown(metrics: Metrics) -> str:
-    """In one line."""
+def format_metrics(metrics: Metrics) -> str:
+    """Format the rates in one line."""
     values = {NAMES[key]: text for key, text in _SHOWN.items()}
     return ", ".join(text.format(metrics[name]) for name, text in values.items() if name in metrics)
 

@@ -1,4 +1,4 @@
-"""The settings of a throughput count, and the peak that MFU is a share of."""
+"""The settings of a throughput count, the ranks of the run with their exact sums, and the peak of MFU."""
 
 from __future__ import annotations
 
@@ -9,19 +9,90 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
+import lightning.fabric.strategies as of_fabric
+import lightning.pytorch.strategies as of_trainer
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
 from torch import nn
 
+from lightning_cp.comm.reduce import all_sum
+from lightning_cp.engines.checks import precision_of
 from lightning_cp.errors import ConfigError
-from lightning_cp.strategies.engines.checks import precision_of
-from lightning_cp.throughput.ranks import core_of
+from lightning_cp.layout.axes import Flat
+from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.throughput.work import Work
+
+_LIMB = 2**40
+"""FLOPs travel as two numbers, so that sums over up to 8,192 ranks are exact in float64."""
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of a user; see ``ThroughputCallback``."""
+class RunRanks:
+    """The ranks of a run."""
+
+    devices: int
+    counts: bool
+    """True if this rank counts its sample; the other ranks that share it do not."""
+    group: dist.ProcessGroup | None
+    """The group of all ranks; ``None`` for one rank."""
+    device: torch.device
+    """The device of messages."""
+
+    def total(self, work: Work, seconds: float) -> tuple[Work, float]:
+        """Return all ranks' work and mean time, by one message of 40 bytes; all ranks must call this."""
+        if self.group is None:
+            return work, seconds
+        high, low = divmod(work.flops, _LIMB)
+        own = [work.tokens, high, low, work.unknown] if self.counts else [0] * 4
+        numbers = [*own, seconds / self.devices]
+        sums = all_sum(torch.tensor(numbers, dtype=torch.float64, device=self.device), self.group)
+        tokens, high, low, unknown, mean = sums.tolist()
+        return Work(int(tokens), int(high) * _LIMB + int(low), int(unknown)), mean
+
+
+def core_of(strategy: Any) -> ContextParallelCore | None:
+    """Return the core of this package's strategy, ``None`` for another strategy."""
+    core = getattr(strategy, "_core", None)
+    return core if isinstance(core, ContextParallelCore) else None
+
+
+_PLAIN = (
+    of_trainer.SingleDeviceStrategy,
+    of_trainer.DDPStrategy,
+    of_fabric.SingleDeviceStrategy,
+    of_fabric.DDPStrategy,
+)
+
+
+def check_countable(strategy: object) -> None:
+    """Check that tokens can be counted under a strategy.
+
+    Raises:
+        ConfigError: it is unknown which ranks share a sample, or parameters.
+    """
+    if core_of(strategy) is None and not isinstance(strategy, _PLAIN):
+        raise ConfigError(
+            f"throughput is not counted under {type(strategy).__name__}: it is not known which of its ranks "
+            "share a sample, and parameters may be in parts. What works: strategy='ulysses_ring' (with "
+            "data_parallel='fsdp', 'hsdp' or 'zero1' for parameters that are sharded), 'ddp', and one device."
+        )
+
+
+def ranks_of(strategy: Any) -> RunRanks:
+    """Return the ranks of a strategy whose process group is initialised."""
+    core, devices = core_of(strategy), getattr(strategy, "world_size", 1)
+    if core is not None:
+        group = core.mesh.control_group(Flat.LOSS) if devices > 1 else None
+        return RunRanks(devices, core.mesh.sample_rank == 0, group, torch.device("cpu"))
+    group = dist.group.WORLD if devices > 1 else None
+    return RunRanks(devices, True, group, strategy.root_device)
+
+
+@dataclass(frozen=True)
+class ThroughputOptions:
+    """The user's options; see ``ThroughputCallback``."""
 
     every_n_steps: int = 50
     warmup_steps: int = 1
@@ -49,8 +120,8 @@ class Options:
                 "{'tokens': 1, 'weights': None} would do; None where the strategy knows them."
             )
 
-    def with_dims(self, declared: Mapping[str, int | None]) -> Options:
-        """With what a module declares of its batches; what is asked for goes first."""
+    def with_dims(self, declared: Mapping[str, int | None]) -> ThroughputOptions:
+        """Return the options with a module's declared dims; the user's take precedence."""
         return replace(self, sequence_dims={**declared, **(self.sequence_dims or {})})
 
 
@@ -67,17 +138,21 @@ class Peak:
 
     flops: float | None
     where: str
-    """What it is of, or what it is not known of."""
+    """The source of the peak, or the device whose peak is unknown."""
 
 
 def peak_of(
-    options: Options, device: torch.device, precision: object, strategy: Any, model: nn.Module
+    options: ThroughputOptions,
+    device: torch.device,
+    precision: object,
+    strategy: Any,
+    model: nn.Module,
 ) -> Peak:
-    """The FLOP/s that MFU is a share of: as the user says, or Lightning's table of devices.
+    """Return the FLOP/s that MFU is a share of: the user's value, or Lightning's table of devices.
 
     Args:
-        options: may say.
-        device: of this rank.
+        options: the user's options.
+        device: this rank's device.
         precision: the plugin of a Trainer or a Fabric.
         strategy: has the dtype of layers that an engine casts.
         model: has the dtype of its own weights.
@@ -88,17 +163,17 @@ def peak_of(
         return Peak(None, device.type)
     dtype = dtype_of(precision, strategy, model)
     name = torch.cuda.get_device_name(device)
-    with warnings.catch_warnings():  # it is said here, once
+    with warnings.catch_warnings():  # the meter reports it, once
         warnings.simplefilter("ignore")
         try:
             found = get_available_flops(device, dtype)
-        except Exception:  # a name that it cannot take apart
+        except Exception:  # an unknown form of device name
             found = None
     return Peak(found, f"{name} in {str(dtype).removeprefix('torch.')}")
 
 
 def dtype_of(precision: Any, strategy: Any, model: nn.Module) -> torch.dtype:
-    """The dtype that matrix products are computed in."""
+    """Return the dtype of matrix products."""
     core = core_of(strategy)
     cast = None if core is None else precision_of(core.settings.mixed_precision).param_dtype
     if cast is not None:

@@ -1,27 +1,150 @@
-"""The tokens and the model FLOPs of training steps, as one data rank has them: the whole of each sample."""
+"""Tokens and model FLOPs of a data rank's training steps, over whole samples, from observed attention "
+"calls."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
+from lightning_cp.attention.plan import AttentionPlan
 from lightning_cp.batch import CountedBatch
-from lightning_cp.layout import visible_pairs
-from lightning_cp.models.calls import AttentionCall, in_backward
+from lightning_cp.layout import Mask, visible_pairs
+from lightning_cp.models.sdpa import observe_sdpa
+from lightning_cp.models.structure import module_mask
+from lightning_cp.models.swap import config_value, hf_models
+from lightning_cp.utils.module_hooks import add_hook
+
+
+class AttentionCall(NamedTuple):
+    """The properties of a call that determine its FLOPs, together with the batch's documents."""
+
+    rows: int
+    length: int
+    """Length of the whole sequence."""
+    mask: Mask | None
+    """``None``: a dense mask was given, which is not inspected."""
+    heads: int
+    """Query heads of all ranks."""
+    query_dim: int
+    value_dim: int
+
+    def flops(self, pairs: int) -> int:
+        """Return the FLOPs of a forward over visible pairs of all rows: q.k and p.v, 2 per multiply-add."""
+        return 2 * self.heads * (self.query_dim + self.value_dim) * pairs
+
+
+Tell = Callable[[AttentionCall, torch.Tensor], None]
+"""Receives a call and its output."""
+
+
+def shared_call(
+    plan: AttentionPlan, q_BLHD: torch.Tensor, out_BLHD: torch.Tensor, sharing: int
+) -> AttentionCall:
+    """Return the record of a context-parallel call.
+
+    Args:
+        plan: the call's plan.
+        q_BLHD: this rank's queries, before Ulysses.
+        out_BLHD: the output, as wide as the values.
+        sharing: the number of tensor-parallel ranks with different heads.
+    """
+    rows, _, heads, dim = q_BLHD.shape
+    length, mask = plan.schedule.layout.seq_len, plan.schedule.mask
+    return AttentionCall(rows, length, mask, heads * sharing, dim, out_BLHD.shape[3])
+
+
+def observe_calls(model: nn.Module, tell: Tell) -> Callable[[], None]:
+    """Report the attention calls of an unswapped model to ``tell``; return a function that ends that.
+
+    Attention modules of Hugging Face models have causality, window and heads for each layer; for other models
+    calls of ``scaled_dot_product_attention`` are observed. Compiled models are skipped: their calls are not
+    made from Python.
+    """
+    if is_compiled(model):
+        return lambda: None
+    inside: list[nn.Module] = []
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        inside.append(module)
+
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        inside.pop()
+        out = output[0] if isinstance(output, tuple) else output
+        if isinstance(out, torch.Tensor):  # not so where the module has raised
+            tell(_call_of(module, out), out)
+
+    def direct(query: Any, key: Any, attn_mask: Any, is_causal: bool, out: torch.Tensor) -> None:
+        if inside or query.dim() != 4:
+            return
+        rows, heads, length, dim = query.shape
+        is_known = attn_mask is None and length == key.shape[2]
+        mask = Mask(is_causal) if is_known else None
+        tell(AttentionCall(rows, length, mask, heads, dim, out.shape[3]), out)
+
+    undo: list[Callable[[], None]] = [observe_sdpa(direct)]
+    for root in hf_models(model):
+        for module in _attention_modules(root):
+            undo.append(add_hook(module.register_forward_pre_hook, enter))
+            ends = {"with_kwargs": True, "always_call": True}
+            undo.append(add_hook(module.register_forward_hook, leave, **ends))
+
+    def end() -> None:
+        while undo:
+            undo.pop()()
+
+    return end
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """True if a part of a model is compiled, or the whole model by the Trainer."""
+    return any(
+        type(part).__name__ == "OptimizedModule"
+        or part._compiled_call_impl is not None
+        or getattr(part, "_compiler_ctx", None) is not None
+        for part in model.modules()
+    )
+
+
+def in_backward() -> bool:
+    """True if this thread runs autograd's backward, in which calls are recomputations."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _attention_modules(root: nn.Module) -> list[nn.Module]:
+    """Return the innermost modules with a flag for causality, or known to be causal (BLOOM)."""
+    said = [x for x in root.modules() if isinstance(getattr(x, "is_causal", None), bool)]
+    said += [x for x in root.modules() if type(x).__name__ == "BloomAttention"]
+    return [x for x in said if not any(y in said for y in list(x.modules())[1:])]
+
+
+def _call_of(module: Any, out_BLE: torch.Tensor) -> AttentionCall:
+    rows, length = out_BLE.shape[:2]
+    config = getattr(module, "config", None)
+    heads = config_value(config, "num_attention_heads") or getattr(module, "num_heads", None)
+    size = config_value(config, "head_dim") or getattr(module, "head_dim", None)
+    if type(heads) is not int or not isinstance(size or config_value(config, "hidden_size"), int):
+        return AttentionCall(rows, length, None, 0, 0, 0)
+    mask = module_mask(module)
+    if config_value(config, "attention_chunk_size"):  # Llama 4: neither causal nor a window
+        mask = None
+    own = getattr(module, "head_dim", None) or size or config_value(config, "hidden_size") // heads
+    query, value = (getattr(module, name, own) for name in ("qk_head_dim", "v_head_dim"))
+    return AttentionCall(rows, length, mask, heads, query, value)
 
 
 @dataclass(frozen=True)
 class Work:
-    """Counts of the work done: integers, so that sums over ranks and steps are exact."""
+    """Counts of finished work, as integers, so that sums over ranks and steps are exact."""
 
     tokens: int = 0
     flops: int = 0
     unknown: int = 0
-    """Batches whose FLOPs are not known."""
+    """Batches with unknown FLOPs."""
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -30,12 +153,12 @@ class Work:
 
     @property
     def state(self) -> dict[str, int]:
-        """What a checkpoint keeps."""
+        """The state for a checkpoint."""
         return {"tokens": self.tokens, "flops": self.flops, "unknown": self.unknown}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Work:
-        """What a checkpoint has kept."""
+        """Restore the counts of a checkpoint."""
         return cls(*(int(state[name]) for name in ("tokens", "flops", "unknown")))
 
 
@@ -48,37 +171,37 @@ class _MicroBatch:
 
 
 class StepWork:
-    """Counts micro-batches; they become work when an optimizer has stepped along their gradients.
+    """Counts of micro-batches, which become work when an optimizer steps with their gradients.
 
-    A window of accumulation that is never finished, or that a resumed run goes through again, does not count.
+    An accumulation window that is never finished, or that a resumed run repeats, does not count.
     """
 
     def __init__(self) -> None:
         self.reason = ""
-        """Why FLOPs are not known, if they are not."""
+        """The reason why FLOPs are unknown; empty if they are known."""
         self._open: list[_MicroBatch] = []
         self._stepped: list[_MicroBatch] = []
         self._current: _MicroBatch | None = None
 
     @property
     def counts(self) -> bool:
-        """True if attention calls belong to a training batch."""
+        """True during a training batch, to which attention calls belong."""
         return self._current is not None
 
     def begin(self, batch: CountedBatch, flops_per_token: int | None) -> None:
-        """A micro-batch of training begins.
+        """Begin a micro-batch of training.
 
         Args:
-            batch: the whole of it.
-            flops_per_token: outside of attention, forward and backward; ``None`` if they are not known.
+            batch: the whole batch.
+            flops_per_token: FLOPs outside attention, forward and backward; ``None`` if unknown.
         """
         self._current = _MicroBatch(batch, flops_per_token)
         self._open.append(self._current)
 
     def note_call(self, call: AttentionCall, out: torch.Tensor) -> None:
-        """An attention call was made; its backward is counted when a gradient comes to its output.
+        """Count an attention call, and its backward when a gradient reaches its output.
 
-        What backward computes once more (checkpointing) is no model FLOP.
+        Recomputation in backward (checkpointing) does not count as model FLOPs.
         """
         current = self._current
         if current is None:
@@ -93,31 +216,31 @@ class StepWork:
             out.register_hook(passed)
 
     def end_batch(self) -> None:
-        """What is called from here on is no training: validation, or a callback's own."""
+        """End the batch: later calls belong to validation or callbacks, not to training."""
         self._current = None
 
     def abandon(self) -> None:
-        """The micro-batch was not trained on after all, if one is under way."""
+        """Discard the current micro-batch, which was not trained on."""
         if self._current is not None:
             self._open.remove(self._current)
         self._current = None
 
     def forget_flops(self) -> None:
-        """Those outside of attention were not what was thought."""
+        """Mark the FLOPs outside attention as unknown."""
         for micro in self._open:
             micro.flops_per_token = None
 
     def stepped(self) -> None:
-        """Optimizers have stepped along what was accumulated."""
+        """Record that optimizers stepped with the accumulated micro-batches."""
         self.end_batch()
         self._stepped += self._open
         self._open = []
 
     def take(self, *, wait: bool) -> Work:
-        """The work of steps since the last time.
+        """Return the work of steps since the last call.
 
         Args:
-            wait: for copies from the device; else what has not arrived is left for later.
+            wait: wait for copies from the device; otherwise leave missing ones for later.
         """
         done = Work()
         while self._stepped and (wait or self._stepped[0].batch.arrived):
@@ -134,7 +257,7 @@ class StepWork:
         return Work(tokens, micro.flops_per_token * tokens + attention, 0)
 
     def _attention_flops(self, micro: _MicroBatch) -> int | None:
-        """Forward, and twice that for each backward: dQ, dK, dV and dP are four products, not two."""
+        """Return forward FLOPs plus twice that for each backward: dQ, dK, dV and dP are four products."""
         if not micro.forward:
             self.reason = _NO_CALLS
             return None

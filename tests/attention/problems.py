@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_cp.attention.exchange import Exchange
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.layout import Documents, SequenceLayout
+from lightning_cp.layout.exchange import Exchange
 from lightning_cp.layout.sequence import LayoutKind
 from tests import oracle
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp.attention.api import context_parallel_attention
-from lightning_cp.attention.keep import Stash, current_stash, keep_attention
+from lightning_cp.attention.checkpointing import Stash, current_stash, keep_attention
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.mesh import ContextParallelMesh

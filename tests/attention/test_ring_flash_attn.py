@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lightning_cp.attention import delegate as delegation
+from lightning_cp.attention import ring_flash_attn_support as delegation
 from lightning_cp.attention.api import context_parallel_attention, explain
-from lightning_cp.attention.delegate import delegate
+from lightning_cp.attention.ring_flash_attn_support import delegate
 from lightning_cp.attention.spec import AttentionSpec
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import Documents, SequenceLayout

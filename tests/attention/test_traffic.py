@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_cp.attention.api import context_parallel_attention
-from lightning_cp.kernels.api import accumulate_dtype
+from lightning_cp.kernels.protocol import accumulate_dtype
 from lightning_cp.layout import HeadSplit, Traffic, attention_traffic, schedule
 from lightning_cp.mesh import ContextParallelMesh
 from tests.attention.distributed import mesh_of

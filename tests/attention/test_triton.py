@@ -15,8 +15,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp.attention.api import context_parallel_attention
-from lightning_cp.attention.keep import keep_attention
-from lightning_cp.kernels.triton_fa2 import TritonFA2, is_installed, is_interpreted
+from lightning_cp.attention.checkpointing import keep_attention
+from lightning_cp.kernels.triton.launch import TritonFA2, is_installed, is_interpreted
 from tests.attention.checking import check
 from tests.attention.distributed import Shards, attend_shards, mesh_of
 from tests.attention.problems import EVERY, Grid, Problem, gather

@@ -7,9 +7,9 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lightning_cp.bench.processes import Launched
-from lightning_cp.bench.settings import Settings
-from lightning_cp.config_files import config_dir
+from lightning_cp.bench.processes import TorchrunRank
+from lightning_cp.bench.settings import BenchSettings
+from lightning_cp.utils.run_folder import config_dir
 
 TINY = (
     *("device=cpu", "devices=2", "tokens=64", "heads=4", "kv_heads=2", "head_dim=8", "documents=3"),
@@ -25,6 +25,6 @@ def plain(*overrides: str) -> dict[str, Any]:
     return config
 
 
-def settings_of(*overrides: str, own: Launched | None = None) -> Settings:
+def settings_of(*overrides: str, own: TorchrunRank | None = None) -> BenchSettings:
     """The settings of a command line."""
-    return Settings.of(plain(*overrides), own)
+    return BenchSettings.of(plain(*overrides), own)

@@ -13,19 +13,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_cp.attention.api import context_parallel_attention
-from lightning_cp.bench.apart import plan_of, take_apart
-from lightning_cp.bench.case import Case
-from lightning_cp.bench.ways import Ours, Step, our_ways
-from lightning_cp.kernels.api import QKV, Capabilities, Kernel, Merged, Scores
-from lightning_cp.kernels.merge import Accumulator
-from lightning_cp.kernels.sums import GradientSums
+from lightning_cp.bench.methods import (
+    AttentionCase,
+    ContextParallelMethod,
+    Step,
+    context_parallel_methods,
+)
+from lightning_cp.bench.modes import plan_of, separate_runs
+from lightning_cp.kernels.merge import Accumulator, GradientSums
+from lightning_cp.kernels.protocol import QKV, Capabilities, Kernel, Merged, Scores
 from lightning_cp.layout import Tile
 from lightning_cp.mesh import ContextParallelMesh
 from tests.attention.wire import Message, Wire
 from tests.pool import run_ranks
 
 RANKS = 4
-WAYS = our_ways(RANKS)
+WAYS = context_parallel_methods(RANKS)
 
 
 @dataclass(frozen=True)
@@ -117,13 +120,13 @@ def observe(step: Step, kernel: Counted, ulysses_rank: int) -> Found:
 
 
 def four_runs(
-    rank: int, world_size: int, way: Ours, case: Case, backward: bool
+    rank: int, world_size: int, way: ContextParallelMethod, case: AttentionCase, backward: bool
 ) -> dict[str, Found]:
     mesh = ContextParallelMesh(way.ring, way.ulysses)
     inputs = case.inputs(way.sequence_layout(case).local_len)
     plan = plan_of(way, case, inputs, mesh)
     kernel = Counted(plan.kernel)
-    with take_apart(replace(plan, kernel=kernel), inputs, backward=backward) as apart:
+    with separate_runs(replace(plan, kernel=kernel), inputs, backward=backward) as apart:
         found = {
             name: observe(step, kernel, mesh.ulysses_rank) for name, step in vars(apart).items()
         }
@@ -134,8 +137,10 @@ def four_runs(
 @pytest.mark.quick("*-packed", "zigzag ring-dense", "zigzag_llama3 fused/fused-dense")
 @pytest.mark.parametrize("packed", [0, 5], ids=["dense", "packed"])
 @pytest.mark.parametrize("way", WAYS, ids=[way.name for way in WAYS])
-def test_the_same_messages_and_the_same_kernel_calls(way: Ours, packed: int) -> None:
-    case = Case(64, RANKS, heads=4, kv_heads=2, head_dim=8, packed=packed)
+def test_the_same_messages_and_the_same_kernel_calls(
+    way: ContextParallelMethod, packed: int
+) -> None:
+    case = AttentionCase(64, RANKS, heads=4, kv_heads=2, head_dim=8, packed=packed)
     for found in run_ranks(RANKS, four_runs, way, case, True):
         both, compute, comm, neither = (
             found[name] for name in ("both", "compute", "comm", "neither")
@@ -153,13 +158,15 @@ def test_the_same_messages_and_the_same_kernel_calls(way: Ours, packed: int) -> 
 
 
 def test_forward_alone_has_no_backward() -> None:
-    case = Case(64, 2, heads=4, kv_heads=2, head_dim=8)
-    (found, _) = run_ranks(2, four_runs, Ours(1, 2), case, False)
+    case = AttentionCase(64, 2, heads=4, kv_heads=2, head_dim=8)
+    (found, _) = run_ranks(2, four_runs, ContextParallelMethod(1, 2), case, False)
     assert {name for name, *_ in found["both"].calls} == {"forward"}
     assert found["comm"].sent == found["both"].sent
 
 
-def whole_call(rank: int, world_size: int, way: Ours, case: Case) -> tuple[bool, bool]:
+def whole_call(
+    rank: int, world_size: int, way: ContextParallelMethod, case: AttentionCase
+) -> tuple[bool, bool]:
     """Whether what is timed is the call: the same gradients to the bit; alone they are others."""
     mesh = ContextParallelMesh(way.ring, way.ulysses)
     layout = way.sequence_layout(case)
@@ -169,7 +176,7 @@ def whole_call(rank: int, world_size: int, way: Ours, case: Case) -> tuple[bool,
     out = context_parallel_attention(q, k, v, mesh=mesh, layout=layout, spec=case.spec)
     expected = torch.autograd.grad(out, [q, k, v], gradient)
     torch.manual_seed(5)
-    with take_apart(plan_of(way, case, [q, k, v], mesh), [q, k, v], backward=True) as apart:
+    with separate_runs(plan_of(way, case, [q, k, v], mesh), [q, k, v], backward=True) as apart:
         both: Any = apart.both()
         compute: Any = apart.compute()
     mesh.destroy()
@@ -181,5 +188,5 @@ def whole_call(rank: int, world_size: int, way: Ours, case: Case) -> tuple[bool,
 
 
 def test_what_is_timed_is_the_call() -> None:
-    case = Case(64, 2, heads=4, kv_heads=2, head_dim=8)
-    assert run_ranks(2, whole_call, Ours(1, 2), case) == [(True, False)] * 2
+    case = AttentionCase(64, 2, heads=4, kv_heads=2, head_dim=8)
+    assert run_ranks(2, whole_call, ContextParallelMethod(1, 2), case) == [(True, False)] * 2

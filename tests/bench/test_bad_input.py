@@ -11,12 +11,11 @@ from omegaconf import OmegaConf
 
 from lightning_cp.bench import suites
 from lightning_cp.bench.__main__ import bench
-from lightning_cp.bench.case import Case
+from lightning_cp.bench.methods import AttentionCase, ContextParallelMethod, Step
 from lightning_cp.bench.modes import ModeRow, measure_modes, row_of
-from lightning_cp.bench.processes import Launched, launched
-from lightning_cp.bench.settings import SUITES, Settings
-from lightning_cp.bench.ways import Ours, Step
-from lightning_cp.bench.which import chosen_ways
+from lightning_cp.bench.processes import TorchrunRank, torchrun_rank
+from lightning_cp.bench.selection import chosen_ways
+from lightning_cp.bench.settings import SUITES, BenchSettings
 from lightning_cp.errors import ConfigError
 from tests.bench.configured import TINY, plain, settings_of
 from tests.pool import run_ranks
@@ -108,29 +107,29 @@ def test_more_devices_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"devices=8, but this machine has 4 GPUs. At most devi"):
         settings_of("devices=8")
     with pytest.raises(ConfigError, match=r"process 4 on a node with 4 GPUs: .*--nproc-per-node=4"):
-        settings_of(own=Launched(4, 4, 8))
+        settings_of(own=TorchrunRank(4, 4, 8))
     found = settings_of()
     assert (found.device_type, found.devices, found.dtypes) == ("cuda", 4, ("bfloat16",))
-    assert settings_of(own=Launched(8, 0, 16)).devices == 16
+    assert settings_of(own=TorchrunRank(8, 0, 16)).devices == 16
 
 
 def test_torchrun_says_how_many() -> None:
     with pytest.raises(ConfigError, match="devices=4, but torchrun has started 2 processes"):
-        settings_of("device=cpu", "devices=4", own=Launched(0, 0, 2))
-    assert settings_of("device=cpu", "devices=2", own=Launched(0, 0, 2)).devices == 2
+        settings_of("device=cpu", "devices=4", own=TorchrunRank(0, 0, 2))
+    assert settings_of("device=cpu", "devices=2", own=TorchrunRank(0, 0, 2)).devices == 2
 
 
 def test_who_was_started_by_torchrun() -> None:
     told = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "a"}
-    assert launched({}) is None
-    assert launched({**told, "MASTER_PORT": "1"}) == Launched(9, 1, 16)
+    assert torchrun_rank({}) is None
+    assert torchrun_rank({**told, "MASTER_PORT": "1"}) == TorchrunRank(9, 1, 16)
     with pytest.raises(ConfigError, match=r"this one has RANK=9, .*MASTER_ADDR=a. Unset them"):
-        launched(told)
+        torchrun_rank(told)
     with pytest.raises(ConfigError, match="RANK=nine"):
-        launched({**told, "MASTER_PORT": "1", "RANK": "nine"})
+        torchrun_rank({**told, "MASTER_PORT": "1", "RANK": "nine"})
     with pytest.raises(ConfigError, match="srun has started several processes"):
-        launched({"SLURM_PROCID": "1"})
-    assert launched({"SLURM_PROCID": "0"}) is None
+        torchrun_rank({"SLURM_PROCID": "1"})
+    assert torchrun_rank({"SLURM_PROCID": "0"}) is None
 
 
 def test_one_device_measures_kernels_alone() -> None:
@@ -154,18 +153,18 @@ class Foreign:
 
     name = "other ring"
 
-    def obstacle(self, case: Case) -> str | None:
+    def obstacle(self, case: AttentionCase) -> str | None:
         return None
 
-    def step(self, case: Case, *, backward: bool = True) -> Step:
+    def step(self, case: AttentionCase, *, backward: bool = True) -> Step:
         def step() -> object:
             raise RuntimeError("no CUDA here\nand more")
 
         return step
 
 
-def with_foreign(rank: int, world_size: int, settings: Settings) -> list[ModeRow]:
-    with mock.patch("lightning_cp.bench.which.peer_ways", return_value=[Foreign()]):
+def with_foreign(rank: int, world_size: int, settings: BenchSettings) -> list[ModeRow]:
+    with mock.patch("benchmarks.peers.registry.peer_ways", return_value=[Foreign()]):
         return measure_modes(settings, lambda text: None)
 
 
@@ -178,7 +177,7 @@ def test_another_library_s_failure_is_told_and_the_rest_measured() -> None:
 
 
 def test_ways_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_cp.bench.which.peer_ways", lambda case: [Foreign()])
+    monkeypatch.setattr("benchmarks.peers.registry.peer_ways", lambda case: [Foreign()])
 
     def names(modes: str) -> list[str]:
         settings = settings_of("device=cpu", "devices=4", f"modes={modes}")
@@ -203,7 +202,7 @@ def test_ways_of_packed_documents_have_the_name_of_their_layout() -> None:
     """As in the side-by-side tables, where ``zigzag ring`` is zigzag for packed documents too."""
     settings = settings_of("device=cpu", "devices=4", "modes=[hybrid,zigzag ring,zigzag_llama3]")
     case = settings.masked(settings.cases(4)[0], "packed")
-    ways = [way for way in chosen_ways(settings, case) if isinstance(way, Ours)]
+    ways = [way for way in chosen_ways(settings, case) if isinstance(way, ContextParallelMethod)]
     assert [way.name for way in ways[:3]] == [
         "hybrid 2x2, balanced",
         "balanced ring",

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_cp.bench.certainty import Runs, apart_figures
-from lightning_cp.bench.clock import Figure, Samples, wall_of_slowest, widest
 from lightning_cp.bench.report import _repeats
+from lightning_cp.bench.timers import (
+    Figure,
+    RunSamples,
+    Samples,
+    largest_spread,
+    overlap_figures,
+    wall_of_slowest,
+)
 from tests.bench.configured import TINY, settings_of
 
 QUIET = {"both": [5.0, 5.1], "compute": [4.0, 4.1], "comm": [3.0, 3.1], "neither": [1.0, 1.1]}
@@ -14,8 +20,8 @@ QUIET = {"both": [5.0, 5.1], "compute": [4.0, 4.1], "comm": [3.0, 3.1], "neither
 
 def apart(changes: dict[str, list[float]]) -> dict[str, float | None]:
     """Of one rank with so many seconds in each run."""
-    runs = Runs(**{name: [Samples(x, x)] for name, x in (QUIET | changes).items()})
-    return apart_figures(wall_of_slowest(runs.both), runs)
+    runs = RunSamples(**{name: [Samples(x, x)] for name, x in (QUIET | changes).items()})
+    return overlap_figures(wall_of_slowest(runs.both), runs)
 
 
 def test_of_quiet_runs_all_is_known() -> None:
@@ -48,7 +54,7 @@ def test_one_repeat() -> None:
     assert (found.get("exposed"), found.get("overlap")) == (None, None)
     assert Figure.of([2.0]) == Figure(2.0, None, 2.0)
     assert Figure.of([2.0, 3.0, 2.5]) == Figure(2.0, 0.5, 2.5)
-    assert widest([0.1, 0.3]) == 0.3
-    assert widest([0.1, None]) is None
+    assert largest_spread([0.1, 0.3]) == 0.3
+    assert largest_spread([0.1, None]) is None
     assert "Of one repeat nobody" in _repeats(settings_of(*TINY, "repeats=1"))
     assert "one repeat" not in _repeats(settings_of(*TINY))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_cp.bench import clock
-from lightning_cp.bench.peers import cpu_flash
+from benchmarks.peers import flash_standin as cpu_flash
+from lightning_cp.bench import timers as clock
 
 
 class Hands:
@@ -43,5 +43,5 @@ def test_a_stand_in_s_copies_are_taken_off_wherever_it_is_measured(
 def test_what_computing_takes() -> None:
     """On CPU of the mean rank, whatever the wall says; elsewhere until the last one is done."""
     ranks = [clock.Samples([1.0, 2.0], [9.0, 8.0]), clock.Samples([3.0, 1.0], [5.0, 9.0])]
-    assert clock.busy(ranks, "cpu").best == 1.5
-    assert clock.busy(ranks, "cuda").best == 9.0
+    assert clock.device_seconds(ranks, "cpu").best == 1.5
+    assert clock.device_seconds(ranks, "cuda").best == 9.0

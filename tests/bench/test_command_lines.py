@@ -8,10 +8,9 @@ from types import ModuleType
 
 import pytest
 
-from lightning_cp.bench import cpu_ratio, side_by_side
-from lightning_cp.bench.case import Case
-from lightning_cp.bench.clock import Figure
-from lightning_cp.bench.ways import Way
+from benchmarks import cpu_ratio, side_by_side
+from lightning_cp.bench.methods import AttentionCase, AttentionMethod
+from lightning_cp.bench.timers import Figure
 
 REFUSED = [
     (["--tokens", "1001", "--ranks", "2"], "tokens=1001 does not divide .* 1000 or 1004 works"),
@@ -55,7 +54,7 @@ def test_ways_that_nobody_has(
 def test_a_mode_that_cannot_share_the_heads_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def seconds(case: Case, ways: Sequence[Way], repeats: int) -> list[Figure]:
+    def seconds(case: AttentionCase, ways: Sequence[AttentionMethod], repeats: int) -> list[Figure]:
         assert not any(way.obstacle(case) for way in ways)
         return [Figure(1.0, 0.1)] * len(ways)
 

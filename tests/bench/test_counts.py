@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lightning_cp.bench.counts import Counts
-from lightning_cp.comm.agreement import agree
+from benchmarks.op_counts import Counts
 from lightning_cp.comm.all_gather import start_all_gather
+from lightning_cp.comm.consensus import agree
 from tests.pool import run_ranks
 
 RANKS = 3

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lightning_cp.bench.case import Case, log_normal
+from lightning_cp.bench.methods import AttentionCase, context_parallel_methods, log_normal
 from lightning_cp.bench.settings import SUITES
-from lightning_cp.bench.ways import our_ways
 from lightning_cp.planner.hardware import Hardware
-from lightning_cp.planner.measured_machine import of_hardware
+from lightning_cp.planner.machines import machine_of_hardware
 from tests.bench.configured import TINY
 from tests.launch.start import all_succeeded, finish, program, ranks, torchrun_variables
 
@@ -113,10 +112,15 @@ def test_links(done: Run) -> None:
 
 def test_modes(done: Run) -> None:
     rows = done.found["modes"]
-    dense = [way.name for way in our_ways(2)] * 2
-    packed = [way.dealt(Case(64, 2, packed=3)).name for way in our_ways(2)] * 2
+    dense = [way.name for way in context_parallel_methods(2)] * 2
+    packed = [
+        way.with_layout_of(AttentionCase(64, 2, packed=3)).name
+        for way in context_parallel_methods(2)
+    ] * 2
     assert [row["way"] for row in rows] == dense + packed
-    sequences = [(row["documents"], row["backward"]) for row in rows[:: len(our_ways(2))]]
+    sequences = [
+        (row["documents"], row["backward"]) for row in rows[:: len(context_parallel_methods(2))]
+    ]
     assert sequences == [(0, False), (0, True), (3, False), (3, True)]
     for row in rows:
         compute, comm, both = row["compute"], row["comm"], row["both"]
@@ -164,7 +168,7 @@ def test_overheads(done: Run) -> None:
 
 def test_a_planner_s_machine(done: Run) -> None:
     """What was measured is all that a planner needs of this machine."""
-    machine = of_hardware(Hardware.load(done.folder / "hardware.json"))
+    machine = machine_of_hardware(Hardware.load(done.folder / "hardware.json"))
     assert {tile.mask for tile in machine.tiles} == {"full", "causal"}
     (products,) = [row for row in done.found["compute"] if row["what"] == "products"]
     assert machine.matmul_flops == pytest.approx(products["operations"] / products["seconds"])

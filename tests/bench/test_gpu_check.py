@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_cp.bench import gpu_check, gpu_sections, gpu_training, kernel_rates
-from lightning_cp.bench.gpu_report import GpuReport, Section
-from lightning_cp.bench.gpu_sections import CHECKS, Check
+from benchmarks import gpu_check, gpu_sections, gpu_training, kernel_rates
+from benchmarks.gpu_check import GpuReport, Section
+from benchmarks.gpu_sections import CHECKS, Check
 from lightning_cp.bench.kernels import KernelRow
 
 XML = """<testsuites><testsuite name="pytest" tests="4">
@@ -109,9 +109,9 @@ def test_a_section_that_breaks_its_process_is_a_failure_of_that_section(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     check = Check("gone", "Gone", 1, lambda sizes, folder: ([], ""))
-    (failed,) = [gpu_check._run_apart(check, "cpu", tmp_path, None)]
+    (failed,) = [gpu_check._run_in_process(check, "cpu", tmp_path, None)]
     assert "ended with status 1 and left no result" in str(failed.failure)
-    late = gpu_check._run_apart(check, "cpu", tmp_path, end=0.0)
+    late = gpu_check._run_in_process(check, "cpu", tmp_path, end=0.0)
     assert "not begun" in str(late.failure)
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     assert "cut after 1 s" in gpu_check._wait(command, 1.0)
@@ -136,7 +136,7 @@ def test_an_error_and_a_missing_figure_are_failures(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("an illegal memory access")
 
     assert "illegal memory" in str(Section.of("x", "X", lambda: broken() or ([], "")).failure)
-    monkeypatch.setattr(kernel_rates, "timed", broken)
+    monkeypatch.setattr(kernel_rates, "with_times", broken)
     failed = Section.of("kernels", "K", lambda: gpu_sections._kernels(SMALL, Path()))
     assert str(failed.failure).count("an illegal memory access") == 2
     assert "| aten_cpu_flash | 64 | RuntimeError: an illegal" in failed.table

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from lightning_cp.bench import length
-from lightning_cp.bench.length import ALL, WAYS, kept_beside, kept_per_layer, main, measured
-from lightning_cp.bench.length_step import Sizes, step
+from benchmarks import length
+from benchmarks.length import ALL, WAYS, kept_beside, kept_per_layer, main, measured
+from benchmarks.step_memory import step
+from lightning_cp.bench.model_step import ModelSizes
 from tests.models.later import transformers_version
 from tests.pool import run_ranks
 
-SMALL = Sizes(features=32, inner=96, vocabulary=256)
+SMALL = ModelSizes(features=32, inner=96, vocabulary=256)
 IN_FLOAT32 = replace(SMALL, dtype="float32")
 
 
@@ -66,7 +67,7 @@ def test_settings_change_no_loss(name: str, alone: float) -> None:
     assert run_ranks(2, _loss, IN_FLOAT32, WAYS[name])[0] == pytest.approx(alone, rel=1e-6)
 
 
-def _loss(rank: int, world_size: int, sizes: Sizes, settings: Any) -> float:
+def _loss(rank: int, world_size: int, sizes: ModelSizes, settings: Any) -> float:
     return step(sizes, 512 // world_size, settings).loss
 
 

@@ -7,14 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_cp.bench import memory
-from lightning_cp.bench.case import Case
-from lightning_cp.bench.memory import KV_HEADS, closed_form, measure_peaks, peaks_of
-from lightning_cp.bench.ways import Ours, our_ways
+from benchmarks import attention_memory as memory
+from benchmarks.attention_memory import KV_HEADS, closed_form, measure_peaks, peaks_of
+from lightning_cp.bench.methods import (
+    AttentionCase,
+    ContextParallelMethod,
+    context_parallel_methods,
+)
 
 RANKS = 4
 # Long enough that the bytes of a few positions and counts do not show.
-CASE = Case(4096, RANKS, 8, 2, 64, dtype=torch.bfloat16)
+CASE = AttentionCase(4096, RANKS, 8, 2, 64, dtype=torch.bfloat16)
 CASES = {
     "shared heads": CASE,
     "float32": replace(CASE, kv_heads=8, dtype=torch.float32),
@@ -22,7 +25,7 @@ CASES = {
     "straddling": replace(CASE, heads=12, kv_heads=3),
     "many heads": replace(CASE, heads=32, kv_heads=32),
 }
-WAYS = our_ways(RANKS, KV_HEADS)
+WAYS = context_parallel_methods(RANKS, KV_HEADS)
 FEW = (*WAYS[:4], WAYS[-1])
 QUICK = [(name, way) for name in ("shared heads", "float32") for way in FEW]
 QUICK += [("many heads", way) for way in (WAYS[1], WAYS[3])]
@@ -52,7 +55,7 @@ SLACK = 1.25
     "many heads, hybrid 2x2 1",
 )
 @pytest.mark.parametrize(("case", "way"), CELLS)
-def test_the_peak_is_the_closed_form(case: Case, way: Ours) -> None:
+def test_the_peak_is_the_closed_form(case: AttentionCase, way: ContextParallelMethod) -> None:
     for rank in (0, RANKS - 1):
         found, form = measure_peaks(way, case, rank), closed_form(way, case, rank)
         for of_pass, got, want in zip(memory.PASSES, found, form, strict=True):
@@ -61,8 +64,12 @@ def test_the_peak_is_the_closed_form(case: Case, way: Ours) -> None:
 
 
 @pytest.mark.quick("zigzag ring")
-@pytest.mark.parametrize("way", [Ours(1, 4), Ours(2, 2), Ours(4, 1)], ids=lambda way: way.name)
-def test_packed_documents_take_no_more_than_the_closed_form(way: Ours) -> None:
+@pytest.mark.parametrize(
+    "way",
+    [ContextParallelMethod(1, 4), ContextParallelMethod(2, 2), ContextParallelMethod(4, 1)],
+    ids=lambda way: way.name,
+)
+def test_packed_documents_take_no_more_than_the_closed_form(way: ContextParallelMethod) -> None:
     """Where tiles are called one by one, each with a smaller result than all of them together."""
     case = replace(CASE, packed=20)
     for rank in range(RANKS):
@@ -72,8 +79,12 @@ def test_packed_documents_take_no_more_than_the_closed_form(way: Ours) -> None:
 
 
 @pytest.mark.quick("zigzag ring")
-@pytest.mark.parametrize("way", [Ours(1, 4), Ours(1, 4, "all_gather")], ids=lambda way: way.name)
-def test_peaks_grow_with_the_local_tokens_alone(way: Ours) -> None:
+@pytest.mark.parametrize(
+    "way",
+    [ContextParallelMethod(1, 4), ContextParallelMethod(1, 4, "all_gather")],
+    ids=lambda way: way.name,
+)
+def test_peaks_grow_with_the_local_tokens_alone(way: ContextParallelMethod) -> None:
     found = peaks_of(way, CASE, [1024, 2048, 3072, 4096])
     for peaks in found:
         assert peaks.local_tokens == [256, 512, 768, 1024]
@@ -83,7 +94,7 @@ def test_peaks_grow_with_the_local_tokens_alone(way: Ours) -> None:
 
 
 def test_the_published_lists_of_buffers() -> None:
-    lists = memory.published_backward(Case(65536, 8, 32, 8, 128))
+    lists = memory.published_backward(AttentionCase(65536, 8, 32, 8, 128))
     assert {name: round(size) for name, size in lists.items()} == {"two_kernel": 906, "fused": 1544}
     assert round(lists["fused"] / lists["two_kernel"], 2) == 1.70
 
@@ -99,7 +110,7 @@ def test_a_row_for_each_mode_and_pass(
     assert head.count("|") == len(memory.HEAD) + 1
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     peaks = {tuple(row[:3]): float(row[3]) for row in cells}
-    assert len(peaks) == len(cells) == 2 * len(our_ways(2, KV_HEADS))
+    assert len(peaks) == len(cells) == 2 * len(context_parallel_methods(2, KV_HEADS))
     all_heads = {"1": "", "all": ", all heads at once"}
     for heads in ("all", "1"):
         for of_pass in memory.PASSES:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_cp.bench.case import Case
-from lightning_cp.bench.ways import OneProcess
+from benchmarks.one_process import OneProcess
+from lightning_cp.bench.methods import AttentionCase
 from tests import oracle
 
-CASE = Case(96, 1, 4, 4, 8, dtype=torch.float64)
+CASE = AttentionCase(96, 1, 4, 4, 8, dtype=torch.float64)
 KERNELS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -36,7 +36,7 @@ class Written(TorchDispatchMode):
 
 @pytest.mark.parametrize("packed", [0, 5])
 def test_one_process_calls_the_kernel_and_copies_nothing(packed: int) -> None:
-    case = Case(96, 1, 4, 4, 8, packed=packed)
+    case = AttentionCase(96, 1, 4, 4, 8, packed=packed)
     step = OneProcess().step(case)
     with Written() as written:
         step()
@@ -46,7 +46,7 @@ def test_one_process_calls_the_kernel_and_copies_nothing(packed: int) -> None:
 
 @pytest.mark.parametrize("packed", [0, 5])
 def test_one_process_is_attention(packed: int) -> None:
-    case = Case(96, 1, 4, 2, 8, dtype=torch.float64, packed=packed)
+    case = AttentionCase(96, 1, 4, 2, 8, dtype=torch.float64, packed=packed)
     q, k, v = (x.detach() for x in case.inputs(case.tokens))
     dout = torch.randn_like(q)  # as the step draws it, after its inputs
     count = len(case.lengths)

@@ -13,35 +13,38 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_cp.bench import peers, side_by_side
-from lightning_cp.bench.case import Case
-from lightning_cp.bench.clock import Figure, Samples
-from lightning_cp.bench.peers import (
-    all_peers,
-    peer_ways,
-    ring_flash_attn,
-    shards,
-    stand_in,
-    torch_context_parallel,
-    yunchang,
+from benchmarks import side_by_side
+from benchmarks.peers import common as shards
+from benchmarks.peers import flash_standin as stand_in
+from benchmarks.peers import registry as peers
+from benchmarks.peers import ring_flash_attn, torch_context_parallel, yunchang
+from benchmarks.peers.registry import all_peers, peer_ways
+from benchmarks.side_by_side import (
+    Line,
+    WayResult,
+    all_ways,
+    measure_rank,
+    merge_ranks,
+    peer_advantages,
 )
+from lightning_cp.bench.methods import AttentionCase, ContextParallelMethod
 from lightning_cp.bench.processes import on_ranks
-from lightning_cp.bench.rounds import Found, measure_rank
-from lightning_cp.bench.side_by_side import Line, behind, every_way, line_of
-from lightning_cp.bench.ways import Ours
+from lightning_cp.bench.timers import Figure, Samples
 from lightning_cp.layout import HeadSplit, attention_traffic, schedule
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
-DENSE = Case(48, 2, HEADS, KV_HEADS, DIM)
+DENSE = AttentionCase(48, 2, HEADS, KV_HEADS, DIM)
 PACKED = replace(DENSE, tokens=90, packed=5)
 UNEVEN = replace(DENSE, tokens=53)
 CASES = {"dense": DENSE, "packed": PACKED, "padded": UNEVEN}
 
 
-def measure_cases(cases: list[Case], notes: Path) -> list[tuple[Samples, list[Found | str]]]:
+def measure_cases(
+    cases: list[AttentionCase], notes: Path
+) -> list[tuple[Samples, list[WayResult | str]]]:
     """On every rank, all ways; then PyTorch's public call, had it a rule for the CPU operator."""
     plain = F.scaled_dot_product_attention
-    found = [measure_rank(case, every_way(case), 1, notes) for case in cases]
+    found = [measure_rank(case, all_ways(case), 1, notes) for case in cases]
     assert F.scaled_dot_product_attention is plain
     public = torch_context_parallel.PublicCall()
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
@@ -84,8 +87,8 @@ def lines(ranks: list[Any]) -> dict[str, dict[str, Line]]:
     for index, (name, case) in enumerate(CASES.items()):
         per_rank = [of_rank[index] for of_rank in ranks]
         found[name] = {
-            way.name: line_of(case, way, [rank[1][place] for rank in per_rank], 1.0)
-            for place, way in enumerate(every_way(case))
+            way.name: merge_ranks(case, way, [rank[1][place] for rank in per_rank], 1.0)
+            for place, way in enumerate(all_ways(case))
         }
     return found
 
@@ -99,7 +102,9 @@ def test_every_way_is_right_or_says_why_not(lines: dict[str, dict[str, Line]], c
     installed = {
         package for package in ("ring_flash_attn", "yunchang") if find_spec(package) is not None
     }
-    assert {way.name for way in every_way(CASES[case]) if isinstance(way, Ours)} < ran
+    assert {
+        way.name for way in all_ways(CASES[case]) if isinstance(way, ContextParallelMethod)
+    } < ran
     for peer in all_peers(CASES[case]):
         if peer.package in installed and (case != "packed" or peer.package == "ring_flash_attn"):
             assert (peer.name in ran) == (case != "packed" or "stripe" not in peer.name), peer
@@ -139,7 +144,7 @@ def test_bytes_are_the_closed_forms(lines: dict[str, dict[str, Line]]) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_our_bytes_are_those_of_the_schedule(lines: dict[str, dict[str, Line]], case: str) -> None:
     for line in lines[case].values():
-        if not isinstance(line.way, Ours):
+        if not isinstance(line.way, ContextParallelMethod):
             continue
         layout = line.way.sequence_layout(line.case)
         sent: list[int] = []
@@ -174,7 +179,7 @@ def test_padding_and_calls(lines: dict[str, dict[str, Line]]) -> None:
 
 def test_the_public_call_of_torch_is_measured_where_it_runs(ranks: list[Any]) -> None:
     way = torch_context_parallel.PublicCall()
-    line = line_of(UNEVEN, way, [of_rank[-1][1][0] for of_rank in ranks], 1.0)
+    line = merge_ranks(UNEVEN, way, [of_rank[-1][1][0] for of_rank in ranks], 1.0)
     assert line.obstacle is None
     assert line.error < 1e-5
     assert (line.kernels, line.padding) == (2 * 2 * 2, 3)
@@ -215,12 +220,14 @@ def test_where_a_peer_has_less(
     """Wrong ones do not count, and neither do obstacles."""
     named = {peer.name: peer for peer in all_peers(DENSE)}
     ratio = Figure(1.2, 0.1)
-    own = Line(DENSE, Ours(2, 1), None, ratio, 1.3, sent=10**6, kernels=4, peak=3 * 10**6)
+    own = Line(
+        DENSE, ContextParallelMethod(2, 1), None, ratio, 1.3, sent=10**6, kernels=4, peak=3 * 10**6
+    )
     better = replace(own, way=named["yunchang ulysses"], peak=2 * 10**6, ratio=Figure(1.25, 0))
     wrong = replace(own, way=named["ring-flash-attn ring"], peak=1, error=0.1)
     barred = Line(DENSE, named["torch context_parallel"], "fails")
     lines = [own, better, wrong, barred]
-    assert list(behind(lines)) == [
+    assert list(peer_advantages(lines)) == [
         "- 48 tokens, 1 documents, 2 ranks: peak MB: yunchang ulysses 2.000, ours ulysses 3.000"
     ]
     monkeypatch.setattr(side_by_side, "compare", lambda *_: iter(lines))

@@ -11,18 +11,17 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_cp.bench import replay
-from lightning_cp.bench.alone import Arrivals, OneRank, one_rank
-from lightning_cp.bench.case import Case
-from lightning_cp.bench.ring_flash_attn_calls import ZigzagCalls
-from lightning_cp.bench.ways import Ours
-from lightning_cp.kernels.api import Merged, Scores
-from lightning_cp.kernels.aten import AtenCpuFlash
+from benchmarks import replay
+from benchmarks.no_comm import Arrivals, OneRank, one_rank
+from benchmarks.replay import ZigzagCalls
+from lightning_cp.bench.methods import AttentionCase, ContextParallelMethod
+from lightning_cp.kernels.aten_cpu import AtenCpuFlash
+from lightning_cp.kernels.protocol import Merged, Scores
 from lightning_cp.layout import Mask, SequenceLayout, Tile
 from tests import oracle
 from tests.attention.wire import Wire
 
-CASE = Case(96, 4, 4, 2, 8, dtype=torch.float32)
+CASE = AttentionCase(96, 4, 4, 2, 8, dtype=torch.float32)
 KERNEL = AtenCpuFlash()
 
 
@@ -55,7 +54,7 @@ def passes(alone: OneRank) -> Any:
 def test_all_ranks_together_compute_every_visible_pair_once(ranks: int, packed: int) -> None:
     case = replace(CASE, ranks=ranks, packed=packed)
     pairs = case.flops / (4 * case.head_dim * case.heads)
-    way = Ours(1, ranks, kernel="aten_cpu_flash")
+    way = ContextParallelMethod(1, ranks, kernel="aten_cpu_flash")
     with watched("attend") as forward, watched("differentiate") as backward:
         for rank in range(ranks):
             with one_rank(way, case, rank, arrived=True) as alone, Wire() as wire:
@@ -66,7 +65,7 @@ def test_all_ranks_together_compute_every_visible_pair_once(ranks: int, packed: 
 
 
 def test_a_dense_zigzag_rank_makes_one_call_a_hop() -> None:
-    way = Ours(1, 4, kernel="aten_cpu_flash")
+    way = ContextParallelMethod(1, 4, kernel="aten_cpu_flash")
     for rank in range(4):
         with watched("attend") as calls, one_rank(way, CASE, rank, arrived=True) as alone:
             alone.forward()
@@ -114,7 +113,7 @@ def test_the_other_package_s_calls_are_attention(ranks: int) -> None:
 
 
 def test_the_heaviest_ranks_are_replayed() -> None:
-    plan = Ours(1, 8, layout="contiguous").schedule(replace(CASE, ranks=8))
+    plan = ContextParallelMethod(1, 8, layout="contiguous").schedule(replace(CASE, ranks=8))
     assert set(replay.heaviest(plan)) >= {6, 7}
 
 
@@ -158,13 +157,13 @@ def test_what_arrives_is_there_already_and_as_large_as_asked() -> None:
 
 
 def test_hops_of_a_replayed_rank_read_memory_of_their_own() -> None:
-    with one_rank(Ours(1, 4), CASE, 1, arrived=True) as alone, Wire() as wire:
+    with one_rank(ContextParallelMethod(1, 4), CASE, 1, arrived=True) as alone, Wire() as wire:
         assert alone.arrivals is not None
         for _ in range(2):
             passes(alone)
         moved = dict(wire.counts)
         kept = [x for made in alone.arrivals._made.values() for x in made]
     assert len({x.data_ptr() for x in kept}) == len(kept) == 3 + 3  # keys, and gradients of our own
-    with one_rank(Ours(1, 4), CASE, 1) as alone, Wire() as wire:
+    with one_rank(ContextParallelMethod(1, 4), CASE, 1) as alone, Wire() as wire:
         alone.forward()
     assert moved == {} != wire.counts

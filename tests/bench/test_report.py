@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from lightning_cp.bench.hardware_json import MachineInfo
 from lightning_cp.bench.links import LinkRow
-from lightning_cp.bench.machine import Machine
 from lightning_cp.bench.modes import ModeRow
-from lightning_cp.bench.report import Report
+from lightning_cp.bench.report import BenchReport
 from tests.bench.configured import TINY, settings_of
 
-MACHINE = Machine("cpu", "a CPU", 2, 2, 2, 1 << 30, "2.13.0", None, None, "gloo", None)
+MACHINE = MachineInfo("cpu", "a CPU", 2, 2, 2, 1 << 30, "2.13.0", None, None, "gloo", None)
 LINKS = [
     LinkRow("ring", "p2p", 1, 2, 0, 256, 1e-4, 0.1, 0.0),
     LinkRow("ring", "p2p", 1, 2, 4096, 4096, 2e-4, 1.0, 0.0),
@@ -24,8 +24,8 @@ MODES = [replace(MODE, both=1.0, compute=0.5, comm=0.5, exposed=0.5, tflops=1e-3
 
 
 @pytest.fixture
-def report(tmp_path: Path) -> Report:
-    return Report(MACHINE, settings_of(*TINY), tmp_path)
+def report(tmp_path: Path) -> BenchReport:
+    return BenchReport(MACHINE, settings_of(*TINY), tmp_path)
 
 
 def told(folder: Path, output: str) -> set[str]:
@@ -35,7 +35,7 @@ def told(folder: Path, output: str) -> set[str]:
 
 
 def test_without_matplotlib_all_but_pictures(
-    report: Report,
+    report: BenchReport,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -54,7 +54,7 @@ def test_without_matplotlib_all_but_pictures(
 
 
 def test_no_hardware_file_of_modes_alone(
-    report: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    report: BenchReport, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It would have neither kernels nor links, and might overwrite one that has."""
     (tmp_path / "hardware.json").write_text("of a run before")

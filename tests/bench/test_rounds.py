@@ -12,15 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException
 
-from lightning_cp.bench import rounds, side_by_side
-from lightning_cp.bench.case import Case
-from lightning_cp.bench.clock import Samples
-from lightning_cp.bench.rounds import Found
-from lightning_cp.bench.side_by_side import compare
-from lightning_cp.bench.ways import Attend, Ours, Step
+from benchmarks import side_by_side
+from benchmarks import side_by_side as rounds
+from benchmarks.side_by_side import WayResult, compare
+from lightning_cp.bench.methods import Attend, AttentionCase, ContextParallelMethod, Step
+from lightning_cp.bench.timers import Samples
 from tests.pool import run_ranks
 
-CASE = Case(32, 2, 2, 2, 8)
+CASE = AttentionCase(32, 2, 2, 2, 8)
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,13 @@ class Raising:
 
     name: str = "raising"
 
-    def obstacle(self, case: Case) -> str | None:
+    def obstacle(self, case: AttentionCase) -> str | None:
         return None
 
-    def positions(self, case: Case, rank: int) -> torch.Tensor:
+    def positions(self, case: AttentionCase, rank: int) -> torch.Tensor:
         return torch.arange(16 * rank, 16 * rank + 16)
 
-    def attention(self, case: Case) -> Attend:
+    def attention(self, case: AttentionCase) -> Attend:
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if dist.get_rank() == case.ranks - 1:
                 raise RuntimeError("no such kernel\nand more")
@@ -44,7 +43,7 @@ class Raising:
 
         return attend
 
-    def step(self, case: Case, *, backward: bool = True) -> Step:
+    def step(self, case: AttentionCase, *, backward: bool = True) -> Step:
         raise NotImplementedError
 
 
@@ -54,13 +53,13 @@ class Barred(Raising):
 
     name: str = "barred"
 
-    def obstacle(self, case: Case) -> str | None:
+    def obstacle(self, case: AttentionCase) -> str | None:
         return "not here" if dist.get_rank() == 1 else None
 
 
 @pytest.mark.slow
 def test_a_peer_that_raises_on_one_rank_is_told_and_the_rest_measured() -> None:
-    failed, barred, ours = compare(CASE, [Raising(), Barred(), Ours(2, 1)], 1)
+    failed, barred, ours = compare(CASE, [Raising(), Barred(), ContextParallelMethod(2, 1)], 1)
     assert failed.obstacle == "rank 1 fails: RuntimeError: no such kernel"
     assert barred.obstacle == "not here"
     assert ours.obstacle is None
@@ -72,13 +71,13 @@ def test_ranks_are_started_again_without_the_peer_that_raised(
 ) -> None:
     """Without processes: of those that are asked to measure it, one says who it was, and all end."""
     counts: dict[str, int] = dict.fromkeys(("sent", "control", "kernels", "padding", "peak"), 0)
-    found = Found(Samples([2.0], [0.0]), counts, 0.0)
+    found = WayResult(Samples([2.0], [0.0]), counts, 0.0)
     started: list[list[str]] = []
 
     def on_ranks(
         count: int,
         _: object,
-        case: Case,
+        case: AttentionCase,
         ways: list[Raising],
         repeats: int,
         notes: Path,
@@ -86,14 +85,14 @@ def test_ranks_are_started_again_without_the_peer_that_raised(
     ) -> object:
         started.append([way.name for way in ways])
         if Raising() in ways:
-            with suppress(RuntimeError), rounds._blaming(Raising(), notes):
+            with suppress(RuntimeError), rounds._recording_failure(Raising(), notes):
                 raise RuntimeError("no such kernel")
             raise ProcessException("a rank ended", 1, 0)
         return [(Samples([1.0], [0.0]), ["not here", found])] * count
 
     monkeypatch.setattr(side_by_side, "on_ranks", on_ranks)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    barred, failed, ours = compare(CASE, [Barred(), Raising(), Ours(2, 1)], 1)
+    barred, failed, ours = compare(CASE, [Barred(), Raising(), ContextParallelMethod(2, 1)], 1)
     assert started == [["barred", "raising", "ulysses"], ["barred", "ulysses"]]
     assert (barred.way, barred.obstacle) == (Barred(), "not here")
     assert (failed.way.name, failed.obstacle) == (
@@ -104,7 +103,9 @@ def test_ranks_are_started_again_without_the_peer_that_raised(
 
 
 def obstacle(rank: int, world_size: int, notes: Path) -> tuple[str | None, str | None]:
-    return tuple(rounds._obstacle(way, CASE, notes) for way in (Barred(), Ours(2, 1)))  # type: ignore[return-value]
+    return tuple(
+        rounds._obstacle(way, CASE, notes) for way in (Barred(), ContextParallelMethod(2, 1))
+    )  # type: ignore[return-value]
 
 
 def test_what_one_rank_cannot_nobody_begins(tmp_path: Path) -> None:
@@ -112,7 +113,10 @@ def test_what_one_rank_cannot_nobody_begins(tmp_path: Path) -> None:
 
 
 def test_a_failure_of_our_own_is_no_line_of_a_table(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="ours"), rounds._blaming(Ours(2, 1), tmp_path):
+    with (
+        pytest.raises(RuntimeError, match="ours"),
+        rounds._recording_failure(ContextParallelMethod(2, 1), tmp_path),
+    ):
         raise RuntimeError("ours")
     assert rounds.failed_way(tmp_path) is None
 
@@ -123,7 +127,7 @@ def test_the_first_to_fail_is_blamed(tmp_path: Path) -> None:
         with (
             mock.patch.object(dist, "get_rank", return_value=1),
             pytest.raises(RuntimeError, match=told),
-            rounds._blaming(way, tmp_path),
+            rounds._recording_failure(way, tmp_path),
         ):
             raise RuntimeError(told)
     assert rounds.failed_way(tmp_path) == ("raising", "rank 1 fails: RuntimeError: first")

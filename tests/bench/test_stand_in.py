@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cp.bench.counts import Counts, memory_hidden, sent_by
-from lightning_cp.bench.peers import shards, stand_in
+from benchmarks.op_counts import Counts, memory_hidden, sent_by
+from benchmarks.peers import common as shards
+from benchmarks.peers import flash_standin as stand_in
 from tests import oracle
 
 HEADS, KV_HEADS, DIM = 4, 2, 8

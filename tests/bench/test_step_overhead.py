@@ -8,12 +8,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_cp.bench.own_time import OwnTime
+from benchmarks.step_overhead import (
+    HEAD,
+    NAMES,
+    Job,
+    OwnTime,
+    Share,
+    StepTimes,
+    cells,
+    modes,
+    train_by_hand,
+    train_by_trainer,
+)
 from lightning_cp.bench.processes import on_ranks
-from lightning_cp.bench.step_overhead import HEAD, Share, cells, modes
-from lightning_cp.bench.strategy_time import NAMES
-from lightning_cp.bench.training_job import Job
-from lightning_cp.bench.training_step import Steps, by_hand, by_trainer
 
 TINY = Job(64, hidden=32, layers=1, heads=4)
 
@@ -81,12 +88,12 @@ def test_an_inherited_method_is_inherited_again() -> None:
     assert "method" not in vars(Child)
 
 
-def both_ways() -> list[tuple[Steps, Steps, float]]:
+def both_ways() -> list[tuple[StepTimes, StepTimes, float]]:
     """The runs of one rank, one document and packed, and how far the trained weights are apart."""
-    found: list[tuple[Steps, Steps, float]] = []
+    found: list[tuple[StepTimes, StepTimes, float]] = []
     for job in (TINY, Job(64, 3, hidden=32, layers=1, heads=4, hooks=True)):
-        recorder = by_trainer(job, modes(2)["ring"], 2)
-        steps, network = by_hand(job, recorder)
+        recorder = train_by_trainer(job, modes(2)["ring"], 2)
+        steps, network = train_by_hand(job, recorder)
         pairs = zip(network.parameters(), recorder.network.parameters(), strict=True)
         apart = max(float((a - b).detach().abs().max()) for a, b in pairs)
         found.append((recorder.steps, steps, apart))
@@ -112,8 +119,11 @@ def test_both_ways_train_alike_and_every_part_is_seen() -> None:
 
 
 def test_shares_are_of_the_sums_over_ranks() -> None:
-    one, two = Steps([2.0, 4.0], [{"step": 0.5}, {"step": 0.1}]), Steps([1.0, 1.0], [{}, {}])
-    share = Share.of([(one, Steps([1.0])), (two, Steps([2.0]))])
-    assert (share.step, share.own["step"], share.by_hand) == (4.0, 0.3, 3.0)
+    one, two = (
+        StepTimes([2.0, 4.0], [{"step": 0.5}, {"step": 0.1}]),
+        StepTimes([1.0, 1.0], [{}, {}]),
+    )
+    share = Share.of([(one, StepTimes([1.0])), (two, StepTimes([2.0]))])
+    assert (share.step, share.own["step"], share.cpu_by_hand) == (4.0, 0.3, 3.0)
     assert share.share == pytest.approx(0.075)
     assert torch.tensor(sum(share.own.values())) == pytest.approx(0.3)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_cp.bench.case import Case
 from lightning_cp.bench.links import LinkRow
+from lightning_cp.bench.methods import AttentionCase, context_parallel_methods
 from lightning_cp.bench.modes import ModeRow
 from lightning_cp.bench.tables import link_tables, mode_tables
-from lightning_cp.bench.ways import our_ways
 
 KIB = 1 << 10
 MODE = ModeRow("ulysses", 2, 64, 0, "float32", 8, 4, 2, False)
@@ -33,7 +32,10 @@ def test_a_link_stands_under_the_size_that_was_asked_for() -> None:
 
 def test_tables_of_modes_fit_a_terminal() -> None:
     """With the longest names, of packed documents, and times of a slow machine."""
-    ways = [way.dealt(Case(65536, 8, packed=3)).name for way in our_ways(8)]
+    ways = [
+        way.with_layout_of(AttentionCase(65536, 8, packed=3)).name
+        for way in context_parallel_methods(8)
+    ]
     slow = dict.fromkeys(("both", "compute", "comm", "exposed", "one", "cpu", "cpu_one"), 1.2345)
     shares = dict.fromkeys(("overlap", "efficiency", "spread", "cpu_spread"), -1.0)
     rows = [replace(MODE, way=way, documents=3, tflops=1e-3, **slow, **shares) for way in ways]

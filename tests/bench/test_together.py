@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from lightning_cp.bench import together
+from lightning_cp.bench import timers as together
 from tests.pool import run_ranks
 
 
@@ -31,7 +31,7 @@ def the_others_do_not_come_back(rank: int, world_size: int) -> str:
     finally:
         together.PATIENCE = 60.0
         if rank != 2:
-            together.name_of_attempt()  # as if it had begun, and never come back
+            together.next_attempt_name()  # as if it had begun, and never come back
     dist.barrier()
     return told
 

@@ -26,7 +26,7 @@ atexit.register(print, "called by nobody in Python", flush=True)
 import torch  # noqa: E402
 
 from lightning_cp.checkpoint import full  # noqa: E402
-from lightning_cp.checkpoint.save import Background, plan  # noqa: E402
+from lightning_cp.checkpoint.save import BackgroundSave, plan_save  # noqa: E402
 
 
 def fail(*_: Any) -> None:
@@ -49,7 +49,7 @@ def main() -> None:
         with Path(f"{name}{stream.name}").open("w") as file:
             os.dup2(file.fileno(), stream.fileno())
     full.write_file = fail
-    saved = Background(plan({"w": torch.ones(3)}, Path(name))[0])
+    saved = BackgroundSave(plan_save({"w": torch.ones(3)}, Path(name))[0])
     if "asks" in sys.argv:
         saved.wait()
         assert saved.error is not None

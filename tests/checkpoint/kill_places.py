@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning_cp.checkpoint import durable, full, full_file, sharded
+from lightning_cp.checkpoint import atomic as durable
+from lightning_cp.checkpoint import full, sharded
+from lightning_cp.checkpoint import full as full_file
 
 NAME = "last.ckpt"
 """The checkpoint that is saved."""
@@ -31,7 +33,7 @@ def _dying(module: Any, name: str, when: Callable[..., bool] = lambda *args: Tru
 
 def in_data() -> None:
     """Half of the data is written."""
-    _dying(full_file.Hashed, "write", lambda file, data: file.count > 2**20)
+    _dying(full_file.HashingFile, "write", lambda file, data: file.count > 2**20)
     own = sharded.write_shard
 
     def half(path: Path, *args: Any) -> Any:

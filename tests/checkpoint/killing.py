@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_cp.checkpoint.durable import leftovers
+from lightning_cp.checkpoint.atomic import leftovers
 from lightning_cp.checkpoint.latest import latest_checkpoint
 from lightning_cp.checkpoint.read import open_checkpoint
-from lightning_cp.checkpoint.save import Background, plan, save_checkpoint
+from lightning_cp.checkpoint.save import BackgroundSave, plan_save, save_checkpoint
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.kill_places import NAME, PLACES
 from tests.checkpoint.states import same
@@ -78,7 +78,7 @@ def _save(state: dict[str, Any], target: Path, form: str, background: bool) -> N
     if not background:
         save_checkpoint(state, target, form=form)
         return
-    running = Background(plan(state, target, form=form)[0], limit=5)
+    running = BackgroundSave(plan_save(state, target, form=form)[0], limit=5)
     running.wait()
     if running.error is not None:
         raise running.error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_cp.comm.dtensor_caches import forget_meshes
+from lightning_cp.utils.dtensor import forget_meshes
 
 
 def mesh_of(*sizes: int) -> DeviceMesh:

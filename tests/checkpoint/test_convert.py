@@ -11,19 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_cp.apps.train.resume import newest_whole
 from lightning_cp.checkpoint.__main__ import main
 from lightning_cp.checkpoint.latest import latest_checkpoint
-from lightning_cp.checkpoint.manifest import About
+from lightning_cp.checkpoint.manifest import SaveInfo
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
-from lightning_cp.train.resume import newest_whole
 from tests.checkpoint.states import same, state_of
 
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_there_and_back(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second, third = (tmp_path / name for name in "abc")
-    about, ours = About(7, {"ring": 2}, "fsdp"), {"parameters": {"optimizer_states.0": ["weight"]}}
+    about, ours = (
+        SaveInfo(7, {"ring": 2}, "fsdp"),
+        {"parameters": {"optimizer_states.0": ["weight"]}},
+    )
     save_checkpoint(state_of(7), first, form=form, about=about, ours=ours)
     flags = [["--sharded"], []] if form == "full" else [[], ["--sharded"]]
     assert main([str(first), str(second), *flags[0]]) == 0
@@ -52,7 +55,9 @@ def test_what_is_converted_is_as_old_as_it_was(flags: list[str], tmp_path: Path)
 
 
 def test_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_checkpoint(state_of(7), tmp_path / "a", about=About(7, {"ring": 2, "ulysses": 1}, "fsdp"))
+    save_checkpoint(
+        state_of(7), tmp_path / "a", about=SaveInfo(7, {"ring": 2, "ulysses": 1}, "fsdp")
+    )
     assert main([str(tmp_path / "a"), "--verify"]) == 0
     assert "complete; full, step 7, saved by fsdp on ring 2, " in capsys.readouterr().out
     torch.save({"w": torch.ones(2)}, tmp_path / "b")

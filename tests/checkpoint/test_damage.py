@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cp.checkpoint import full_file
-from lightning_cp.checkpoint.manifest import About
+from lightning_cp.checkpoint import full as full_file
+from lightning_cp.checkpoint.manifest import SaveInfo
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.errors import CheckpointError
@@ -85,7 +85,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 def test_a_shard_of_another_step_is_named(tmp_path: Path) -> None:
     """What PyTorch's own format loads without a word: old metadata, a shard of the next save."""
     for step in (1, 2):
-        save_checkpoint(state_of(step), tmp_path / f"{step}", form="sharded", about=About(step))
+        save_checkpoint(state_of(step), tmp_path / f"{step}", form="sharded", about=SaveInfo(step))
     shutil.copy(tmp_path / "2" / SHARD, tmp_path / "1" / SHARD)
     refused(
         tmp_path / "1",
@@ -131,7 +131,7 @@ def test_a_manifest_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
     from lightning_cp.checkpoint.manifest import FileEntry, Manifest
 
     save_checkpoint(state_of(1), tmp_path / "a", form="sharded")
-    manifest = Manifest("sharded", "x", About(), {"../b": FileEntry("0", 1)})
+    manifest = Manifest("sharded", "x", SaveInfo(), {"../b": FileEntry("0", 1)})
     (tmp_path / "a" / "manifest.json").write_text(manifest.render())
     refused(tmp_path / "a", "names '../b', which is outside its folder")
 
@@ -148,7 +148,7 @@ def test_any_changed_byte_is_found(
     small = {"state_dict": {"w": torch.arange(3.0)}, "step": 1}
     if not SAVED:
         for form in FORMS:
-            save_checkpoint(small, folder / form, form=form, about=About(1, {"ring": 2}, "ddp"))
+            save_checkpoint(small, folder / form, form=form, about=SaveInfo(1, {"ring": 2}, "ddp"))
         files = [folder / "full", *(folder / "sharded").iterdir()]
         SAVED.update({str(path): path.read_bytes() for path in files})
     name = data.draw(st.sampled_from(sorted(SAVED)))

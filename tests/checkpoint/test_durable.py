@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from lightning_cp.checkpoint import durable
+from lightning_cp.checkpoint import atomic as durable
 from lightning_cp.checkpoint.latest import latest_checkpoint
 from lightning_cp.checkpoint.read import open_checkpoint
-from lightning_cp.checkpoint.save import Background, finish, plan, save_checkpoint
+from lightning_cp.checkpoint.save import BackgroundSave, finish_save, plan_save, save_checkpoint
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.states import same, state_of
 from tests.pool import run_ranks
@@ -50,7 +50,7 @@ def saved(target: Path, form: str, *, background: bool) -> None:
     if not background:
         save_checkpoint(state_of(2), target, form=form)
         return
-    running = Background(plan(state_of(2), target, form=form)[0])
+    running = BackgroundSave(plan_save(state_of(2), target, form=form)[0])
     running.wait()
     if (error := running.error) is not None:
         raise error
@@ -106,7 +106,7 @@ def test_new_folders_are_on_the_disk_too(
 
 @pytest.mark.parametrize(
     "owner",
-    [f"deadbeef-{os.getpid()}", f"{durable.this_machine()}-{os.getpid()}"],
+    [f"deadbeef-{os.getpid()}", f"{durable.machine_id()}-{os.getpid()}"],
     ids=["another machine", "a number used again"],
 )
 def test_leftovers_that_nobody_writes_go_after_a_day(
@@ -143,7 +143,7 @@ def vanished(folder: Path, _: str) -> Any:
 
 
 @pytest.mark.parametrize("listing", [vanishing, vanished])
-@pytest.mark.parametrize("machine", ["deadbeef", durable.this_machine()])
+@pytest.mark.parametrize("machine", ["deadbeef", durable.machine_id()])
 def test_what_changes_while_it_is_looked_at_is_alive(
     machine: str, listing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,11 +170,11 @@ def refusing(number: int) -> Any:
 def test_what_cannot_be_tidied_up_hides_no_error(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned, _ = plan(state_of(1), tmp_path / "a", form=form)
+    planned, _ = plan_save(state_of(1), tmp_path / "a", form=form)
     for name in ("open", "unlink", "replace"):
         monkeypatch.setattr(Path, name, refusing(errno.EROFS))
     with pytest.raises(CheckpointError, match=r"cannot save .*a: Read-only file system"):
-        finish(planned)
+        finish_save(planned)
 
 
 def test_a_small_file_that_cannot_be_written_says_why(

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_cp.checkpoint import durable, notes, sharded
-from lightning_cp.checkpoint.durable import beside, discard, discard_shared, sweep
-from lightning_cp.checkpoint.manifest import About
+from lightning_cp.checkpoint import atomic as durable
+from lightning_cp.checkpoint import sharded
+from lightning_cp.checkpoint import sharded as notes
+from lightning_cp.checkpoint.atomic import discard, discard_shared, sweep, temporary_path
+from lightning_cp.checkpoint.manager import Saver
+from lightning_cp.checkpoint.manifest import SaveInfo
 from lightning_cp.errors import CheckpointError
-from lightning_cp.strategies.saves.saver import Saver
 from tests.checkpoint.meshes import mesh_of
 from tests.pool import run_ranks
 
@@ -40,7 +42,7 @@ def told_and_left(world: int, patch: pytest.MonkeyPatch) -> tuple[str, list[str]
     spread = distribute_tensor(torch.arange(8.0), mesh_of(world), [Shard(0)])
     saver = Saver("sharded", in_background=True)
     try:
-        saver.save({"w": spread}, "a", About(1), {})
+        saver.save({"w": spread}, "a", SaveInfo(1), {})
         with pytest.raises(CheckpointError) as raised:
             saver.finish()
     finally:
@@ -69,7 +71,7 @@ def fails_on_the_second(rank: int, world: int) -> tuple[str, list[str]]:
     patch = pytest.MonkeyPatch()
     if rank:
         patch.setattr(sharded, "write_shard", full)
-        patch.setattr(notes, "leave_note", full)  # not even that has room
+        patch.setattr(notes, "write_note", full)  # not even that has room
     return told_and_left(world, patch)
 
 
@@ -83,7 +85,10 @@ def test_a_rank_without_room_for_a_note_is_not_waited_for() -> None:
 def test_what_could_not_be_deleted_goes_with_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    staged, running = beside(tmp_path / "a", "saving"), beside(tmp_path / "b", "saving")
+    staged, running = (
+        temporary_path(tmp_path / "a", "saving"),
+        temporary_path(tmp_path / "b", "saving"),
+    )
     for folder in (staged, running):
         folder.mkdir()
     with monkeypatch.context() as busy:

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_cp.checkpoint.latest import latest_checkpoint
-from lightning_cp.checkpoint.manifest import About
+from lightning_cp.checkpoint.manifest import SaveInfo
 from lightning_cp.checkpoint.read import open_checkpoint
-from lightning_cp.checkpoint.save import Background, plan, save_checkpoint
+from lightning_cp.checkpoint.save import BackgroundSave, plan_save, save_checkpoint
 from lightning_cp.checkpoint.tensors import whole
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.meshes import mesh_of
@@ -30,12 +30,15 @@ FORMS = ("full", "sharded")
 def test_what_is_saved_is_read(form: str, tmp_path: Path) -> None:
     for step in (1, 2):  # the second one replaces the first
         save_checkpoint(
-            state_of(step), tmp_path / "last.ckpt", form=form, about=About(step, {"ring": 2}, "ddp")
+            state_of(step),
+            tmp_path / "last.ckpt",
+            form=form,
+            about=SaveInfo(step, {"ring": 2}, "ddp"),
         )
         opened = open_checkpoint(tmp_path / "last.ckpt")
         assert same(opened.read(), state_of(step))
         assert opened.manifest is not None
-        assert opened.manifest.about == About(step, {"ring": 2}, "ddp")
+        assert opened.manifest.about == SaveInfo(step, {"ring": 2}, "ddp")
     assert sorted(x.name for x in tmp_path.iterdir()) == ["last.ckpt"]
     assert latest_checkpoint(tmp_path) == tmp_path / "last.ckpt"
     assert latest_checkpoint(str(tmp_path)) == tmp_path / "last.ckpt"
@@ -83,11 +86,11 @@ def test_nothing_but_tensors_and_plain_containers_is_written(form: str, tmp_path
 @pytest.mark.parametrize("form", FORMS)
 def test_a_save_in_the_background_is_of_the_values_it_began_with(form: str, tmp_path: Path) -> None:
     state = state_of(1)
-    planned, _ = plan(state, tmp_path / "a", form=form)
+    planned, _ = plan_save(state, tmp_path / "a", form=form)
     planned.copy()
     for tensor in state["state_dict"].values():
         tensor.zero_()
-    running = Background(planned)
+    running = BackgroundSave(planned)
     assert running.wait(30)
     assert running.error is None
     assert same(open_checkpoint(tmp_path / "a").read(), state_of(1))
@@ -116,7 +119,7 @@ def saves_and_reads(rank: int, world_size: int, form: str, background: bool) -> 
         path = Path(f"step-{step}")
         state = spread(mesh, placements, step)
         if background:
-            running = Background(plan(state, path, form=form)[0], limit=30)
+            running = BackgroundSave(plan_save(state, path, form=form)[0], limit=30)
             state["state_dict"]["weight"].zero_()
             assert running.wait(30)
             assert running.error is None, running.error
@@ -147,7 +150,7 @@ def test_a_shard_is_a_safetensors_file(tmp_path: Path) -> None:
     """Opened by that library; of what the format has no name for, the bytes are there."""
     odd = torch.arange(3).to(torch.complex128)
     tensors = {"weight": torch.randn(3, 5), "half": torch.ones(7).bfloat16(), "odd": odd}
-    save_checkpoint(tensors, tmp_path / "a", form="sharded", about=About(7))
+    save_checkpoint(tensors, tmp_path / "a", form="sharded", about=SaveInfo(7))
     assert same(open_checkpoint(tmp_path / "a").read(), tensors)
     with safe_open(tmp_path / "a" / "shard-00000-of-00001.safetensors", "pt") as shard:
         assert shard.metadata()["step"] == "7"

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_cp.checkpoint import full, sharded
 from lightning_cp.checkpoint.read import open_checkpoint
-from lightning_cp.checkpoint.save import Background, plan, save_checkpoint
+from lightning_cp.checkpoint.save import BackgroundSave, plan_save, save_checkpoint
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.meshes import mesh_of
 from tests.checkpoint.states import same, state_of
@@ -35,7 +35,7 @@ def save_in(background: bool, target: Path, form: str) -> None:
     if not background:
         save_checkpoint(state_of(2), target, form=form)
         return
-    running = Background(plan(state_of(2), target, form=form)[0])
+    running = BackgroundSave(plan_save(state_of(2), target, form=form)[0])
     running.wait()
     assert running.error is not None
     raise running.error
@@ -52,7 +52,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(
     before = sorted(tmp_path.rglob("*"))
     with monkeypatch.context() as full_disk:
         fail = fails_once("/home/somebody/a.ckpt", number)
-        full_disk.setattr("lightning_cp.checkpoint.durable.os.fsync", fail)
+        full_disk.setattr("lightning_cp.checkpoint.atomic.os.fsync", fail)
         with pytest.raises(CheckpointError, match=os.strerror(number)) as raised:
             save_in(background, target, form)
     assert "a.ckpt" in str(raised.value)

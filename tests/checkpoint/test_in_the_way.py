@@ -8,11 +8,11 @@ import lightning as L
 import pytest
 
 from lightning_cp.checkpoint.latest import latest_checkpoint
+from lightning_cp.checkpoint.manager import Saver
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy
-from lightning_cp.strategies.saves.saver import Saver
 from tests.checkpoint.states import same, state_of
 from tests.pool import run_ranks
 

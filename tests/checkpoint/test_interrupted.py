@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cp.checkpoint.durable import BEFORE, beside
-from lightning_cp.checkpoint.manifest import FileEntry, Manifest, hash_of, read_manifest
+from lightning_cp.checkpoint.atomic import BEFORE, temporary_path
+from lightning_cp.checkpoint.manifest import FileEntry, Manifest, read_manifest, sha256_of
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.errors import CheckpointError
@@ -25,7 +25,7 @@ def interrupted(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["pathlib.Path.replace", "lightning_cp.checkpoint.durable.os.fsync"]
+    "place", ["pathlib.Path.replace", "lightning_cp.checkpoint.atomic.os.fsync"]
 )
 @pytest.mark.parametrize("form", FORMS)
 def test_ctrl_c_leaves_what_was_there(
@@ -46,7 +46,7 @@ def test_a_link_leads_to_what_a_kill_has_set_aside(tmp_path: Path) -> None:
     target, link = tmp_path / "step-1.ckpt", tmp_path / "last.ckpt"
     save_checkpoint(state_of(1), target, form="sharded")
     link.symlink_to(target.name)
-    target.rename(beside(target, BEFORE))  # and there the process ended
+    target.rename(temporary_path(target, BEFORE))  # and there the process ended
     assert same(open_checkpoint(link).read(), state_of(1))
 
 
@@ -64,7 +64,7 @@ def change_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
         change(tensor)
     (folder / "index.json").write_text(json.dumps(index))
     old = read_manifest(folder)
-    own = FileEntry(hash_of(folder / "index.json"), (folder / "index.json").stat().st_size)
+    own = FileEntry(sha256_of(folder / "index.json"), (folder / "index.json").stat().st_size)
     made = Manifest(old.form, old.save, old.about, {**old.files, "index.json": own})
     (folder / "manifest.json").write_text(made.render())
 

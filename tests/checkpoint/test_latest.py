@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_cp.checkpoint.durable import BEFORE, beside
+from lightning_cp.checkpoint.atomic import BEFORE, temporary_path
 from lightning_cp.checkpoint.latest import latest_checkpoint, set_saved_at
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
@@ -51,7 +51,7 @@ def test_one_that_is_damaged_is_still_the_newest(tmp_path: Path) -> None:
 
 def test_what_a_killed_save_has_set_aside_counts(tmp_path: Path) -> None:
     saved(tmp_path, "one", "two", form="sharded")
-    aside = beside(tmp_path / "two", BEFORE)
+    aside = temporary_path(tmp_path / "two", BEFORE)
     (tmp_path / "two").rename(aside)
     assert latest_checkpoint(tmp_path) == aside
     assert same(open_checkpoint(aside).read(), state_of(1))

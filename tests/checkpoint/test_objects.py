@@ -18,10 +18,10 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.checkpoint.convert import convert
+from lightning_cp.checkpoint.__main__ import convert
 from lightning_cp.checkpoint.objects import whole
 from lightning_cp.checkpoint.read import open_checkpoint
-from lightning_cp.checkpoint.save import Background, plan, save_checkpoint
+from lightning_cp.checkpoint.save import BackgroundSave, plan_save, save_checkpoint
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.states import same, state_of
 from tests.checkpoint.test_refused import Planted
@@ -164,7 +164,7 @@ def test_what_cannot_be_pickled_is_left_out_and_the_rest_is_not(form: str, tmp_p
 
 def test_a_save_in_the_background_has_them_as_they_were(tmp_path: Path) -> None:
     conf = Conf()
-    running = Background(plan(state(conf=conf), tmp_path / "a", may_lack=KEYS)[0])
+    running = BackgroundSave(plan_save(state(conf=conf), tmp_path / "a", may_lack=KEYS)[0])
     conf.lr = 9.0
     assert running.wait(30)
     assert running.error is None

@@ -14,19 +14,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from lightning_cp.checkpoint import manager as saver_module
 from lightning_cp.checkpoint import read, tensors
-from lightning_cp.checkpoint.durable import beside, discard
+from lightning_cp.checkpoint.atomic import discard, temporary_path
 from lightning_cp.checkpoint.full import FullSave
-from lightning_cp.checkpoint.manifest import About
+from lightning_cp.checkpoint.manager import Saver
+from lightning_cp.checkpoint.manifest import SaveInfo
 from lightning_cp.checkpoint.read import open_checkpoint
-from lightning_cp.checkpoint.save import Background, plan, save_checkpoint
+from lightning_cp.checkpoint.save import BackgroundSave, plan_save, save_checkpoint
 from lightning_cp.checkpoint.shard_file import Block
 from lightning_cp.checkpoint.sharded import ShardedSave
-from lightning_cp.comm.objects import World
+from lightning_cp.comm.consensus import World
 from lightning_cp.errors import CheckpointError
-from lightning_cp.strategies.resume.record import _without_repetitions
-from lightning_cp.strategies.saves import saver as saver_module
-from lightning_cp.strategies.saves.saver import Saver
+from lightning_cp.resume.record import _without_repetitions
 from tests.checkpoint.meshes import mesh_of
 from tests.checkpoint.states import same, state_of
 from tests.pool import run_ranks
@@ -67,9 +67,9 @@ def reads_badly(rank: int, world: int, form: str) -> list[str]:
     path = Path("a")
     save_checkpoint(state_of(1), path, form=form)
     faults: list[list[tuple[Any, str, Any]]] = [
-        [(read, "found", fails)],
+        [(read, "locate", fails)],
         [(read, "load_file", fails), (read, "decode", fails)],
-        [(tensors.Stored, "whole", fails)],
+        [(tensors.StoredTensor, "whole", fails)],
     ]
     said = [told_by(1, each, lambda: read.open_checkpoint(path, World()).read()) for each in faults]
     assert same(read.open_checkpoint(path, World()).read(), state_of(1))
@@ -95,7 +95,7 @@ def reads_a_copy(rank: int, world: int, form: str) -> list[str]:
         else ["index.json", "shard-00000-of-00002.safetensors", "state.json"]
     )
     patch = pytest.MonkeyPatch()
-    patch.setattr(read, "this_machine", lambda: f"machine {rank}")
+    patch.setattr(read, "machine_id", lambda: f"machine {rank}")
     said = []
     try:
         for name in files:
@@ -124,14 +124,18 @@ def saves_badly(rank: int, world: int) -> list[str]:
     mesh = mesh_of(world)
     state = {"w": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]), "own": torch.ones(2)}
     said = [
-        told_by(0, [(torch.Tensor, "cpu", has_none_for_numbers)], lambda: plan(state, Path("a"))),
         told_by(
-            0, [(FullSave, "copy", has_no_memory)], lambda: Background(plan(state, Path("a"))[0])
+            0, [(torch.Tensor, "cpu", has_none_for_numbers)], lambda: plan_save(state, Path("a"))
+        ),
+        told_by(
+            0,
+            [(FullSave, "copy", has_no_memory)],
+            lambda: BackgroundSave(plan_save(state, Path("a"))[0]),
         ),
         told_by(
             1,
             [(ShardedSave, "copy", has_no_memory)],
-            lambda: Background(plan(state, Path("a"), form="sharded")[0]),
+            lambda: BackgroundSave(plan_save(state, Path("a"), form="sharded")[0]),
         ),
         told_by(1, [], lambda: _without_repetitions(has_no_state if rank else bytes)),
     ]
@@ -152,7 +156,7 @@ def test_a_rank_that_cannot_take_its_values() -> None:
 
 def links_badly(rank: int, world: int, background: bool) -> list[str]:
     saver = Saver("full", in_background=background)
-    saver.save(state_of(1), Path("a").absolute(), About(1), {})
+    saver.save(state_of(1), Path("a").absolute(), SaveInfo(1), {})
     faults = [(saver_module, "replace_link", fails)]
 
     def link() -> None:
@@ -192,14 +196,14 @@ def test_a_save_that_may_last_is_said_once(
         {"state_dict": {"a": torch.zeros(2, 10**8, device="meta")}},
         Saver("full", in_background=False),
     )
-    monkeypatch.setattr(saver_module, "plan", lambda *_, **__: (None, []))
-    monkeypatch.setattr(saver_module, "finish", lambda _: None)
+    monkeypatch.setattr(saver_module, "plan_save", lambda *_, **__: (None, []))
+    monkeypatch.setattr(saver_module, "finish_save", lambda _: None)
     monkeypatch.setattr(saver_module, "rank_zero_info", logging.getLogger("said").warning)
-    saver.save(tree, tmp_path / "small", About(1), {})
+    saver.save(tree, tmp_path / "small", SaveInfo(1), {})
     assert not caplog.text
     tree["state_dict"]["b"] = torch.zeros(10**9, device="meta")
     for step in (2, 3):
-        saver.save(tree, tmp_path / f"step-{step}", About(step), {})
+        saver.save(tree, tmp_path / f"step-{step}", SaveInfo(step), {})
     assert re.findall("saving .*", caplog.text) == [
         f"saving .../{tmp_path.name}/step-2, weights of 4.8 GB: this may take minutes"
     ]
@@ -227,12 +231,12 @@ def test_a_note_may_come_when_the_folder_has_its_name_already(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank commits as soon as it sees the last note, whatever that rank is doing."""
-    target, staging = tmp_path / "a", beside(tmp_path / "a", "saving")
+    target, staging = tmp_path / "a", temporary_path(tmp_path / "a", "saving")
     staging.mkdir()
     world = World()
     world.size, world.rank = 2, 1
     block = Block("w", (3,), (0,), torch.ones(3))
-    save = ShardedSave(target, staging, "x", About(), world, [block], None)
+    save = ShardedSave(target, staging, "x", SaveInfo(), world, [block], None)
     own = Path.replace
 
     def replace(note: Path, to: Path) -> Path:

@@ -11,10 +11,9 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_cp.checkpoint.optimizers import fit_state, kinds_of
 from lightning_cp.errors import CheckpointError
 from lightning_cp.fabric import UlyssesRingStrategy
-from lightning_cp.strategies.saves.kinds import kinds_of
-from lightning_cp.strategies.saves.optimizers import fitting_state
 from tests.pool import run_ranks
 from tests.pool.environment import PoolEnvironment
 from tests.strategies.small import RING, Small, loader, trainer_of
@@ -78,11 +77,11 @@ def test_each_kind_is_told_from_any_other(kind: Any, noted: bool) -> None:
         fresh = stepped(other)
         kinds = kinds_of(saved) if noted else []
         if other is kind or {kind, other} <= ALIKE:
-            fresh.load_state_dict(fitting_state(saved.state_dict(), fresh, NAMES, NAMES, kinds))
+            fresh.load_state_dict(fit_state(saved.state_dict(), fresh, NAMES, NAMES, kinds))
             fresh.step()
             continue
         with pytest.raises(CheckpointError, match="another kind of optimizer: "):
-            fitting_state(saved.state_dict(), fresh, NAMES, NAMES, kinds)
+            fit_state(saved.state_dict(), fresh, NAMES, NAMES, kinds)
 
 
 def test_what_was_noted_tells_kinds_apart_whose_options_do_not() -> None:
@@ -92,8 +91,8 @@ def test_what_was_noted_tells_kinds_apart_whose_options_do_not() -> None:
     for group in state["param_groups"]:
         group["later"] = 1
     with pytest.raises(CheckpointError, match=r"of Adam, .* is RAdam\. The optimizer was left"):
-        fitting_state(state, stepped(torch.optim.RAdam), NAMES, NAMES, kinds_of(saved))
-    fitting_state(state, stepped(torch.optim.Adam), NAMES, NAMES, kinds_of(saved))
+        fit_state(state, stepped(torch.optim.RAdam), NAMES, NAMES, kinds_of(saved))
+    fit_state(state, stepped(torch.optim.Adam), NAMES, NAMES, kinds_of(saved))
 
 
 @pytest.mark.parametrize("noted", [True, False], ids=["our own", "of another program"])
@@ -107,7 +106,7 @@ def test_what_was_noted_tells_kinds_apart_whose_options_do_not() -> None:
 def test_what_does_the_same_is_loaded_under_any_name(kind: Any, other: Any, noted: bool) -> None:
     saved, fresh = stepped(kind), stepped(other)
     kinds = kinds_of(saved) if noted else []
-    fresh.load_state_dict(fitting_state(saved.state_dict(), fresh, NAMES, NAMES, kinds))
+    fresh.load_state_dict(fit_state(saved.state_dict(), fresh, NAMES, NAMES, kinds))
     fresh.step()
 
 
@@ -115,7 +114,7 @@ def test_schedulers_options_hide_no_kind() -> None:
     saved = stepped(torch.optim.Adam)
     torch.optim.lr_scheduler.StepLR(saved, 1)
     with pytest.raises(CheckpointError, match="another kind of optimizer: "):
-        fitting_state(saved.state_dict(), stepped(torch.optim.RAdam), NAMES, NAMES)
+        fit_state(saved.state_dict(), stepped(torch.optim.RAdam), NAMES, NAMES)
 
 
 def saves_and_loads(rank: int, world: int) -> None:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_cp.checkpoint.optimizers import fit_state, named_parameters, names_of
 from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.checkpoint.restore import templates_for
 from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.errors import CheckpointError
-from lightning_cp.strategies.saves.fabric import _restore
-from lightning_cp.strategies.saves.optimizers import fitting_state, named_parameters, names_of
-from lightning_cp.strategies.saves.reading import spread_of
+from lightning_cp.strategies.saves_fabric import _restore
 from tests.checkpoint.states import same
 
 
@@ -40,7 +40,7 @@ def test_what_an_optimizer_keeps_comes_back(kind: Any, again: bool, tmp_path: Pa
     save_checkpoint({"o": want}, tmp_path / "a")
     found = open_checkpoint(tmp_path / "a").read()["o"]
     optimizer = stepped(module, kind) if again else kind(module.parameters())
-    optimizer.load_state_dict(fitting_state(found, optimizer, names, names))
+    optimizer.load_state_dict(fit_state(found, optimizer, names, names))
     assert same(optimizer.state_dict(), want)
 
 
@@ -53,7 +53,7 @@ def test_the_state_of_other_shapes_is_refused(kind: Any, again: bool) -> None:
     module = nn.Linear(4, 5)
     optimizer = stepped(module, kind) if again else kind(module.parameters())
     with pytest.raises(CheckpointError, match=r"the optimizer's \w+ of \w+ has shape \[3"):
-        fitting_state(found, optimizer, ["weight", "bias"], ["weight", "bias"])
+        fit_state(found, optimizer, ["weight", "bias"], ["weight", "bias"])
 
 
 def stepped_on(modules: dict[str, nn.Module]) -> torch.optim.Optimizer:
@@ -78,7 +78,7 @@ def test_an_optimizer_of_some_of_the_models(saved: str, loaded: str) -> None:
     fresh = torch.optim.AdamW(own, lr=0.1)
     into = {**{key: modules[key] for key in loaded}, "o": fresh}
     names = names_of(optimizer, named)
-    template = spread_of({key: modules[key] for key in loaded}, {("o",): (fresh, names)})
+    template = templates_for({key: modules[key] for key in loaded}, {("o",): (fresh, names)})
     assert template(("o", "state", 0, "exp_avg")) is own[-1]
     _restore(into, checkpoint, {"o": names}, {}, strict=True)
     for parameter in own:

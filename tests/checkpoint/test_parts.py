@@ -26,14 +26,14 @@ SMALL = 20_000
 def read_whole() -> Iterator[list[int]]:
     """Elements of each tensor that is read whole meanwhile."""
     found: list[int] = []
-    own = tensors.Stored.whole
+    own = tensors.StoredTensor.whole
 
-    def whole(stored: tensors.Stored) -> torch.Tensor:
+    def whole(stored: tensors.StoredTensor) -> torch.Tensor:
         found.append(torch.Size(stored.shape).numel())
         return own(stored)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(tensors.Stored, "whole", whole)
+    patch.setattr(tensors.StoredTensor, "whole", whole)
     try:
         yield found
     finally:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_cp.checkpoint.plain import plain
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
+from lightning_cp.checkpoint.tree import make_plain
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.states import same
 
@@ -73,7 +73,7 @@ ODD = {
 @pytest.mark.parametrize(("says", "odd"), ODD.items(), ids=str)
 def test_numbers_that_cannot_be_saved_are_named(says: str, odd: object) -> None:
     with pytest.raises(CheckpointError, match=rf"hyper_parameters\.odd is a {says}"):
-        plain({"hyper_parameters": {"odd": odd}})
-    made = plain({"hyper_parameters": {"odd": odd, "x": 1}}, may_lack=("hyper_parameters",))
+        make_plain({"hyper_parameters": {"odd": odd}})
+    made = make_plain({"hyper_parameters": {"odd": odd, "x": 1}}, may_lack=("hyper_parameters",))
     assert made.tree == {"hyper_parameters": {"x": 1}}
     assert made.left_out == ["hyper_parameters.odd"]

@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 from lightning_cp import UlyssesRingStrategy
-from lightning_cp.checkpoint.compare import require_same
-from lightning_cp.checkpoint.full_file import load_file
+from lightning_cp.checkpoint.atomic import local_path
+from lightning_cp.checkpoint.checkpoint_io import PlainCheckpointIO
+from lightning_cp.checkpoint.full import load_file
+from lightning_cp.checkpoint.manager import Saver
 from lightning_cp.checkpoint.read import open_checkpoint
+from lightning_cp.checkpoint.restore import check_same_tensors, load_module
 from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
-from lightning_cp.strategies.saves.elsewhere import PlainCheckpointIO
-from lightning_cp.strategies.saves.fabric import _restore
-from lightning_cp.strategies.saves.reading import load_module
-from lightning_cp.strategies.saves.saver import Saver, local_path
+from lightning_cp.strategies.saves_fabric import _restore
 from tests.checkpoint.states import same, state_of
 
 
@@ -82,7 +82,7 @@ def test_names_that_both_have_can_be_loaded() -> None:
 def test_long_lists_of_names_are_cut() -> None:
     many = {f"layer{at}": torch.zeros(1) for at in range(1000)}
     with pytest.raises(CheckpointError, match="layer0, layer1, layer2 and 997 more") as raised:
-        require_same({}, many, what="model")
+        check_same_tensors({}, many, what="model")
     assert len(str(raised.value)) < 300
 
 
@@ -108,7 +108,7 @@ def frozen(module: nn.Module) -> torch.optim.Optimizer:
 def test_another_optimizer_is_refused_before_the_model_is_loaded(
     optimizer: Any, match: str
 ) -> None:
-    from lightning_cp.strategies.saves.optimizers import names_of
+    from lightning_cp.checkpoint.optimizers import names_of
 
     theirs = model(3)
     theirs[0].bias.data += 1  # type: ignore[index]
@@ -131,12 +131,12 @@ def test_optimizers_are_loaded_by_name() -> None:
     """Parameters in another order get their own state."""
     module = model(3)
     reordered = stepped(module, groups=[*module.parameters()][::-1])
-    from lightning_cp.strategies.saves.optimizers import fitting_state, names_of
+    from lightning_cp.checkpoint.optimizers import fit_state, names_of
 
     named = dict(module.named_parameters())
     saved, own = names_of(reordered, named), list(named)
     plain = torch.optim.AdamW(module.parameters(), lr=0.1)
-    plain.load_state_dict(fitting_state(reordered.state_dict(), plain, saved, own))
+    plain.load_state_dict(fit_state(reordered.state_dict(), plain, saved, own))
     for parameter in module.parameters():
         assert same(plain.state[parameter], reordered.state[parameter])
 

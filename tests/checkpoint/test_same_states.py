@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_cp.checkpoint import sharded_plan
+from lightning_cp.checkpoint import sharded as sharded_plan
+from lightning_cp.checkpoint.consistency import check_same_states
 from lightning_cp.checkpoint.read import open_checkpoint
-from lightning_cp.checkpoint.same_states import require_same_states
 from lightning_cp.checkpoint.save import save_checkpoint
-from lightning_cp.comm.objects import World
+from lightning_cp.comm.consensus import World
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.meshes import mesh_of
 from tests.pool import run_ranks
@@ -118,7 +118,7 @@ def lists(rank: int, world: int) -> int:
     """The most memory that comparing takes where a state has a long list, in bytes."""
     tree = {"seen": [*range(100_000)], "w": torch.ones(1)}
     tracemalloc.start()
-    require_same_states(World(), Path("a"), lambda: tree)
+    check_same_states(World(), Path("a"), lambda: tree)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return most

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lightning_cp.checkpoint.read import open_checkpoint
-from lightning_cp.checkpoint.save import plan, save_checkpoint
-from lightning_cp.comm.objects import World
+from lightning_cp.checkpoint.save import plan_save, save_checkpoint
+from lightning_cp.comm.consensus import World
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.meshes import mesh_of
 from tests.pool import run_ranks
@@ -58,7 +58,7 @@ def copies(rank: int, world: int) -> None:
         "plain": value.clone(),
         "part": value.clone()[2:4],
     }
-    planned: Any = plan(tree, Path("a"))[0]
+    planned: Any = plan_save(tree, Path("a"))[0]
     if rank:
         planned.copy()
         return

@@ -16,14 +16,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from lightning_cp.checkpoint.full_file import manifest_of_file
+from lightning_cp.checkpoint.checkpoint_io import open_anywhere
+from lightning_cp.checkpoint.full import manifest_of_file
 from lightning_cp.checkpoint.latest import latest_checkpoint
-from lightning_cp.checkpoint.manifest import About
-from lightning_cp.checkpoint.store import put, remove_from_store
+from lightning_cp.checkpoint.manager import Saver
+from lightning_cp.checkpoint.manifest import SaveInfo
+from lightning_cp.checkpoint.store import put_in_store, remove_from_store
 from lightning_cp.errors import CheckpointError
 from lightning_cp.fabric import UlyssesRingStrategy
-from lightning_cp.strategies.saves.elsewhere import open_anywhere
-from lightning_cp.strategies.saves.saver import Saver
 from tests.checkpoint.states import same, state_of
 from tests.checkpoint.test_as_ddp import BOTH, boring_trainer
 from tests.pool import run_ranks
@@ -42,9 +42,9 @@ def _empty() -> Any:
 
 
 def save(step: int, path: str = URL, form: str = "full", **options: Any) -> None:
-    elsewhere = lambda tree, about: put(tree, about, path, options)  # noqa: E731
+    elsewhere = lambda tree, about: put_in_store(tree, about, path, options)  # noqa: E731
     Saver(form, in_background=False).save(
-        state_of(step), path, About(step), {}, elsewhere=elsewhere
+        state_of(step), path, SaveInfo(step), {}, elsewhere=elsewhere
     )
 
 

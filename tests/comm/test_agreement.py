@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_cp.comm.agreement import WIDTH, agree
+from lightning_cp.comm.consensus import MAX_FACTS, agree
 from lightning_cp.errors import BatchMismatchError, RankFailure, ShapeError
 from tests.pool import RankError, expect_on_every_rank, run_ranks
 
@@ -106,7 +106,7 @@ def test_an_error_comes_before_a_disagreement() -> None:
 
 
 def test_as_many_facts_as_fit() -> None:
-    facts = {f"fact {index}": index for index in range(WIDTH)}
+    facts = {f"fact {index}": index for index in range(MAX_FACTS)}
     assert run_ranks(2, agree_on, [facts] * 2)[0] == [facts] * 2
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cp.comm.checksum import checksum, fingerprint
+from lightning_cp.comm.consensus import checksum, fingerprint
 
 DTYPES = [
     torch.bool,

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_cp.attention.keys import unpair
+from lightning_cp.attention.keys import split_pair
 from lightning_cp.comm.all_gather import all_gather, start_all_gather, start_reduce_scatter
 from lightning_cp.comm.all_to_all import gather_heads, scatter_heads
 from lightning_cp.comm.reduce import all_sum
@@ -113,7 +113,7 @@ def gather_several(rank: int, world_size: int) -> None:
         for source in range(world_size)
     ]
     whole = start_all_gather(pairs[rank], world()).wait()
-    for at, got in enumerate(unpair(whole, DIM)):
+    for at, got in enumerate(split_pair(whole, DIM)):
         assert torch.equal(got, torch.cat([pair[at] for pair in pairs]))
 
 
@@ -241,7 +241,7 @@ def together(rank: int, world_size: int, num_heads: int, num_kv_heads: int, valu
         scatter_heads([(x,)], [ranges], rank, world()).wait()[0]
         for x, ranges in ((q, queries), (k, keys), (v, keys))
     ]
-    for got, want in zip((q_TBHD, *unpair(kv_TBKD, DIM)), alone, strict=True):
+    for got, want in zip((q_TBHD, *split_pair(kv_TBKD, DIM)), alone, strict=True):
         assert torch.equal(got, want)
 
     narrow = torch.float32
@@ -270,7 +270,7 @@ def empty_batch(rank: int, world_size: int, num_kv_heads: int) -> None:
     x = torch.zeros(0, TOKENS, num_kv_heads, DIM)
     (heads,) = scatter_heads([(x, x)], [ranges], rank, world()).wait()
     assert heads.shape == (world_size * TOKENS, 0, last - first, 2 * DIM)
-    for back in gather_heads([list(unpair(heads, DIM))], [ranges], rank, world()).wait():
+    for back in gather_heads([list(split_pair(heads, DIM))], [ranges], rank, world()).wait():
         assert back.shape == x.shape
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.comm import reduce
-from lightning_cp.comm.reduce import from_first
+from lightning_cp.comm.reduce import broadcast_tensors
 from tests.pool import run_ranks
 
 DTYPES = [torch.bool, torch.float64, torch.int16, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
@@ -34,17 +34,17 @@ def overwritten(rank: int, world: int, message: int) -> tuple[bool, int]:
     own = draw(rank)
     memory = [x.data_ptr() for x in own]
     with (
-        mock.patch.object(reduce, "MESSAGE", message),
+        mock.patch.object(reduce, "MESSAGE_BYTES", message),
         mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as sent,
     ):
-        from_first(iter(own), group)
+        broadcast_tensors(iter(own), group)
     assert memory == [x.data_ptr() for x in own]
     pairs = zip(own, draw(0), strict=True)
     return all(torch.equal(a.double(), b.double()) for a, b in pairs), sent.call_count
 
 
 def test_values_are_those_of_the_first_rank_in_few_messages() -> None:
-    assert run_ranks(3, overwritten, reduce.MESSAGE) == [(True, 1)] * 3
+    assert run_ranks(3, overwritten, reduce.MESSAGE_BYTES) == [(True, 1)] * 3
     for right, messages in run_ranks(3, overwritten, 128):
         assert right
         assert 3 < messages < len(draw(0))
@@ -56,7 +56,7 @@ def test_values_are_those_of_the_first_rank_in_few_messages() -> None:
 def alone(rank: int, world: int) -> bool:
     group: Any = dist.new_group([rank], use_local_synchronization=True)
     with mock.patch.object(dist, "broadcast") as sent:
-        from_first(draw(rank), group)
+        broadcast_tensors(draw(rank), group)
     dist.destroy_process_group(group)
     return not sent.called
 

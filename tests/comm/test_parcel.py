@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_cp.comm.parcel import broadcast_parcel, pack
-from lightning_cp.containers import tensors_of
+from lightning_cp.comm.object_broadcast import broadcast_packed, pack
+from lightning_cp.utils.containers import tensors_of
 from tests.pool import run_ranks
 from tests.test_containers import CONTAINERS, tensor
 
@@ -44,7 +44,7 @@ class Whole:
 
 def sent(rank: int, world_size: int, name: str) -> Any:
     value = CONTAINERS[name][0]() if name in CONTAINERS else of_all_dtypes()
-    got = broadcast_parcel(pack(value) if rank == 0 else None, dist.group.WORLD)  # type: ignore[arg-type]
+    got = broadcast_packed(pack(value) if rank == 0 else None, dist.group.WORLD)  # type: ignore[arg-type]
     assert type(got) is type(value)
     for (at, x), (other, y) in zip(tensors_of(got), tensors_of(value), strict=True):
         assert at == other
@@ -61,7 +61,7 @@ def test_everything_arrives(name: str) -> None:
 
 
 def shared(rank: int, world_size: int) -> bool:
-    got = broadcast_parcel(pack(Whole(tensor())) if rank == 0 else None, dist.group.WORLD)  # type: ignore[arg-type]
+    got = broadcast_packed(pack(Whole(tensor())) if rank == 0 else None, dist.group.WORLD)  # type: ignore[arg-type]
     assert got.inside["x"] is got.inside["same"]
     return torch.equal(got.inside["x"], tensor())
 

@@ -7,8 +7,7 @@ from itertools import permutations
 import pytest
 import torch.distributed as dist
 
-from lightning_cp.comm.agreement import agree, lists_of_ranks
-from lightning_cp.comm.vote import tally, vote
+from lightning_cp.comm.consensus import agree, gather_lists_by_vote, tally, vote
 from lightning_cp.errors import BatchMismatchError
 from tests.attention.wire import Wire
 from tests.pool import expect_on_every_rank, run_ranks
@@ -71,7 +70,7 @@ def test_parts_at_different_calls_find_that_out() -> None:
 def at_different_calls(rank: int, world_size: int) -> None:
     assert dist.group.WORLD is not None
     if rank:
-        lists_of_ranks([1], dist.group.WORLD, what="names")
+        gather_lists_by_vote([1], dist.group.WORLD, what="names")
     else:
         agree({"tokens": 1}, dist.group.WORLD, what="batch")
 
@@ -85,7 +84,7 @@ def messages(rank: int, world_size: int) -> dict[str, int]:
     assert dist.group.WORLD is not None
     with Wire() as wire:
         agree({"tokens": 1}, dist.group.WORLD, what="batch")
-        assert lists_of_ranks([1], dist.group.WORLD, what="names") == [[1]] * world_size
+        assert gather_lists_by_vote([1], dist.group.WORLD, what="names") == [[1]] * world_size
     return wire.counts
 
 

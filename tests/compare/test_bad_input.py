@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cp.compare.baseline import pair
-from lightning_cp.compare.deviation import deviations
-from lightning_cp.compare.runs import find_runs, read_run, read_runs
+from lightning_cp.apps.compare.agreement import deviations
+from lightning_cp.apps.compare.runs import find_runs, pair, read_run, read_runs
 from lightning_cp.errors import ConfigError
 from tests.compare.folders import COLUMNS, run_folder
 from tests.compare.test_compare import command, compared

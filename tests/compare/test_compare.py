@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cp.compare.agreement import COLUMNS, verdict
-from lightning_cp.compare.baseline import pair
-from lightning_cp.compare.deviation import Deviation, deviations
-from lightning_cp.compare.runs import find_runs, read_run, read_runs
+from lightning_cp.apps.compare.agreement import COLUMNS, Deviation, deviations, verdict
+from lightning_cp.apps.compare.runs import find_runs, pair, read_run, read_runs
 from tests.compare.folders import LOSSES, run_folder
 from tests.sweeps.programs import run
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightning_cp.compare.contest import groups_of
-from lightning_cp.compare.contest_report import COLUMNS, contest
-from lightning_cp.compare.runs import Run, read_runs
-from lightning_cp.compare.trial import final_bits
+from lightning_cp.apps.compare.groups import final_bits, groups_of
+from lightning_cp.apps.compare.groups_report import COLUMNS, compare_groups
+from lightning_cp.apps.compare.runs import TrainRun, read_runs
 from lightning_cp.errors import ConfigError
 from tests.compare.folders import run_folder
 from tests.compare.test_compare import command
@@ -40,7 +39,7 @@ def made(folder: Path, name: str, lr: float, *bits: float, **options: Any) -> Pa
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> list[Run]:
+def runs(tmp_path: Path) -> list[TrainRun]:
     return read_runs(
         [
             made(
@@ -56,7 +55,7 @@ def runs(tmp_path: Path) -> list[Run]:
 
 
 def test_runs_are_grouped_by_the_settings_value_and_the_lowest_end_is_the_best(
-    runs: list[Run],
+    runs: list[TrainRun],
 ) -> None:
     muon, adamw = groups_of(runs, BY)
     assert (muon.name, adamw.name) == ("Muon", "AdamW")
@@ -71,12 +70,12 @@ def test_runs_are_grouped_by_the_settings_value_and_the_lowest_end_is_the_best(
     assert [step for step, _ in adamw.best.curve] == [1, 2]  # not before training
 
 
-def test_the_groups_are_ordered_whatever_the_order_of_runs(runs: list[Run]) -> None:
+def test_the_groups_are_ordered_whatever_the_order_of_runs(runs: list[TrainRun]) -> None:
     assert [group.name for group in groups_of(runs[::-1], BY)] == ["Muon", "AdamW"]
 
 
-def test_the_table(runs: list[Run]) -> None:
-    rows = {row["run"]: row for row in contest(runs, BY).lines}
+def test_the_table(runs: list[TrainRun]) -> None:
+    rows = {row["run"]: row for row in compare_groups(runs, BY).lines}
     assert list(rows) == [*(f"muon_{lr}" for lr in (0.1, 0.2, 0.4)), *list(rows)[3:]]
     assert rows["adamw_0.4"] == {
         "group": "AdamW",
@@ -92,8 +91,8 @@ def test_the_table(runs: list[Run]) -> None:
     assert best == ["muon_0.2", "adamw_0.2"]
 
 
-def test_the_verdict(runs: list[Run]) -> None:
-    assert contest(runs, BY).verdict == (
+def test_the_verdict(runs: list[TrainRun]) -> None:
+    assert compare_groups(runs, BY).verdict == (
         "Muon is better after 3 steps and 1,536 tokens: Muon 2.1000 bits per byte (lr=0.2, best of 3). AdamW "
         "2.2000 bits per byte (lr=0.2, best of 3), 0.1000 (4.8%) more; Muon was there by step 3. "
         "None was repeated with another seed."
@@ -104,7 +103,7 @@ def test_when_the_better_one_was_where_the_other_ended(tmp_path: Path) -> None:
     runs = read_runs(
         [made(tmp_path / "a", "adamw", 0.1, 2.6, 2.2), made(tmp_path / "b", "muon", 0.1, 2.2, 2.0)]
     )
-    said = contest(runs, BY).verdict
+    said = compare_groups(runs, BY).verdict
     assert "0.2000 (10.0%) more; Muon was there by step 2." in said
     assert said.endswith(
         "Muon was not tuned. AdamW was not tuned. None was repeated with another seed."
@@ -113,29 +112,31 @@ def test_when_the_better_one_was_where_the_other_ended(tmp_path: Path) -> None:
 
 def test_equal_ends_have_no_winner(tmp_path: Path) -> None:
     runs = read_runs([made(tmp_path / name, name, 0.1, 2.2) for name in ("adamw", "muon")])
-    said = contest(runs, BY).verdict
+    said = compare_groups(runs, BY).verdict
     assert said.startswith("None is better after 3 steps")
     assert " more;" not in said
 
 
 @pytest.mark.parametrize("lr", [0.1, 0.4])
-def test_a_best_run_at_the_edge_of_its_sweep_is_told(runs: list[Run], lr: float) -> None:
+def test_a_best_run_at_the_edge_of_its_sweep_is_told(runs: list[TrainRun], lr: float) -> None:
     kept = [run for run in runs if not run.name.startswith("muon")]
     muon = [run for run in runs if run.name in {"muon_0.2", f"muon_{lr}"}]
-    said = contest([*kept, *muon], BY).verdict
+    said = compare_groups([*kept, *muon], BY).verdict
     assert "Muon may reach less: its best is at an edge of what was swept." in said
     assert "AdamW may" not in said
     assert "The groups were not swept over the same values." in said
 
 
-def test_other_settings_that_groups_differ_in_are_told(tmp_path: Path, runs: list[Run]) -> None:
-    assert "They also differ" not in contest(runs, BY).verdict  # nesterov is Muon's alone
+def test_other_settings_that_groups_differ_in_are_told(
+    tmp_path: Path, runs: list[TrainRun]
+) -> None:
+    assert "They also differ" not in compare_groups(runs, BY).verdict  # nesterov is Muon's alone
     other = made(tmp_path / "other" / "x", "muon", 0.2, 2.0, 1.9, heads=9, devices=2)
     runs = read_runs([*(run.folder for run in runs if run.name.startswith("adamw")), other])
-    assert contest(runs, BY).verdict.endswith("They also differ in model.heads.")
+    assert compare_groups(runs, BY).verdict.endswith("They also differ in model.heads.")
 
 
-def test_any_setting_may_be_asked_about(runs: list[Run]) -> None:
+def test_any_setting_may_be_asked_about(runs: list[TrainRun]) -> None:
     first, *_ = groups = groups_of(runs, "model.optimizer.lr")
     assert [group.name for group in groups] == ["0.2", "0.4", "0.1"]
     assert [run.name for run in first.best.runs] == ["muon_0.2"]
@@ -163,7 +164,7 @@ def seeds(tmp_path: Path) -> dict[str, Path]:
     }
 
 
-def read(seeds: dict[str, Path], *names: str) -> list[Run]:
+def read(seeds: dict[str, Path], *names: str) -> list[TrainRun]:
     return read_runs([seeds[name] for name in names or seeds])
 
 
@@ -175,7 +176,7 @@ def test_seeds_are_repetitions_and_count_by_their_mean(seeds: dict[str, Path]) -
     assert (muon.bits, adamw.bits) == pytest.approx((2.25, 2.4))
     assert muon.best.deviation == pytest.approx(0.05 * math.sqrt(2))
     assert muon.best.curve == [(1, pytest.approx(3.1)), (2, pytest.approx(2.25))]
-    answer = contest(read(seeds), BY)
+    answer = compare_groups(read(seeds), BY)
     assert answer.verdict == (
         "Muon is better after 3 steps and 1,536 tokens: Muon 2.2500 ± 0.0707 bits per byte (lr=0.1, best of "
         "2, mean of 2 seeds). AdamW 2.4000 ± 0.1414 bits per byte (lr=0.1, best of 2, mean of 2 seeds), "
@@ -196,7 +197,7 @@ def test_a_seed_on_which_the_other_one_is_better_is_told(tmp_path: Path) -> None
         made(tmp_path / f"{name}{seed}", name, 0.1, bits, seed=seed)
         for (name, seed), bits in ends.items()
     ]
-    said = contest(read_runs(runs), BY).verdict
+    said = compare_groups(read_runs(runs), BY).verdict
     assert said.startswith("Muon is better")
     assert said.endswith("Of seed 1 AdamW is as good or better: it may be chance.")
 
@@ -204,7 +205,7 @@ def test_a_seed_on_which_the_other_one_is_better_is_told(tmp_path: Path) -> None
 def test_seeds_that_some_lack_are_left_out(seeds: dict[str, Path]) -> None:
     """One run failed: its rate has the easy seed alone, and must not win by it."""
     names = [name for name in seeds if name != "adamw_0.2_1"]
-    answer = contest(read(seeds, *names), BY)
+    answer = compare_groups(read(seeds, *names), BY)
     assert "Left out, as not all were run with it: seed 1." in answer.verdict
     assert "None was repeated with another seed." in answer.verdict
     assert answer.verdict.startswith("AdamW is better")  # of seed 0
@@ -215,7 +216,7 @@ def test_seeds_that_some_lack_are_left_out(seeds: dict[str, Path]) -> None:
 
 
 def test_groups_of_other_seeds(seeds: dict[str, Path]) -> None:
-    said = contest(read(seeds, "adamw_0.1_0", "muon_0.1_1"), BY).verdict
+    said = compare_groups(read(seeds, "adamw_0.1_0", "muon_0.1_1"), BY).verdict
     assert said.endswith("They also differ in seed.")
 
 
@@ -224,11 +225,11 @@ def test_a_run_that_is_given_twice(tmp_path: Path, seeds: dict[str, Path]) -> No
     with pytest.raises(
         ConfigError, match=r"muon_0\.1_0 and again have the same settings and the same"
     ):
-        contest(read_runs([*seeds.values(), again]), BY)
+        compare_groups(read_runs([*seeds.values(), again]), BY)
 
 
 def test_seeds_may_be_asked_about(seeds: dict[str, Path]) -> None:
-    answer = contest(read(seeds), "seed")
+    answer = compare_groups(read(seeds), "seed")
     assert [line["group"] for line in answer.lines] == ["0"] * 4 + ["1"] * 4
     assert "seed=" not in answer.lines[0]["settings"]
     assert "repeated" not in answer.verdict
@@ -243,7 +244,7 @@ def test_classes_of_one_name_keep_their_modules(tmp_path: Path) -> None:
     assert [group.name for group in groups_of(read_runs(folders), BY)] == [MUON, "torch.optim.Muon"]
 
 
-def test_a_setting_that_is_none(runs: list[Run]) -> None:
+def test_a_setting_that_is_none(runs: list[TrainRun]) -> None:
     match = r"by=model.optimizer.target is no setting of adamw_0.1. .*: model.optimizer._target_"
     with pytest.raises(ConfigError, match=match):
         groups_of(runs, "model.optimizer.target")
@@ -252,7 +253,7 @@ def test_a_setting_that_is_none(runs: list[Run]) -> None:
         groups_of(runs, "model.optimizer.nesterov")
 
 
-def test_a_setting_with_one_value(runs: list[Run]) -> None:
+def test_a_setting_with_one_value(runs: list[TrainRun]) -> None:
     with pytest.raises(ConfigError, match=r"model\.heads is 8 in every run, so none can be better"):
         groups_of(runs, "model.heads")
 
@@ -272,7 +273,7 @@ def test_other_tokens_or_steps(tmp_path: Path) -> None:
         groups_of(read_runs([one, seldom]), BY)
 
 
-def test_what_is_printed_and_written(tmp_path: Path, runs: list[Run]) -> None:
+def test_what_is_printed_and_written(tmp_path: Path, runs: list[TrainRun]) -> None:
     named = ",".join(str(run.folder) for run in runs)
     done = command(tmp_path, f"runs=[{named}]", f"by={BY}")
     assert done.returncode == 0, done.stderr
@@ -290,7 +291,7 @@ def test_what_is_printed_and_written(tmp_path: Path, runs: list[Run]) -> None:
     assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_two_questions_are_kept_apart(tmp_path: Path, runs: list[Run]) -> None:
+def test_the_two_questions_are_kept_apart(tmp_path: Path, runs: list[TrainRun]) -> None:
     named = ",".join(str(run.folder) for run in runs)
     for other in ("baseline=adamw_0.1", "tolerance=0.01"):
         done = command(tmp_path, f"runs=[{named}]", f"by={BY}", other)
@@ -305,6 +306,6 @@ def test_a_picture_without_one_number_that_was_swept(
     folders = [made(tmp_path / name, name, 0.1, 2.0) for name in ("adamw", "muon")]
     if heads[1] != heads[0]:
         folders.append(made(tmp_path / "muon_9", "muon", 0.2, 2.1, heads=heads[1]))
-    answer = contest(read_runs(folders), BY)
+    answer = compare_groups(read_runs(folders), BY)
     answer.draw(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_cp.compare.__main__ import compare
-from lightning_cp.compare.matrix import repeated
+from lightning_cp.apps.compare.__main__ import compare
+from lightning_cp.apps.compare.matrix import repeat_for_seeds
 from lightning_cp.errors import ConfigError
 from tests.compare.test_compare import command
 from tests.test_train import SMALL
@@ -31,7 +31,7 @@ def quoted(*overrides: str) -> str:
 
 
 def test_each_run_is_made_with_each_seed() -> None:
-    assert repeated(["y=1"], {"a": ["x=1"], "b": []}, [0, 3]) == {
+    assert repeat_for_seeds(["y=1"], {"a": ["x=1"], "b": []}, [0, 3]) == {
         "a_seed0": ["x=1", "seed=0"],
         "a_seed3": ["x=1", "seed=3"],
         "b_seed0": ["seed=0"],
@@ -42,16 +42,16 @@ def test_each_run_is_made_with_each_seed() -> None:
 @pytest.mark.parametrize("seeds", [[0.5], ["one"], [True], [], 1, "0,1"], ids=str)
 def test_seeds_that_are_none(seeds: Any) -> None:
     with pytest.raises(ConfigError, match=r"train.seeds must be whole numbers, as \[0,1,2\]"):
-        repeated([], {"a": []}, seeds)
+        repeat_for_seeds([], {"a": []}, seeds)
 
 
 def test_seeds_beside_seeds() -> None:
     with pytest.raises(ConfigError, match=r"train.seeds has one twice: \[1, 1\]"):
-        repeated([], {"a": []}, [1, 1])
+        repeat_for_seeds([], {"a": []}, [1, 1])
     with pytest.raises(ConfigError, match="goes over the seed that b has already"):
-        repeated([], {"a": [], "b": ["seed=4"]}, [0, 1])
+        repeat_for_seeds([], {"a": [], "b": ["seed=4"]}, [0, 1])
     with pytest.raises(ConfigError, match=r"goes over the seed that train\.overrides has already"):
-        repeated(["seed=4"], {"a": []}, [0, 1])
+        repeat_for_seeds(["seed=4"], {"a": []}, [0, 1])
 
 
 @pytest.mark.parametrize("runs", [{}, {"runs": None}, {"runs": ["a"]}], ids=str)
@@ -70,7 +70,7 @@ def test_the_program_makes_each_run_with_each_seed(
         asked.update(runs)
         return [], list(runs)
 
-    monkeypatch.setattr("lightning_cp.compare.__main__.make_runs", note)
+    monkeypatch.setattr("lightning_cp.apps.compare.__main__.make_runs", note)
     config = OmegaConf.create(
         {"runs": [], "sweep": None, "train": {"runs": {"a": ["x=1"]}, "seeds": [0, 1]}}
     )

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.containers import tensors_of
+from lightning_cp.utils.containers import tensors_of
 
 AT = 3
 """The step, counted from 1, and so the batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning_cp.faults.verdict import UNSAID
+from lightning_cp.watchdog.attribution import UNSAID
 from tests.faults.run import LAUNCHED, Outcome, run_fault, run_torchrun
 from tests.faults.table import Row
 

@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lightning_cp.fabric
 from lightning_cp import UlyssesRingStrategy
-from lightning_cp.checkpoint import full_file
+from lightning_cp.checkpoint import full as full_file
 from lightning_cp.errors import NonFiniteError
-from lightning_cp.faults.watcher import Watcher
+from lightning_cp.watchdog.thread import Watcher
 from tests.faults.fault import Fault, SlowHash, digest_of, fire
 
 STEPS = 8

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_cp.faults.watch import SWITCH
+from lightning_cp.watchdog.watch import SWITCH
 from tests import pool
 from tests.pool.environment import PoolEnvironment
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_cp.faults.clock import Clock
+from lightning_cp.watchdog.thread import Clock
 
 
 @dataclass

@@ -9,9 +9,9 @@ from typing import NoReturn
 
 import pytest
 
-from lightning_cp.faults import ending
-from lightning_cp.faults.notes import Verdict
-from lightning_cp.strategies.watch.launchers import _said
+from lightning_cp.launch.worker_results import _said
+from lightning_cp.watchdog import attribution as ending
+from lightning_cp.watchdog.messages import Verdict
 
 NO_TEXT = "rank 1 raised at step 3, in forward: OSError: no file name\udce9 …"
 WRITTEN = NO_TEXT.replace("\udce9", "\\udce9")

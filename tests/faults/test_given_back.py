@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from lightning_cp import console, fabric
-from lightning_cp.faults.position import Position
-from lightning_cp.strategies.arguments.settings import Settings
-from lightning_cp.strategies.launch import processes
-from lightning_cp.strategies.watch.run import RunWatch
+from lightning_cp import error_display as console
+from lightning_cp import fabric
+from lightning_cp.config import StrategyConfig
+from lightning_cp.strategies import base as processes
+from lightning_cp.watchdog.phase import Position
+from lightning_cp.watchdog.watch import RunWatch
 
 
 class Switched(RunWatch):
@@ -42,7 +43,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     """What the program's own hook is told of."""
     found: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: found.append(error))
-    name = "lightning_cp.strategies.watch.run."
+    name = "lightning_cp.watchdog.watch."
     monkeypatch.setattr(f"{name}name_of", lambda *_: "rank 0")
     monkeypatch.setattr(f"{name}dist.get_rank", lambda: 0)
     monkeypatch.setattr(f"{name}dist.get_world_size", lambda: 1)
@@ -56,7 +57,7 @@ def test_the_program_s_own_hook_is_called_whoever_ends_first(
     watches, error = [Switched(Position()), Switched(Position())], ValueError("x")
     monkeypatch.setattr(sys, "__excepthook__", lambda *_: pytest.fail("Python's own"))
     for watch in watches:
-        watch.begin(Settings(), "", None, handles_sigterm=False)
+        watch.begin(StrategyConfig(), "", None, handles_sigterm=False)
     for watch in (watches[first], watches[1 - first]):
         watch.stop()
     sys.excepthook(ValueError, error, None)

@@ -9,9 +9,9 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
+from lightning_cp.consistency import model as alike
 from lightning_cp.errors import ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy
-from lightning_cp.strategies.watch import alike
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.pool.environment import PoolEnvironment
 from tests.strategies.plain_llama import PlainLlama

@@ -11,26 +11,26 @@ from lightning.fabric import Fabric
 
 import lightning_cp
 from lightning_cp import fabric
+from lightning_cp.config import StrategyConfig
+from lightning_cp.consistency import settings as same
 from lightning_cp.errors import ConfigError
-from lightning_cp.strategies.arguments.settings import Settings
-from lightning_cp.strategies.watch import same
 from tests import pool
 from tests.pool.environment import PoolEnvironment
 
 
 def _start(rank: int, world_size: int, odd: int, what: str) -> None:
     if rank == odd and what in ("lightning_cp source", "torch version"):
-        own = same.facts(Settings())
+        own = same.facts(StrategyConfig())
         assert what in own
         changed = {**own, what: "another one"}
         made: Any = same
         made.facts, before = lambda *_: changed, same.facts
         try:
-            same.require_same_start(Settings())
+            same.require_same_start(StrategyConfig())
         finally:
             made.facts = before
         return
-    same.require_same_start(Settings(layout="zigzag") if rank == odd else Settings())
+    same.require_same_start(StrategyConfig(layout="zigzag") if rank == odd else StrategyConfig())
 
 
 @pytest.mark.parametrize("odd", [0, 1])

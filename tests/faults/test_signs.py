@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from lightning_cp.checkpoint import manifest
-from lightning_cp.checkpoint.pretrained import reader, write
+from lightning_cp.checkpoint.pretrained import reader
+from lightning_cp.checkpoint.pretrained import writer as write
 from lightning_cp.checkpoint.pretrained.export import export_pretrained
 from lightning_cp.checkpoint.pretrained.load import load_pretrained
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
-from lightning_cp.faults import signs
-from lightning_cp.faults.position import Position
+from lightning_cp.watchdog import phase as signs
+from lightning_cp.watchdog.phase import Position
 
 PIECE, SIZE = 2**12, 2**16
 PIECES = SIZE // PIECE
@@ -29,7 +30,7 @@ def position(monkeypatch: pytest.MonkeyPatch) -> Iterator[Position]:
         (signs, "PIECE"),
         (write, "PIECE"),
         (manifest, "_CHUNK"),
-        (reader, "STRAIGHT"),
+        (reader, "DIRECT_BYTES"),
     ):
         monkeypatch.setattr(module, name, PIECE)
     made = Position()

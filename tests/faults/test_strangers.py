@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from lightning_cp.faults.hub import Hub
-from lightning_cp.faults.notes import LONGEST, Card, Note, Verdict
-from lightning_cp.faults.position import Position, Slot
-from lightning_cp.faults.watch import _listen
-from lightning_cp.faults.wire import LIMIT, Link
+from lightning_cp.watchdog.messages import LIMIT, LONGEST, Card, Connection, Note, Verdict
+from lightning_cp.watchdog.phase import Position, Slot
+from lightning_cp.watchdog.server import Hub
+from lightning_cp.watchdog.watch import _listen
 
 TOKEN = "a5" * 16
 LOOPBACK = "127.0.0.1"
@@ -122,7 +121,7 @@ def test_long_errors_in_any_script_are_passed_on(hub: tuple[int, list[Verdict]])
     port, _ = hub
     note = Note("E: \udc80", "\U0001f600" * (LONGEST // 2) + "\x01" * (LONGEST // 2))
     with _listen(LOOPBACK) as listener, connected(listener.getsockname()[1], b"") as ours:
-        Link(ours).send({"note": note.as_message()})
+        Connection(ours).send({"note": note.as_message()})
         with listener.accept()[0] as theirs:
             sent = heard(theirs)
     assert Note.of_message(sent["note"]) == note

@@ -10,9 +10,9 @@ from typing import Any
 from unittest.mock import patch
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.faults import watch
-from lightning_cp.faults.position import Position
-from lightning_cp.faults.watch import SWITCH, Watch
+from lightning_cp.watchdog import watch
+from lightning_cp.watchdog.phase import Position
+from lightning_cp.watchdog.watch import SWITCH, Watch
 from tests import pool
 
 

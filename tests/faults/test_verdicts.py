@@ -8,12 +8,12 @@ import pytest
 import torch.distributed as dist
 
 from lightning_cp.errors import ConfigError, RankFailure
-from lightning_cp.faults.notes import BROKEN, OWN, TOLD, Beat, Note, Verdict
-from lightning_cp.faults.position import Phase, Place, Position
-from lightning_cp.faults.verdict import PATIENCE, UNSAID, Judge
+from lightning_cp.watchdog.attribution import PATIENCE, UNSAID, Judge
+from lightning_cp.watchdog.messages import BROKEN, OWN, TOLD, Beat, Note, Verdict
+from lightning_cp.watchdog.phase import Phase, PhasePosition, Position
 
 NAMES = [f"rank {rank}" for rank in range(4)]
-AT = Place(7, 1, Phase.BACKWARD)
+AT = PhasePosition(7, 1, Phase.BACKWARD)
 
 
 def judge() -> Judge:
@@ -35,7 +35,7 @@ def test_nothing_is_said_of_ranks_that_go_on() -> None:
 
 def test_a_process_that_is_gone_is_lost() -> None:
     judging = judge()
-    judging.goes(2, Place(8, 1, Phase.FORWARD))
+    judging.goes(2, PhasePosition(8, 1, Phase.FORWARD))
     assert line(judging.verdict(0.1)) == f"rank 2 lost at step 8, in forward: {UNSAID}"
     judging.goes(3)
     assert line(judging.verdict(0.1)).endswith(f"; rank 3 lost at step 7, in backward: {UNSAID}")
@@ -122,7 +122,7 @@ def test_a_rank_without_signs_of_life() -> None:
 def test_a_silent_rank_has_the_limit_of_where_it_is() -> None:
     """Its last word was half a second old, and from where everything may take long."""
     judging = Judge(NAMES, 0.0, lambda rank, beat: replace(beat, place=AT, limit=10.0))
-    judging.beats(3, Beat(1, 0, Place(), 600.0), 0.0)
+    judging.beats(3, Beat(1, 0, PhasePosition(), 600.0), 0.0)
     for rank in (0, 1, 2):
         judging.beats(rank, Beat(5, 3, AT, 10.0), 9.9)
     assert judging.verdict(9.9) is None

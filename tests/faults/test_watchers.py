@@ -11,15 +11,15 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_cp.faults import hub as hubs
-from lightning_cp.faults import verdict as verdicts
-from lightning_cp.faults import watcher as watchers
-from lightning_cp.faults.hub import Hub
-from lightning_cp.faults.member import Member
-from lightning_cp.faults.notes import BROKEN, Card, Note, Verdict
-from lightning_cp.faults.position import Phase, Place, Position
-from lightning_cp.faults.watch import LOOPBACK, _listen
-from lightning_cp.faults.watcher import Watcher
+from lightning_cp.watchdog import attribution as verdicts
+from lightning_cp.watchdog import server as hubs
+from lightning_cp.watchdog import thread as watchers
+from lightning_cp.watchdog.client import Member
+from lightning_cp.watchdog.messages import BROKEN, Card, Note, Verdict
+from lightning_cp.watchdog.phase import Phase, PhasePosition, Position
+from lightning_cp.watchdog.server import Hub
+from lightning_cp.watchdog.thread import Watcher
+from lightning_cp.watchdog.watch import LOOPBACK, _listen
 
 TOKEN = "a5" * 16
 PATIENCE, GRACE, PERIOD = 0.05, 0.3, 0.02
@@ -71,7 +71,9 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
 def test_who_alone_has_a_connections_error_shows_it(rank: int, pair: Pair) -> None:
     """The others end once it had time to; it is not ended by its own watcher."""
     found, ends = pair
-    note = Note("RuntimeError: timed out", "its traceback", BROKEN, Place(3, 1, Phase.FORWARD))
+    note = Note(
+        "RuntimeError: timed out", "its traceback", BROKEN, PhasePosition(3, 1, Phase.FORWARD)
+    )
     found[rank].note(note)
     began = time.monotonic()
     found[rank].wait(10)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from lightning_cp.kernels.api import Kernel
-from lightning_cp.kernels.aten import AtenCpuFlash
+from lightning_cp.kernels.aten_cpu import AtenCpuFlash
+from lightning_cp.kernels.protocol import Kernel
 from lightning_cp.kernels.reference import ReferenceKernel
+from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.sequence import SequenceLayout
-from lightning_cp.layout.tiles import Mask
 from tests.kernels.dense import Problem
 
 SEQ_LEN = 53  # divides by no mesh, so that every layout pads

@@ -16,11 +16,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from lightning_cp.kernels.api import QKV, Merged, Scores
-from lightning_cp.kernels.merge import Accumulator
-from lightning_cp.kernels.sums import GradientSums
-from lightning_cp.kernels.triton_fa2 import TritonFA2
-from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
+from lightning_cp.kernels.merge import Accumulator, GradientSums
+from lightning_cp.kernels.protocol import QKV, Merged, Scores
+from lightning_cp.kernels.triton.launch import TritonFA2
+from lightning_cp.layout.mask import Mask
+from lightning_cp.layout.tiles import ALL_ROWS, Tile
 
 
 class AbsentDriver:

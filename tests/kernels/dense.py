@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lightning_cp.kernels.api import QKV, Kernel, Merged, Scores, accumulate_dtype
-from lightning_cp.kernels.merge import Accumulator
-from lightning_cp.kernels.sums import GradientSums
+from lightning_cp.kernels.merge import Accumulator, GradientSums
+from lightning_cp.kernels.protocol import QKV, Kernel, Merged, Scores, accumulate_dtype
 from lightning_cp.layout.documents import Documents
+from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.sequence import SequenceLayout
-from lightning_cp.layout.tiles import Hop, Mask, Tile, schedule
+from lightning_cp.layout.tiles import Hop, Tile, schedule
 from tests import oracle
 
 SCALE = 0.3

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cp.kernels.api import QKV, Kernel, Merged, Scores
-from lightning_cp.kernels.merge import Accumulator
-from lightning_cp.kernels.sums import GradientSums
-from lightning_cp.kernels.triton_fa2 import TritonFA2, is_installed, is_interpreted
-from lightning_cp.kernels.triton_launch import Launch, Launches
+from lightning_cp.kernels.merge import Accumulator, GradientSums
+from lightning_cp.kernels.protocol import QKV, Kernel, Merged, Scores
+from lightning_cp.kernels.triton.launch import (
+    BlockConfig,
+    BlockConfigs,
+    TritonFA2,
+    is_installed,
+    is_interpreted,
+)
 from lightning_cp.layout.tiles import ALL_ROWS
 
 DEVICES = [
@@ -44,7 +48,7 @@ def with_dtypes(cpu: Sequence[torch.dtype], cuda: Sequence[torch.dtype]) -> list
     ]
 
 
-SMALL = Launches(*[Launch(32, 16)] * 3)
+SMALL = BlockConfigs(*[BlockConfig(32, 16)] * 3)
 
 
 def triton_on(device: str) -> Kernel:

@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch.library import _scoped_library
 
-from lightning_cp.kernels.api import accumulate_dtype
+from lightning_cp.kernels.protocol import accumulate_dtype
 
 Results = tuple[torch.Tensor, ...]
 

@@ -60,8 +60,8 @@ class _Absent(MetaPathFinder):
 
 
 def _forget() -> None:
-    flash_attn.load_2.cache_clear()
-    flash_attn.load_3.cache_clear()
+    flash_attn.load_flash_attn_2.cache_clear()
+    flash_attn.load_flash_attn_3.cache_clear()
 
 
 _INTERFACE = "flash_attn.flash_attn_interface"

@@ -13,12 +13,13 @@ from typing import Literal
 import pytest
 import torch
 
-from lightning_cp.kernels import packs
-from lightning_cp.kernels.api import QKV, Kernel, Scores
-from lightning_cp.kernels.aten import AtenCudaCudnn, AtenCudaFlash
+from lightning_cp.kernels import varlen as packs
+from lightning_cp.kernels.aten_cuda import AtenCudaCudnn, AtenCudaFlash
 from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.kernels.protocol import QKV, Kernel, Scores
+from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.sequence import SequenceLayout
-from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
+from lightning_cp.layout.tiles import ALL_ROWS, Tile
 from tests.kernels.cells import DOCUMENTS, HEADS, LAYOUTS, MASKS, SEQ_LEN, WINDOWS, intervals
 from tests.kernels.dense import Problem, check, in_dtype, is_wrong, run, sharded
 from tests.kernels.emulated import cuda_operators_on_cpu
@@ -81,10 +82,10 @@ def test_red_when_tall_bands_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> Non
     problem = Problem(Mask(causal=False, window=(9, 9)), intervals=rows, seq_len=SEQ_LEN)
     layout = SequenceLayout(SEQ_LEN, ring_size=4)
     check(sharded(problem, FLASH, layout), problem)
-    monkeypatch.setattr(packs, "representable", lambda tile, mask: [tile])
-    packs._packs.cache_clear()
+    monkeypatch.setattr(packs, "split_band", lambda tile, mask: [tile])
+    packs._cached_packs.cache_clear()
     answer = sharded(problem, FLASH, layout)
-    packs._packs.cache_clear()
+    packs._cached_packs.cache_clear()
     assert is_wrong(answer, problem, "out")
 
 

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from lightning_cp.kernels import merge
-from lightning_cp.kernels.api import Kernel, kernels
+from lightning_cp.kernels.protocol import Kernel
+from lightning_cp.kernels.select import kernels
+from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.sequence import SequenceLayout
-from lightning_cp.layout.tiles import Mask, Tile
+from lightning_cp.layout.tiles import Tile
 from tests.kernels.cells import DOCUMENTS, HEADS, KERNEL_MASKS, KERNELS, LAYOUTS, cell
 from tests.kernels.dense import (
     Answer,

@@ -16,12 +16,12 @@ import torch
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.kernels import devices, flash_attn
-from lightning_cp.kernels.api import Kernel, explain_kernels, select_kernel
-from lightning_cp.kernels.flash_attn import FlashAttn2, FlashAttn3
-from lightning_cp.kernels.operators import Operator
-from lightning_cp.kernels.packs import PackRule
-from lightning_cp.kernels.protocol import Request
-from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
+from lightning_cp.kernels.flash_attn import FlashAttn2, FlashAttn3, LibraryFunction
+from lightning_cp.kernels.protocol import Kernel, Request
+from lightning_cp.kernels.select import explain_kernels, select_kernel
+from lightning_cp.kernels.varlen import PackRule
+from lightning_cp.layout.mask import Mask
+from lightning_cp.layout.tiles import ALL_ROWS, Tile
 from tests import oracle
 from tests.kernels.cells import DOCUMENTS, HEADS, LAYOUTS, MASKS, SEQ_LEN, WINDOWS
 from tests.kernels.dense import Problem, check, in_dtype, is_wrong, run, sharded
@@ -203,6 +203,6 @@ def test_a_function_that_demands_what_nobody_knows() -> None:
         return q
 
     with pytest.raises(TypeError, match="demands the unknown argument moon_phase"):
-        Operator(later, ("q",))
+        LibraryFunction(later, ("q",))
     with pytest.raises(TypeError, match="has no argument k, v"):
-        Operator(later, ("q", "k", "v", "moon_phase"))
+        LibraryFunction(later, ("q", "k", "v", "moon_phase"))

@@ -6,11 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cp.kernels.call_per_tile import is_causal
-from lightning_cp.kernels.flash_window import bottom_right_window, representable
+from lightning_cp.kernels.per_tile import is_causal
+from lightning_cp.kernels.varlen import bottom_right_window, split_band
 from lightning_cp.layout.documents import Documents
+from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.sequence import LayoutKind, SequenceLayout
-from lightning_cp.layout.tiles import Mask, Tile, schedule
+from lightning_cp.layout.tiles import Tile, schedule
 from tests.kernels.emulated import flash_hides
 
 LAYOUTS: tuple[LayoutKind, ...] = ("contiguous", "zigzag")
@@ -46,7 +47,7 @@ def test_parts_hide_what_their_band_hides(scheduled: Scheduled) -> None:
         if tile.mask != "band":
             continue
         hidden = torch.ones(tile.q_len, tile.k_len, dtype=torch.bool)
-        parts = representable(tile, mask)
+        parts = split_band(tile, mask)
         assert len(parts) <= 3
         for part in parts:
             rows = slice(part.q_start - tile.q_start, part.q_start - tile.q_start + part.q_len)

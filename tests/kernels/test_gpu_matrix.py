@@ -14,10 +14,11 @@ from itertools import product
 import pytest
 import torch
 
-from lightning_cp.kernels.api import Kernel, Request, kernels
-from lightning_cp.kernels.aten import AtenCpuFlash
+from lightning_cp.kernels.aten_cpu import AtenCpuFlash
+from lightning_cp.kernels.protocol import Kernel, Request
+from lightning_cp.kernels.select import kernels
+from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.sequence import SequenceLayout
-from lightning_cp.layout.tiles import Mask
 from tests.kernels.cells import HEADS
 from tests.kernels.dense import Answer, Problem, dense, sharded
 from tests.kernels.devices import OnDevice

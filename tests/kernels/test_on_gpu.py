@@ -12,13 +12,13 @@ from itertools import product
 import pytest
 import torch
 
-from lightning_cp.kernels.api import QKV, Kernel, Merged, Request, Scores, kernels
-from lightning_cp.kernels.aten import AtenCudaCudnn
-from lightning_cp.kernels.call_varlen import CallVarlen
-from lightning_cp.kernels.merge import Accumulator
-from lightning_cp.kernels.packs import PackRule
-from lightning_cp.kernels.sums import GradientSums
-from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
+from lightning_cp.kernels.aten_cuda import AtenCudaCudnn
+from lightning_cp.kernels.merge import Accumulator, GradientSums
+from lightning_cp.kernels.protocol import QKV, Kernel, Merged, Request, Scores
+from lightning_cp.kernels.select import kernels
+from lightning_cp.kernels.varlen import PackRule, VarlenKernel
+from lightning_cp.layout.mask import Mask
+from lightning_cp.layout.tiles import ALL_ROWS, Tile
 from tests.kernels.cells import DOCUMENTS, HEADS, LAYOUTS, MASKS, SEQ_LEN, WINDOWS, intervals
 from tests.kernels.dense import Problem, check, run, sharded
 
@@ -75,7 +75,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 def kernel_of(name: str, rule: str) -> Kernel:
     kernel = type(kernels()[name])
-    assert issubclass(kernel, CallVarlen)
+    assert issubclass(kernel, VarlenKernel)
     return OnGpu(kernel(RULES[rule]))  # type: ignore[abstract,return-value]
 
 

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typing_extensions import override
 
-from lightning_cp.kernels import packs
-from lightning_cp.kernels.aten import AtenCudaFlash
-from lightning_cp.kernels.call_varlen import FlashCall
-from lightning_cp.kernels.packs import PackRule, Spans, flash_mask, pack_tiles
+from lightning_cp.kernels import varlen as packs
+from lightning_cp.kernels.aten_cuda import AtenCudaFlash
 from lightning_cp.kernels.protocol import QKV, Scores
+from lightning_cp.kernels.varlen import FlashCall, PackRule, Spans, flash_mask, pack_tiles
 from lightning_cp.layout.documents import Documents
+from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.sequence import SequenceLayout
-from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile, schedule
+from lightning_cp.layout.tiles import ALL_ROWS, Tile, schedule
 from tests.kernels.cells import DOCUMENTS, HEADS, LAYOUTS, MASKS, SEQ_LEN, WINDOWS, intervals
 from tests.kernels.dense import Problem, check, in_dtype, is_wrong, run, sharded
 from tests.kernels.emulated import cuda_operators_on_cpu
@@ -135,9 +135,9 @@ def test_red_when_a_key_is_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = SequenceLayout(SEQ_LEN, ring_size=4)
     check(sharded(problem, AtenCudaFlash(ALWAYS), layout), problem)
     monkeypatch.setattr(packs, "_disjoint", lambda tiles: [sorted(tiles)])
-    packs._packs.cache_clear()
+    packs._cached_packs.cache_clear()
     answer = sharded(problem, AtenCudaFlash(ALWAYS), layout)
-    packs._packs.cache_clear()
+    packs._cached_packs.cache_clear()
     assert is_wrong(answer, problem, "dk")
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_cp.kernels import reference
-from lightning_cp.kernels.api import Kernel
+from lightning_cp.kernels.protocol import Kernel
 from lightning_cp.layout.tiles import Tile
 from tests import oracle
 from tests.kernels.cells import DOCUMENTS, HEADS, LAYOUTS, MASKS, REFERENCE, SEQ_LEN, WINDOWS

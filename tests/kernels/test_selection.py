@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.kernels import devices, triton_fa2
-from lightning_cp.kernels.api import Request, explain_kernels, kernels, select_kernel
+from lightning_cp.kernels import devices
+from lightning_cp.kernels.protocol import Request
+from lightning_cp.kernels.select import explain_kernels, kernels, select_kernel
+from lightning_cp.kernels.triton import launch as triton_fa2
 
 CPU = Request("cpu", torch.float32, 64, frozenset({"full", "causal"}))
 CUDA = replace(CPU, device_type="cuda", dtype=torch.bfloat16)
@@ -156,7 +158,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels_are_listed_without_importing_triton() -> None:
     code = (
-        "import sys; from lightning_cp.kernels.api import kernels; kernels()['triton'].capabilities;"
+        "import sys; from lightning_cp.kernels.select import kernels; kernels()['triton'].capabilities;"
         "assert 'triton' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

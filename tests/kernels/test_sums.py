@@ -7,13 +7,13 @@ import weakref
 import pytest
 import torch
 
-from lightning_cp.kernels.api import QKV, Kernel, Merged, Scores
-from lightning_cp.kernels.aten import AtenCpuFlash
+from lightning_cp.kernels.aten_cpu import AtenCpuFlash
 from lightning_cp.kernels.flash_attn import FlashAttn2
-from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.kernels.merge import Accumulator, GradientSum, GradientSums
+from lightning_cp.kernels.protocol import QKV, Kernel, Merged, Scores
 from lightning_cp.kernels.reference import ReferenceKernel
-from lightning_cp.kernels.sums import GradientSum, GradientSums
-from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
+from lightning_cp.layout.mask import Mask
+from lightning_cp.layout.tiles import ALL_ROWS, Tile
 from tests.kernels.dense import SCALE, Problem
 from tests.kernels.flash_attn_standin import installed
 

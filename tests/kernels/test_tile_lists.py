@@ -13,13 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_cp.kernels.api import QKV, Kernel, Merged, Scores, kernels
-from lightning_cp.kernels.aten import AtenCpuFlash
-from lightning_cp.kernels.call_per_tile import replace_infinities
-from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.kernels.aten_cpu import AtenCpuFlash
+from lightning_cp.kernels.merge import Accumulator, GradientSums
+from lightning_cp.kernels.per_tile import replace_infinities
+from lightning_cp.kernels.protocol import QKV, Kernel, Merged, Scores
 from lightning_cp.kernels.reference import ReferenceKernel
-from lightning_cp.kernels.sums import GradientSums
-from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
+from lightning_cp.kernels.select import kernels
+from lightning_cp.layout.mask import Mask
+from lightning_cp.layout.tiles import ALL_ROWS, Tile
 from tests.kernels.cells import REFERENCE
 from tests.kernels.dense import (
     SCALE,

@@ -13,10 +13,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_cp.kernels.aten import AtenCpuFlash
+from lightning_cp.kernels.aten_cpu import AtenCpuFlash
 from lightning_cp.kernels.reference import ReferenceKernel
+from lightning_cp.layout.mask import Mask
 from lightning_cp.layout.sequence import SequenceLayout
-from lightning_cp.layout.tiles import Mask
 from tests import oracle
 from tests.kernels.cells import DOCUMENTS, intervals
 from tests.kernels.dense import Answer, Problem, dense, errors, sharded

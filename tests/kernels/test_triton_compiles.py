@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from lightning_cp.kernels.triton_fa2 import is_installed
+from lightning_cp.kernels.triton.launch import is_installed
 
 SHARED_MEMORY = 99 * 1024
 """Bytes that one program may take on compute capability 8.6 and 8.9; 8.0 and 9.0 have more."""

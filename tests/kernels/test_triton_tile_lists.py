@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cp.kernels.api import QKV, Kernel, Merged, Scores
-from lightning_cp.kernels.merge import Accumulator
+from lightning_cp.kernels.merge import Accumulator, GradientSums
+from lightning_cp.kernels.protocol import QKV, Kernel, Merged, Scores
 from lightning_cp.kernels.reference import ReferenceKernel
-from lightning_cp.kernels.sums import GradientSums
-from lightning_cp.kernels.triton_fa2 import TritonFA2
-from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
+from lightning_cp.kernels.triton.launch import TritonFA2
+from lightning_cp.layout.mask import Mask
+from lightning_cp.layout.tiles import ALL_ROWS, Tile
 from tests import oracle
 from tests.kernels.dense import SCALE, Answer, dense_attention, errors, run
 from tests.kernels.devices import DEVICES, SMALL, triton_on

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cp.kernels.triton_tiles import Table, table
-from lightning_cp.layout.tiles import ALL_ROWS, Mask, Tile
+from lightning_cp.kernels.triton.tiles import Table, make_table
+from lightning_cp.layout.mask import Mask
+from lightning_cp.layout.tiles import ALL_ROWS, Tile
 from tests.kernels.test_tile_lists import BATCH, KEYS, QUERIES, seen_by, tile_lists
 
 CPU = torch.device("cpu")
@@ -48,7 +49,7 @@ def test_every_pair_once(
     over: str,
 ) -> None:
     mask = Mask(causal=causal, window=window)
-    made = table(tiles, mask, BATCH, over, size, CPU)  # type: ignore[arg-type]
+    made = make_table(tiles, mask, BATCH, over, size, CPU)  # type: ignore[arg-type]
     visible = seen_by(tiles, mask).long()
     if made is None:
         assert not visible.any()
@@ -62,7 +63,7 @@ def test_every_pair_once(
 @settings(max_examples=100)
 @given(tiles=tile_lists(), size=st.integers(1, 20))
 def test_a_token_has_one_owner(tiles: list[Tile], size: int) -> None:
-    made = table(tiles, Mask(), BATCH, "queries", size, CPU)
+    made = make_table(tiles, Mask(), BATCH, "queries", size, CPU)
     if made is None:
         return
     owners = torch.zeros(BATCH, QUERIES, dtype=torch.int64)
@@ -77,14 +78,14 @@ def test_a_token_has_one_owner(tiles: list[Tile], size: int) -> None:
 
 def test_a_schedules_tiles_are_tabulated_once() -> None:
     tiles = (Tile(ALL_ROWS, 0, 9, 0, 9, 0, "causal"),)
-    first = table(tiles, Mask(), BATCH, "queries", 4, CPU)
-    assert table(tiles, Mask(), BATCH, "queries", 4, CPU) is first
+    first = make_table(tiles, Mask(), BATCH, "queries", 4, CPU)
+    assert make_table(tiles, Mask(), BATCH, "queries", 4, CPU) is first
     equal = tuple(tile._replace() for tile in tiles)
-    assert table(equal, Mask(), BATCH, "queries", 4, CPU) is not first
+    assert make_table(equal, Mask(), BATCH, "queries", 4, CPU) is not first
 
 
 def test_distances_are_global() -> None:
-    made = table([Tile(ALL_ROWS, 4, 5, 2, 7, 100, "full")], Mask(), BATCH, "queries", 4, CPU)
+    made = make_table([Tile(ALL_ROWS, 4, 5, 2, 7, 100, "full")], Mask(), BATCH, "queries", 4, CPU)
     assert made is not None
     shift = int(made.tiles[0, 6])
     assert 4 - 2 + shift == 100  # the tile's first query and first key

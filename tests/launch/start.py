@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_cp.faults.watch import SWITCH
+from lightning_cp.watchdog.watch import SWITCH
 from tests.installed import ROOT
 from tests.pool.master import PRELOAD
 

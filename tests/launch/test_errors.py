@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from lightning_cp import console
+from lightning_cp import error_display as console
 from lightning_cp.errors import ConfigError, RankFailure, ShapeError
-from lightning_cp.strategies.watch import launchers
+from lightning_cp.launch import worker_results as launchers
 from tests.launch.start import SCRIPTS, free_port, program
 
 LIMIT = 280
@@ -194,7 +194,7 @@ def test_a_hook_of_the_program_s_is_asked(
 
 def _end_with(rank: int, count: int, error: Exception, folder: Path, limit: float) -> None:
     console.MEETING = limit
-    seat = console.Seat(rank, f"rank {rank} of {count}", count)
+    seat = console.ProcessPlace(rank, f"rank {rank} of {count}", count)
     meeting = console.Meeting(folder / "meeting", seat)
     with (folder / "terminal").open("a") as terminal, redirect_stderr(terminal):
         meeting.show(error, lambda: console.write(console.text_of(error)))
@@ -248,7 +248,7 @@ def test_a_rank_ends_as_the_meeting_is_cleared_away(
     def gone(folder: Path, pattern: str) -> Any:
         raise FileNotFoundError(folder)
 
-    meeting = console.Meeting(tmp_path, console.Seat(0, "rank 0 of 1", 1))
+    meeting = console.Meeting(tmp_path, console.ProcessPlace(0, "rank 0 of 1", 1))
     monkeypatch.setattr(Path, "glob", gone)
     monkeypatch.setattr(console, "MEETING", 0.0)
     shown: list[bool] = []

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from typing_extensions import deprecated
 
-from lightning_cp import console
-from lightning_cp.strategies.launch.library_warnings import LibraryWarnings
+from lightning_cp import error_display as console
+from lightning_cp.launch.library_warnings import LibraryWarnings
 
 
 def module(name: str, path: str = "") -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_cp.strategies.arguments.settings import Settings
+from lightning_cp.config import StrategyConfig
 from tests.installed import installed_path
 from tests.launch.expected import came_to_the_same
 from tests.launch.start import (
@@ -72,7 +72,7 @@ def test_by_class_in_a_config_and_again_by_the_config_that_was_saved(tmp_path: P
 
     saved = tmp_path / "run" / "config.yaml"
     strategy = yaml.safe_load(saved.read_text())["trainer"]["strategy"]["init_args"]
-    assert {field.name for field in dataclasses.fields(Settings)} < set(strategy)
+    assert {field.name for field in dataclasses.fields(StrategyConfig)} < set(strategy)
     assert (strategy["mode"], strategy["sequence_dims"]) == ("ring", {"input_ids": 1, "labels": 1})
     assert strategy["gradient_as_bucket_view"] is True
     all_succeeded(fit(tmp_path / "again", "--config", saved))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_cp.run_folder import rank_of_cluster
+from lightning_cp.utils.run_folder import rank_of_cluster
 from tests.launch.start import all_succeeded, finish, free_port, program, ranks, torchrun_variables
 from tests.test_train import SMALL
 

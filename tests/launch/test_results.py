@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cp.strategies.launch.results import receiving, sending_whole
-from lightning_cp.strategies.saves.elsewhere import PlainCheckpointIO
+from lightning_cp.checkpoint.checkpoint_io import PlainCheckpointIO
+from lightning_cp.launch.worker_results import receiving, sending_whole
 
 
 class Module(nn.Module):

@@ -16,10 +16,12 @@ import torch
 from lightning import Trainer
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from lightning_cp import console, jobs
+from lightning_cp import error_display as console
 from lightning_cp.fabric import UlyssesRingStrategy
-from lightning_cp.strategies.watch import launchers, signals
-from lightning_cp.strategies.watch.launchers import FabricLauncher, ReportingFabricLauncher
+from lightning_cp.launch import preemption as signals
+from lightning_cp.launch import worker_results as launchers
+from lightning_cp.launch.worker_results import FabricLauncher, ReportingFabricLauncher
+from lightning_cp.utils import subprocess as jobs
 from tests.launch.start import SCRIPTS, Done, all_succeeded, free_port, ranks, torchrun_variables
 
 SCRIPT, LOOP = SCRIPTS / "stopped.py", SCRIPTS / "stopped_fabric.py"

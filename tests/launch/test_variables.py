@@ -18,7 +18,7 @@ from lightning.fabric.plugins.environments import (
 
 from lightning_cp import UlyssesRingStrategy
 from lightning_cp.errors import ConfigError
-from lightning_cp.strategies.launch.ranks import check_ranks
+from lightning_cp.launch.ranks import check_ranks
 from tests.launch.start import SCRIPTS, ranks, torchrun_variables
 from tests.launch.test_slurm import srun
 

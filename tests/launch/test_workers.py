@@ -14,8 +14,8 @@ import torch
 
 from lightning_cp import ContextParallelCallback, ContextParallelMixin, UlyssesRingStrategy
 from lightning_cp.errors import LightningCPError, UndeclaredError
-from lightning_cp.faults.ending import FOLDER
-from lightning_cp.strategies.watch.launchers import _leave_error, _Noting, _raise_own
+from lightning_cp.launch.worker_results import _leave_error, _Noting, _raise_own
+from lightning_cp.watchdog.attribution import FOLDER
 from tests.launch.expected import came_to_the_same, expected, expected_of_two_fits
 from tests.launch.scripts.model import QUIET, Tiny
 from tests.launch.scripts.notebook import CELLS

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_cp.errors import ShapeError
 from lightning_cp.layout import Documents, Mask, Schedule, SequenceLayout, balance
-from lightning_cp.layout.balance import CHUNKS, SHORTEST_CHUNK, chunk_areas
-from lightning_cp.layout.near import Homes
+from lightning_cp.layout.balance import CHUNK_COUNTS, MIN_CHUNK_TOKENS, ChunkDocuments, chunk_areas
 from tests.layout.cases import Case, documents, layouts, masks, ring_positions, visible
 
 BALANCED = layouts(kinds=("balanced",))
@@ -72,8 +71,8 @@ def test_loads_are_the_work_of_the_schedule(layout: SequenceLayout) -> None:
     assume(layout.ring_size > 1)
     assert layout.documents is not None
     plan = Schedule(layout, layout.documents, layout.mask)
-    assert layout._deal.loads == plan.work
-    assert layout._deal.imbalance == pytest.approx(plan.imbalance)
+    assert layout._assignment.loads == plan.work
+    assert layout._assignment.imbalance == pytest.approx(plan.imbalance)
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 4))
@@ -115,7 +114,7 @@ def test_the_deal_is_near_the_best_there_is(shape: tuple[int, int], data: st.Dat
     layout = SequenceLayout(rows.seq_len, ring, 1, "balanced", rows, mask, per_rank)
     cuts = np.arange(ring * per_rank + 1) * 4
     best = best_imbalance(chunk_areas(cuts, rows, mask).tolist(), ring, per_rank)
-    assert 3 * max(layout._deal.loads) <= 4 * best
+    assert 3 * max(layout._assignment.loads) <= 4 * best
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
@@ -131,8 +130,10 @@ def test_packed_rows_are_even(tokens: int, ring: int, count: int, rows: int, mas
         layout = SequenceLayout(tokens, ring, 1, "balanced", packed, mask)
         plan = Schedule(layout, packed, mask)
         assert plan.imbalance <= 1.02
-        assert layout.chunks_per_rank in CHUNKS
-        assert layout.padded_len - tokens < ring * layout.chunks_per_rank <= tokens / SHORTEST_CHUNK
+        assert layout.chunks_per_rank in CHUNK_COUNTS
+        assert (
+            layout.padded_len - tokens < ring * layout.chunks_per_rank <= tokens / MIN_CHUNK_TOKENS
+        )
         zigzag = Schedule(SequenceLayout(tokens, ring), packed, mask).imbalance
         if mask == Mask() and rows == 1:
             assert zigzag > 1.1, "there is something to balance"
@@ -145,19 +146,19 @@ def test_packed_rows_are_even(tokens: int, ring: int, count: int, rows: int, mas
 def test_exchanges_reach_the_bound_with_fewer_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = log_normal(1 << 16, 50, 0)
     arguments = (1 << 16, 4, 1, packed, Mask(), 4)
-    assert balance.deal.__wrapped__(*arguments).imbalance <= 1.02
-    monkeypatch.setattr(balance, "_exchange", lambda *_: None)
-    assert balance.deal.__wrapped__(*arguments).imbalance > 1.02
+    assert balance.assign_chunks.__wrapped__(*arguments).imbalance <= 1.02
+    monkeypatch.setattr(balance, "_swap_chunks", lambda *_: None)
+    assert balance.assign_chunks.__wrapped__(*arguments).imbalance > 1.02
 
 
 def without_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(balance, "_nearest", lambda areas, homes, owner, ring_size: owner)
+    monkeypatch.setattr(balance, "_prefer_fewer_keys", lambda areas, homes, owner, ring_size: owner)
 
 
-def keys_moved(packed: Documents, ring: int, deal: balance.Deal) -> int:
+def keys_moved(packed: Documents, ring: int, deal: balance.ChunkAssignment) -> int:
     """As the schedule counts them."""
     layout = SequenceLayout(packed.seq_len, ring, 1, "balanced", packed, Mask(), deal.per_rank)
-    layout.__dict__["_deal"] = deal
+    layout.__dict__["_assignment"] = deal
     keys = Schedule(layout, packed, Mask()).keys
     return int(keys.sum() - np.trace(keys))
 
@@ -170,9 +171,9 @@ def test_keys_needed_are_those_of_the_schedule(seed: int, per_rank: int) -> None
     size = -(-3000 // (ring * per_rank))
     owner = np.random.default_rng(seed).permutation(np.repeat(np.arange(ring), per_rank))
     chunks = tuple(tuple(np.flatnonzero(owner == rank).tolist()) for rank in range(ring))
-    dealt = balance.Deal(chunks, (0,) * ring)
+    dealt = balance.ChunkAssignment(chunks, (0,) * ring)
     cuts = np.arange(ring * per_rank + 1) * size
-    needed = Homes.of(cuts, packed.rows[0]).keys_needed(owner)
+    needed = ChunkDocuments.of(cuts, packed.rows[0]).keys_needed(owner)
     assert needed == keys_moved(packed, ring, dealt)
 
 
@@ -180,9 +181,9 @@ def test_documents_are_kept_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer keys travel, with as many chunks, still within the bound."""
     packed = log_normal(1 << 16, 16, 0)
     arguments = (1 << 16, 4, 1, packed, Mask(), 8)
-    near = balance.deal.__wrapped__(*arguments)
+    near = balance.assign_chunks.__wrapped__(*arguments)
     without_neighbours(monkeypatch)
-    scattered = balance.deal.__wrapped__(*arguments)
+    scattered = balance.assign_chunks.__wrapped__(*arguments)
     assert near.imbalance <= 1.02
     assert 3 * keys_moved(packed, 4, near) < 2 * keys_moved(packed, 4, scattered)
 
@@ -190,11 +191,11 @@ def test_documents_are_kept_together(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_never_more_keys_for_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = log_normal(1 << 14, 40, seed)
-    near = balance.best_deal.__wrapped__(1 << 14, 4, 1, packed, Mask())
+    near = balance.best_assignment.__wrapped__(1 << 14, 4, 1, packed, Mask())
     without_neighbours(monkeypatch)
-    balance.deal.cache_clear()
-    scattered = balance.best_deal.__wrapped__(1 << 14, 4, 1, packed, Mask())
-    balance.deal.cache_clear()
+    balance.assign_chunks.cache_clear()
+    scattered = balance.best_assignment.__wrapped__(1 << 14, 4, 1, packed, Mask())
+    balance.assign_chunks.cache_clear()
     assert near.per_rank == scattered.per_rank
     assert keys_moved(packed, 4, near) <= keys_moved(packed, 4, scattered)
 
@@ -218,7 +219,7 @@ def test_short_sequences_are_not_chopped_up() -> None:
     """Chunks of at least 64 tokens, or one chunk: contiguous."""
     packed = Documents.from_cu_seqlens([0, 3, 200, 256])
     layout = SequenceLayout(256, 2, 1, "balanced", packed)
-    assert layout.ring_len // layout.chunks_per_rank >= SHORTEST_CHUNK
+    assert layout.ring_len // layout.chunks_per_rank >= MIN_CHUNK_TOKENS
     short = SequenceLayout(40, 4, kind="balanced")
     assert short.checksum == SequenceLayout(40, 4, kind="contiguous").checksum
 
@@ -227,7 +228,7 @@ def test_nothing_to_attend_to_is_even() -> None:
     empty = Documents([np.zeros((0, 2), dtype=np.int64)], 512)
     layout = SequenceLayout(512, 4, kind="balanced", documents=empty)
     assert layout.chunks_per_rank == 1
-    assert layout._deal.imbalance == 1.0
+    assert layout._assignment.imbalance == 1.0
 
 
 SCRIPT = """

@@ -19,7 +19,7 @@ from lightning_cp.layout import (
     choose_layout,
     explain_layout,
 )
-from lightning_cp.layout.cost import DEFAULT_HEADS, Heads
+from lightning_cp.layout.cost import DEFAULT_HEADS, HeadCounts
 from lightning_cp.layout.tiles import num_keys
 from tests.layout.cases import Case, cases, documents, masks, seen_in
 from tests.layout.test_balance import log_normal
@@ -170,8 +170,10 @@ def test_a_machine_gives_the_documented_numbers() -> None:
     assert CostModel.of_machine(600e12, 450e9, **llama).key == CostModel.in_node().key == 333
 
 
-@pytest.mark.parametrize("heads", [Heads(32, 32, 128), Heads(64, 8, 64), Heads(4, 1, 256)], ids=str)
-def test_other_heads_are_another_machine(heads: Heads) -> None:
+@pytest.mark.parametrize(
+    "heads", [HeadCounts(32, 32, 128), HeadCounts(64, 8, 64), HeadCounts(4, 1, 256)], ids=str
+)
+def test_other_heads_are_another_machine(heads: HeadCounts) -> None:
     measured = CostModel.of_machine(
         *(600e12, 50e9), heads=heads.query, kv_heads=heads.kv, head_dim=heads.dim
     )
@@ -182,6 +184,10 @@ def test_other_heads_are_another_machine(heads: Heads) -> None:
 
 
 def test_a_ulysses_rank_has_its_share_of_the_heads() -> None:
-    assert Heads(32, 8, 128).of_ulysses_rank(4) == Heads(8, 2, 128)
-    assert Heads(32, 8, 128).of_ulysses_rank(16) == Heads(2, 1, 128), "sent to both that use it"
-    assert Heads(12, 3, 128).of_ulysses_rank(4) == Heads(3, 2, 128), "two of the ranks straddle"
+    assert HeadCounts(32, 8, 128).of_ulysses_rank(4) == HeadCounts(8, 2, 128)
+    assert HeadCounts(32, 8, 128).of_ulysses_rank(16) == HeadCounts(2, 1, 128), (
+        "sent to both that use it"
+    )
+    assert HeadCounts(12, 3, 128).of_ulysses_rank(4) == HeadCounts(3, 2, 128), (
+        "two of the ranks straddle"
+    )

@@ -17,7 +17,7 @@ from lightning_cp.layout import (
     Tile,
     schedule,
 )
-from lightning_cp.layout.columns import KINDS, areas
+from lightning_cp.layout.tile_arrays import KINDS, areas
 from lightning_cp.layout.tiles import Ranges, num_keys
 from tests.layout.cases import Case, cases, layouts, ring_positions, seen_in, visible
 

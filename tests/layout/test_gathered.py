@@ -14,7 +14,7 @@ from lightning_cp.layout import (
     SequenceLayout,
     gathered_schedule,
 )
-from lightning_cp.layout.gathered import EXECUTIONS, KeyCall
+from lightning_cp.layout.exchange import EXECUTIONS, GatheredCall
 from tests.layout.cases import Case, Ints, cases, ring_positions, rows_of, seen_in, visible
 
 PACKED = Documents.from_cu_seqlens([0, 3, 17, 18, 40])
@@ -26,7 +26,7 @@ def of_ranks(case: Case) -> list[GatheredSchedule]:
     return [gathered_schedule(plan, rank) for rank in range(case.layout.ring_size)]
 
 
-def positions_of(call: KeyCall) -> Ints:
+def positions_of(call: GatheredCall) -> Ints:
     """Global position of each key of a call."""
     return np.concatenate([np.arange(start, end) for start, end in call.slices])
 

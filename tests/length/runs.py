@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
 
-from lightning_cp.length.chunked_logits import ChunkedLogits
+from lightning_cp.memory.chunked_logits import ChunkedLogits
 from tests.strategies.small import RING, VOCAB, alone, loader, trainer_of, whole
 from tests.strategies.test_fabric import fabric_of
 

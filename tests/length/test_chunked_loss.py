@@ -13,11 +13,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError
-from lightning_cp.length.chunked_logits import ChunkedLogits
-from lightning_cp.strategies.arguments.settings import Settings
-from lightning_cp.strategies.step.core import ContextParallelCore
-from lightning_cp.strategies.step.patches import patches_of
+from lightning_cp.memory.chunked_logits import ChunkedLogits
+from lightning_cp.runtime.model_binding import patches_of
+from lightning_cp.runtime.runtime import ContextParallelCore
 from tests.length.sizes import Largest
 from tests.models.later import BLOOMS_LOSS, transformers_version
 from tests.models.matrix import whole_sequence
@@ -155,7 +155,7 @@ def test_no_tensor_is_as_large_as_the_logits() -> None:
 
 def in_step(model: Any, **settings: Any) -> Any:
     """Patches of one process, entered."""
-    patches = patches_of(nn.ModuleList([model]), Settings(chunked_loss=CHUNK, **settings))
+    patches = patches_of(nn.ModuleList([model]), StrategyConfig(chunked_loss=CHUNK, **settings))
     patches.begin()
     return patches
 

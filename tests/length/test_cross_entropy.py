@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.step_memory import PeakBytes
 from lightning_cp import linear_cross_entropy
-from lightning_cp.bench.peak_bytes import PeakBytes
 from lightning_cp.errors import ConfigError, ShapeError
-from lightning_cp.length import cross_entropy
+from lightning_cp.memory import chunked_loss as cross_entropy
 from tests.length.sizes import Largest
 
 ROWS, LENGTH, FEATURES, VOCAB = 2, 25, 16, 37

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_cp.attention.keep import InPlace
+from lightning_cp.attention.checkpointing import DeviceStore
+from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError
-from lightning_cp.length import tiled
-from lightning_cp.length.host import HostMemory
-from lightning_cp.models import recomputed
-from lightning_cp.strategies.arguments.settings import Settings
-from lightning_cp.strategies.step.patches import patches_of
+from lightning_cp.memory import activations as recomputed
+from lightning_cp.memory import tiled_mlp as tiled
+from lightning_cp.memory.activations import HostMemory
+from lightning_cp.runtime.model_binding import patches_of
 from tests.models.matrix import whole_sequence
 from tests.models.steps import (
     Case,
@@ -72,10 +72,10 @@ class Counted:
         self._patch = pytest.MonkeyPatch()
 
     def __enter__(self) -> None:
-        self._count(tiled._Run, "gradients", "tiles")
-        self._count(recomputed.Recomputed, "_forward", "recomputed")
-        self._count(recomputed.KeptBytes, "put", "kept")
-        self._count(recomputed.KeptBytes, "put_input", "inputs")
+        self._count(tiled._TiledCall, "gradients", "tiles")
+        self._count(recomputed.RecomputedBlocks, "_forward", "recomputed")
+        self._count(recomputed.SavedBytes, "put", "kept")
+        self._count(recomputed.SavedBytes, "put_input", "inputs")
 
     def _count(self, owner: Any, method: str, name: str) -> None:
         own = getattr(owner, method)
@@ -171,7 +171,7 @@ def exchanges(rank: int, world_size: int, options: Any) -> int:
     return counted
 
 
-class Elsewhere(InPlace):
+class Elsewhere(DeviceStore):
     """A stand-in for another device's memory: what is put is copied, and no tensor until it is asked for."""
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ def test_host_memory_leaves_what_is_there() -> None:
 
 def in_step(model: Any, **settings: Any) -> Any:
     """Patches of one process, entered."""
-    patches = patches_of(nn.ModuleList([model]), Settings(**settings))
+    patches = patches_of(nn.ModuleList([model]), StrategyConfig(**settings))
     patches.begin()
     return patches
 

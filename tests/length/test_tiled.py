@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_cp.bench.peak_bytes import PeakBytes
+from benchmarks.step_memory import PeakBytes
 from lightning_cp.errors import ConfigError
-from lightning_cp.length.tiled import run_in_tiles
+from lightning_cp.memory.tiled_mlp import run_in_tiles
 
 ROWS, LENGTH, FEATURES, WIDE = 2, 23, 8, 32
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from lightning_cp.models.hf_signature import parameters_of
-from lightning_cp.strategies.arguments.settings import Settings
-from lightning_cp.strategies.step.core import ContextParallelCore
+from lightning_cp.config import StrategyConfig
+from lightning_cp.models.hf.positions import parameters_of
+from lightning_cp.runtime.runtime import ContextParallelCore
 from tests.models.litgpt_zoo import LITGPT_FAMILIES
 from tests.models.steps import (
     CUTS,
@@ -161,9 +161,9 @@ def _core(case: Case, ulysses: int, ring: int) -> ContextParallelCore:
     return ContextParallelCore(_settings(case, ulysses, ring))
 
 
-def _settings(case: Case, ulysses: int, ring: int, **more: Any) -> Settings:
+def _settings(case: Case, ulysses: int, ring: int, **more: Any) -> StrategyConfig:
     labels = "aligned" if case.model == "bert" else "shift"
-    return Settings(ulysses_size=ulysses, ring_size=ring, labels=labels, **more)
+    return StrategyConfig(ulysses_size=ulysses, ring_size=ring, labels=labels, **more)
 
 
 @lru_cache(maxsize=8)

@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallelMesh, keep_attention
-from lightning_cp.models.hf import label_alignment
-from lightning_cp.strategies.arguments.settings import Settings
-from lightning_cp.strategies.step.core import ContextParallelCore
+from lightning_cp.config import StrategyConfig
+from lightning_cp.models.hf.labels import label_alignment
+from lightning_cp.runtime.runtime import ContextParallelCore
 from tests.models.litgpt_zoo import LITGPT_ZOO
 from tests.models.zoo import ZOO
 
@@ -235,7 +235,7 @@ def start(ulysses: int, ring: int, model: Any, **settings: Any) -> ContextParall
     """A core that has swapped the model's attention."""
     if label_alignment(model) == "shift":
         settings.setdefault("labels", "shift")  # most steps here compute the loss themselves
-    core = ContextParallelCore(Settings(ulysses_size=ulysses, ring_size=ring, **settings))
+    core = ContextParallelCore(StrategyConfig(ulysses_size=ulysses, ring_size=ring, **settings))
     core.build_mesh(ulysses * ring, "cpu", None, model)
     core.attach(model, {}, needs_labels=True)
     return core

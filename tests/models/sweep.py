@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from lightning_cp.models.hf import label_alignment
-from lightning_cp.strategies.arguments.settings import Settings
-from lightning_cp.strategies.step.core import ContextParallelCore
+from lightning_cp.config import StrategyConfig
+from lightning_cp.models.hf.labels import label_alignment
+from lightning_cp.runtime.runtime import ContextParallelCore
 from tests.models.steps import Case, Outcome, make_batch, run_step
 from tests.models.zoo import LATENT
 
@@ -123,7 +123,7 @@ def some_ranks(
     """The same on a mesh, gradients averaged as an engine does."""
     model = make_tiny(name)
     labels = "auto" if label_alignment(model) else "aligned"
-    settings = Settings(ulysses_size=ulysses_size, ring_size=ring_size, labels=labels)
+    settings = StrategyConfig(ulysses_size=ulysses_size, ring_size=ring_size, labels=labels)
     core = ContextParallelCore(settings)
     core.build_mesh(world_size, "cpu", None, model)
     try:

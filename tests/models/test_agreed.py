@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_cp.batch.step_state import PositionInfo, position_info
 from lightning_cp.errors import ConfigError, RankFailure
 from lightning_cp.layout import Documents, SequenceLayout
-from lightning_cp.models.facts import PositionFacts, position_facts
 from tests.models.steps import Case, make_batch, make_model, restarting, start
 from tests.pool import RankError, expect_on_every_rank, run_ranks
 
@@ -123,16 +123,16 @@ def test_a_mask_without_positions_stops_all() -> None:
 # -- the facts --------------------------------------------------------------------------------------
 
 
-def facts(row: list[int], cuts: list[int] | None = None) -> PositionFacts:
+def facts(row: list[int], cuts: list[int] | None = None) -> PositionInfo:
     documents = None if cuts is None else Documents.from_cu_seqlens(cuts)
-    return position_facts(torch.tensor([row]), SequenceLayout(len(row), documents=documents))
+    return position_info(torch.tensor([row]), SequenceLayout(len(row), documents=documents))
 
 
 def test_how_positions_run() -> None:
-    assert facts([0, 1, 2, 3]) == PositionFacts(longest=3)
-    assert facts([2, 3, 4, 5]) == PositionFacts(from_zero=False, longest=5)
-    assert facts([0, 1, 0, 1]) == PositionFacts(from_zero=False, count_anew=True, longest=1)
+    assert facts([0, 1, 2, 3]) == PositionInfo(longest=3)
+    assert facts([2, 3, 4, 5]) == PositionInfo(from_zero=False, longest=5)
+    assert facts([0, 1, 0, 1]) == PositionInfo(from_zero=False, not_sequential=True, longest=1)
     assert facts([0, 1, 0, 1], [0, 2, 4]).restart
     assert facts([2, 3, 4, 5], [0, 2, 4]).restart
     assert not facts([0, 1, 2, 3], [0, 2, 4]).restart
-    assert position_facts(None, SequenceLayout(4)) == PositionFacts(longest=3)
+    assert position_info(None, SequenceLayout(4)) == PositionInfo(longest=3)

@@ -12,13 +12,13 @@ from torch import nn
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.models import StepState, SwapHandle, swap_attention
-from lightning_cp.models.hf_attention import HARMLESS, READ, attention_function
-from lightning_cp.models.hf_mask import Visible, make_note
+from lightning_cp.models.hf.masks import Visibility, make_note
+from lightning_cp.models.hf.swap import IGNORED_ARGUMENTS, SPEC_ARGUMENTS, attention_function
 
 MESH: Any = SimpleNamespace(cp_size=1, cp_rank=0, sample_size=1)  # one rank agrees with itself
 
 Q = torch.zeros(1, 4, 8, 16)
-CAUSAL = Visible(causal=True)
+CAUSAL = Visibility(causal=True)
 
 
 class Recorder(SwapHandle):
@@ -44,7 +44,7 @@ class SomeCrossAttention(nn.Module):
 
 
 def attend(
-    visible: Visible | None = CAUSAL, key: Any = Q, before: str = "sdpa", **kwargs: Any
+    visible: Visibility | None = CAUSAL, key: Any = Q, before: str = "sdpa", **kwargs: Any
 ) -> Any:
     handle = Recorder()
     note = None if visible is None else make_note(visible, (1, 1, 8, 8), "cpu")
@@ -56,22 +56,24 @@ def attend(
 
 def test_what_becomes_the_spec() -> None:
     sinks = torch.zeros(4)
-    spec = attend(Visible(True, (6, -1)), sliding_window=7, scaling=0.3, softcap=5.0, s_aux=sinks)
+    spec = attend(
+        Visibility(True, (6, -1)), sliding_window=7, scaling=0.3, softcap=5.0, s_aux=sinks
+    )
     assert (spec.causal, spec.window, spec.softmax_scale, spec.softcap) == (True, (6, -1), 0.3, 5.0)
     assert spec.sinks is sinks
 
 
 def test_a_window_that_only_the_mask_has() -> None:
-    assert attend(Visible(True, (6, -1))).window == (6, -1)
-    spec = attend(Visible(False, (6, 6)), is_causal=False, sliding_window=7)
+    assert attend(Visibility(True, (6, -1))).window == (6, -1)
+    spec = attend(Visibility(False, (6, 6)), is_causal=False, sliding_window=7)
     assert (spec.causal, spec.window) == (False, (6, 6))
 
 
 def test_harmless_arguments_are_accepted() -> None:
-    harmless: dict[str, Any] = dict.fromkeys(HARMLESS, 1)
+    harmless: dict[str, Any] = dict.fromkeys(IGNORED_ARGUMENTS, 1)
     attend(**harmless)
     attend(position_bias=None, indices=None, anything=None, other=False)
-    assert not READ & HARMLESS.keys()
+    assert not SPEC_ARGUMENTS & IGNORED_ARGUMENTS.keys()
 
 
 @pytest.mark.parametrize(
@@ -86,13 +88,16 @@ def test_harmless_arguments_are_accepted() -> None:
         ({"key": Q[:, :, :5]}, r"SomeAttention attends to another sequence \(8 queries, 5 keys\)"),
         ({"module": SomeCrossAttention()}, "SomeCrossAttention attends to another sequence"),
         ({"is_causal": False}, "is_causal=False, but its mask is causal"),
-        ({"visible": Visible(False)}, "is_causal=True, but its mask is bidirectional"),
+        ({"visible": Visibility(False)}, "is_causal=True, but its mask is bidirectional"),
         (
             {"sliding_window": 7},
             "sliding_window=7 in its attention call, but its mask has no window",
         ),
-        ({"visible": Visible(True, (3, -1)), "sliding_window": 7}, "mask has a window of 4"),
-        ({"visible": Visible(True, (3, -1)), "before": "flash_attention_2"}, "sliding_window=None"),
+        ({"visible": Visibility(True, (3, -1)), "sliding_window": 7}, "mask has a window of 4"),
+        (
+            {"visible": Visibility(True, (3, -1)), "before": "flash_attention_2"},
+            "sliding_window=None",
+        ),
         ({"dropout": 0.1}, r"attention dropout must be 0\.0"),
     ],
 )

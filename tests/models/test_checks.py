@@ -9,7 +9,7 @@ import pytest
 
 from lightning_cp.errors import BatchMismatchError, ConfigError, RankFailure
 from lightning_cp.mesh import ContextParallelMesh
-from lightning_cp.models.checks import Checks
+from lightning_cp.models.handle import RankChecks
 from tests.attention.wire import Wire
 from tests.pool import RankError, expect_on_every_rank, run_ranks
 
@@ -25,24 +25,24 @@ def fails() -> None:
 def votes(rank: int, world_size: int) -> list[int]:
     """How many messages there were after each call."""
     mesh = ContextParallelMesh(ring_size=2, device_type="cpu")
-    checks, found = Checks(mesh), []
+    checks, found = RankChecks(mesh), []
     with Wire() as wire:
         for call in (
-            lambda: checks.agreed("outer", passes, more_follow=True),
-            lambda: checks.agreed("inner", passes),
-            checks.before_data,
-            lambda: checks.agreed("outer", passes, more_follow=True),
-            checks.before_data,
-            checks.before_data,
-            lambda: checks.noted("loss", passes),
+            lambda: checks.run("outer", passes, more_follow=True),
+            lambda: checks.run("inner", passes),
+            checks.flush_before_data,
+            lambda: checks.run("outer", passes, more_follow=True),
+            checks.flush_before_data,
+            checks.flush_before_data,
+            lambda: checks.run_deferred("loss", passes),
         ):
             call()
             found.append(wire.counts.get("allreduce_", 0))
-        with checks.gathering():
-            checks.noted("loss", fails)
-            checks.before_data()
+        with checks.deferring():
+            checks.run_deferred("loss", fails)
+            checks.flush_before_data()
             found.append(wire.counts.get("allreduce_", 0))
-        assert checks.take().names == ["loss"]
+        assert checks.pop().names == ["loss"]
     mesh.destroy()
     return found
 
@@ -51,29 +51,29 @@ def test_a_check_waits_for_the_next_one_but_not_for_data() -> None:
     assert run_ranks(2, votes) == [[0, 1, 1, 1, 2, 2, 3, 3]] * 2
 
 
-def on_rank_1(rank: int, world_size: int, call: Callable[[Checks, int], None]) -> None:
+def on_rank_1(rank: int, world_size: int, call: Callable[[RankChecks, int], None]) -> None:
     mesh = ContextParallelMesh(ring_size=2, device_type="cpu")
     try:
-        call(Checks(mesh), rank)
+        call(RankChecks(mesh), rank)
     finally:
         mesh.destroy()
 
 
-def outer_fails(checks: Checks, rank: int) -> None:
-    checks.agreed("outer", fails if rank else passes, more_follow=True)
-    checks.agreed("inner", passes)
+def outer_fails(checks: RankChecks, rank: int) -> None:
+    checks.run("outer", fails if rank else passes, more_follow=True)
+    checks.run("inner", passes)
 
 
-def noted_fails(checks: Checks, rank: int) -> None:
-    with checks.gathering():
-        checks.noted("loss", fails if rank else passes)
-        checks.agreed("another call", passes)
+def noted_fails(checks: RankChecks, rank: int) -> None:
+    with checks.deferring():
+        checks.run_deferred("loss", fails if rank else passes)
+        checks.run("another call", passes)
 
 
-def other_checks(checks: Checks, rank: int) -> None:
+def other_checks(checks: RankChecks, rank: int) -> None:
     if rank:
-        checks.agreed("outer", passes, more_follow=True)
-    checks.agreed("inner", passes)
+        checks.run("outer", passes, more_follow=True)
+    checks.run("inner", passes)
 
 
 @pytest.mark.parametrize("call", [outer_fails, noted_fails])
@@ -91,8 +91,8 @@ def test_checks_that_only_one_rank_makes_are_refused() -> None:
 
 
 def test_the_steps_end_drops_what_waits() -> None:
-    checks = Checks(mock.Mock(cp_size=2, sample_size=2))
-    checks.agreed("outer", passes, more_follow=True)
-    checks.drop()
-    checks.before_data()  # nobody is told
-    assert not checks.take().names
+    checks = RankChecks(mock.Mock(cp_size=2, sample_size=2))
+    checks.run("outer", passes, more_follow=True)
+    checks.clear()
+    checks.flush_before_data()  # nobody is told
+    assert not checks.pop().names

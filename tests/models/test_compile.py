@@ -14,8 +14,8 @@ import torch
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import Unsupported
 
-from lightning_cp.strategies.step.core import ContextParallelCore
-from lightning_cp.untraced import FirstCompile
+from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.utils.tracing import FirstCompile
 from tests.models.steps import Case, Outcome, make_model, one_process, start, step_of
 from tests.pool import run_ranks
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cp.models import counter
+from lightning_cp.randomness import counter
 
 MASK = 2**64 - 1
 GAMMA = 0x9E3779B97F4A7C15
@@ -49,18 +49,20 @@ def test_every_word_is_a_function_of_seed_row_position_and_feature() -> None:
 def test_parts_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Features from any one on, and any number of words at once."""
     k = keys(3, 50)
-    words, happens = counter.words(k, 9), counter.happens(k, 9, 0.3)
+    words, happens = counter.words(k, 9), counter.bernoulli_mask(k, 9, 0.3)
     monkeypatch.setitem(counter._AT_ONCE, "cpu", 7)
     assert torch.equal(counter.words(k, 4, first=3), words[..., 3:7])
-    assert torch.equal(counter.happens(k, 9, 0.3), happens)
+    assert torch.equal(counter.bernoulli_mask(k, 9, 0.3), happens)
     for first in (1, 2, 5):
-        assert torch.equal(counter.happens(k, 4, 0.3, first=first), happens[..., first : first + 4])
+        assert torch.equal(
+            counter.bernoulli_mask(k, 4, 0.3, first=first), happens[..., first : first + 4]
+        )
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9, 2**-24])
 def test_rate_and_independence(p: float) -> None:
     """Rates over all, of each feature, row and position; pairs of neighbours in all three directions."""
-    x = counter.happens(keys(), 256, p).double() - p
+    x = counter.bernoulli_mask(keys(), 256, p).double() - p
     deviation = math.sqrt(p * (1 - p))
 
     def normalised(total: torch.Tensor, count: int) -> float:

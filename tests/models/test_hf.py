@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.models.hf import label_alignment
+from lightning_cp.models.hf.labels import label_alignment
 from tests.models.later import transformers_version
 from tests.models.steps import (
     Case,

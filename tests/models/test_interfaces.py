@@ -15,11 +15,11 @@ from transformers.loss import loss_utils
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from lightning_cp.models.hf_attention import attention_function
-from lightning_cp.models.hf_mask import _maker
-from lightning_cp.models.hf_own import _FILES, _FORWARDS, _OWN_MASK, arguments
-from lightning_cp.models.hf_positions import _FROM_MASK, _MAKER
-from lightning_cp.models.recomputed import _CACHES
+from lightning_cp.memory.activations import _CACHES
+from lightning_cp.models.hf.masks import _factory_name
+from lightning_cp.models.hf.own_attention import _FILES, _FORWARDS, _OWN_MASK, forward_arguments
+from lightning_cp.models.hf.positions import _FROM_MASK, _MAKER
+from lightning_cp.models.hf.swap import attention_function
 from tests.models.later import transformers_version
 from tests.models.steps import Case, make_model
 
@@ -58,7 +58,7 @@ def test_masks_are_made_of_known_parts(name: str) -> None:
         return
     made = getattr(masking_utils, name)
     if not MAKERS[name]:
-        assert _maker(made) == name
+        assert _factory_name(made) == name
         return
     given: list[Any] = [torch.zeros(1, 4)]
     if name in ("and_masks", "or_masks"):
@@ -69,7 +69,7 @@ def test_masks_are_made_of_known_parts(name: str) -> None:
         given = [masking_utils.causal_mask_function, torch.zeros(1, 4, dtype=torch.long)]
     function = made(*given)
     assert set(MAKERS[name]) <= set(function.__code__.co_freevars)
-    assert _maker(function) == name
+    assert _factory_name(function) == name
 
 
 def test_masks_are_asked_for_by_these_names() -> None:
@@ -115,7 +115,9 @@ def test_patched_attention_is_where_it_was(file: str) -> None:
     found = [getattr(module, name) for name in _FORWARDS if hasattr(module, name)]
     assert found
     for kind in found:
-        assert arguments(kind.forward)[1:] == arguments(_FORWARDS[kind.__name__])[2:]
+        assert (
+            forward_arguments(kind.forward)[1:] == forward_arguments(_FORWARDS[kind.__name__])[2:]
+        )
     assert hasattr(module, "build_alibi_tensor")
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cp.strategies.arguments.settings import Settings
-from lightning_cp.strategies.step.core import ContextParallelCore
+from lightning_cp.config import StrategyConfig
+from lightning_cp.runtime.runtime import ContextParallelCore
 from tests.models.steps import LENGTH, ROWS, VOCAB, Case, make_batch, make_model, start
 from tests.pool import run_ranks
 from tests.strategies.plain_llama import PlainLlama
@@ -49,7 +49,7 @@ def started(name: str, model: Any, sizes: Sizes) -> ContextParallelCore:
     more = {k: v for k, v in sizes.items() if k not in ("ring_size", "ulysses_size")}
     if name == "hf":
         return start(ulysses, ring, model, **more)
-    how = Settings(ulysses_size=ulysses, ring_size=ring, labels="aligned", **more)
+    how = StrategyConfig(ulysses_size=ulysses, ring_size=ring, labels="aligned", **more)
     core = ContextParallelCore(how)
     core.build_mesh(ulysses * ring, "cpu", None, model)
     core.attach(model, {}, needs_labels=True)

@@ -15,10 +15,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from lightning_cp import SequenceLayout
-from lightning_cp.models.expected import expected_heads, expected_mask
-from lightning_cp.models.handle import SwapHandle
+from lightning_cp.models.handle import SwapHandle, SwapReportRow
 from lightning_cp.models.litgpt import litgpt_models, swap_litgpt
-from lightning_cp.models.report import Swapped
+from lightning_cp.models.structure import expected_heads, expected_mask
 from lightning_cp.models.swap import swap_attention
 from tests.models.litgpt_zoo import (
     LITGPT_FAMILIES,
@@ -232,7 +231,7 @@ def test_outside_of_a_step_it_is_the_plain_model(model: str) -> None:
 
 def test_what_was_swapped_is_reported() -> None:
     handle = swap_attention(litgpt_model(**LLAMA), None)  # type: ignore[arg-type]
-    assert handle.report[0] == Swapped(
+    assert handle.report[0] == SwapReportRow(
         modules="transformer.h.*.attn",
         count=2,
         kind="CausalSelfAttention",

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError
-from lightning_cp.strategies.arguments.settings import Settings
-from lightning_cp.strategies.step.core import ContextParallelCore
+from lightning_cp.runtime.runtime import ContextParallelCore
 from tests.models.steps import Case, make_batch, make_model, start
 from tests.models.zoo import make
 from tests.pool import expect_on_every_rank, run_ranks
@@ -56,7 +56,7 @@ def model_of(name: str) -> Any:
 def step(rank: int, world_size: int, name: str, call: str, labels: str) -> float:
     """The loss of one step; ``labels`` as it is given to the strategy."""
     model = model_of(name)
-    core = ContextParallelCore(Settings(ulysses_size=1, ring_size=2, labels=labels))
+    core = ContextParallelCore(StrategyConfig(ulysses_size=1, ring_size=2, labels=labels))
     core.build_mesh(2, "cpu", None, model)
     try:
         core.attach(model, {}, needs_labels=True)
@@ -232,7 +232,7 @@ def test_what_works_equals_one_process(name: str, call: str, labels: str) -> Non
 def evaluate(rank: int, world_size: int, what: str) -> None:
     """A step that is not training: in evaluation mode, and attached as the Trainer does."""
     model = model_of("llama").eval()
-    core = ContextParallelCore(Settings(ulysses_size=1, ring_size=2))
+    core = ContextParallelCore(StrategyConfig(ulysses_size=1, ring_size=2))
     core.build_mesh(2, "cpu", None, model)
     try:
         core.attach(model, {}, needs_labels=what != "predict")

@@ -13,7 +13,7 @@ from transformers import masking_utils as theirs
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import Documents, SequenceLayout
 from lightning_cp.models import StepState, SwapHandle
-from lightning_cp.models.hf_mask import MaskNote, Visible, make_note, mask_function, read_mask
+from lightning_cp.models.hf.masks import MaskNote, Visibility, make_note, mask_function, read_mask
 from tests.models.later import transformers_version
 from tests.models.steps import Case, make_batch, make_model, start
 from tests.pool import expect_on_every_rank
@@ -72,7 +72,7 @@ TRUE, FALSE = (
 def test_what_can_be_said(
     function: Callable[..., Any], causal: bool, window: tuple[int, int]
 ) -> None:
-    assert read_mask(function, LENGTH) == Visible(causal, window)
+    assert read_mask(function, LENGTH) == Visibility(causal, window)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_what_cannot_be_said(function: Callable[..., Any], match: str) -> None:
 
 
 def note() -> MaskNote:
-    return make_note(Visible(True, (6, -1)), (2, 1, 8, 8), "cpu")
+    return make_note(Visibility(True, (6, -1)), (2, 1, 8, 8), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def note() -> MaskNote:
 )
 def test_a_note_may_be_moved(move: Callable[[Any], Any]) -> None:
     moved = move(note())
-    assert moved.visible == Visible(True, (6, -1))
+    assert moved.visible == Visibility(True, (6, -1))
     assert moved.shape == (2, 1, 8, 8)
     assert moved.dim() == moved.ndim == 4
 

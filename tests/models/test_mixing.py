@@ -13,13 +13,12 @@ from torch import nn
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.models import StepState, SwapHandle, swap_attention
-from lightning_cp.models.functions import replace_for
-from lightning_cp.models.hf import swap_hf
-from lightning_cp.models.mixing import refuse_mixing
-from lightning_cp.models.pooling import watch_pooling
-from lightning_cp.models.scope import left_alone
-from lightning_cp.models.sdpa import swapped_sdpa
-from lightning_cp.models.watch import watch_attention, watch_calls
+from lightning_cp.models.call_scope import local_modules
+from lightning_cp.models.guards.attention_calls import watch_attention, watch_calls
+from lightning_cp.models.guards.token_mixing import check_no_mixing, watch_pooling
+from lightning_cp.models.handle import install_replacements
+from lightning_cp.models.hf.swap import swap_hf
+from lightning_cp.models.sdpa import sdpa_replacements
 from tests.models.later import all_families
 from tests.models.steps import Case, make_model
 
@@ -82,7 +81,7 @@ def test_embeddings_of_neighbouring_tokens_are_refused() -> None:
     sizes = {"embedding_size": 16, "num_attention_heads": 4, "intra_bottleneck_size": 32}
     model = hf("MobileBertForMaskedLM", **sizes)
     with pytest.raises(ConfigError, match="MobileBertEmbeddings, which joins neighbouring tokens"):
-        refuse_mixing(model)
+        check_no_mixing(model)
 
 
 def test_what_treats_every_token_alone_is_accepted() -> None:
@@ -93,22 +92,22 @@ def test_what_treats_every_token_alone_is_accepted() -> None:
         nn.LayerNorm(4),
         nn.Embedding(4, 4),
     ]
-    refuse_mixing(nn.ModuleList(alone))
+    check_no_mixing(nn.ModuleList(alone))
 
 
 @pytest.mark.parametrize("name", all_families())
 def test_ordinary_models_are_accepted(name: str) -> None:
     """GPT-2's Conv1D is a linear layer."""
-    refuse_mixing(make_model(Case(model=name)))
+    check_no_mixing(make_model(Case(model=name)))
 
 
 def test_a_module_may_be_declared_local() -> None:
     model = nn.ModuleDict({"pixels": nn.Sequential(nn.Conv1d(4, 4, 3)), "memory": nn.LSTM(4, 4)})
     model["pixels"].context_parallel_local = True  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"attention: memory \(LSTM\)\. Under"):
-        refuse_mixing(model)
+        check_no_mixing(model)
     model["memory"].context_parallel_local = True  # type: ignore[assignment]
-    refuse_mixing(model)
+    check_no_mixing(model)
 
 
 def test_models_that_are_not_swapped_are_not_looked_at() -> None:
@@ -151,7 +150,7 @@ def call_around(model: Around) -> None:
     model(X)  # outside of a step nothing is refused
     handle = Calls(MESH)
     try:
-        replace_for(handle, swapped_sdpa)
+        install_replacements(handle, sdpa_replacements)
         watch_pooling(model, handle)
         handle.activate(state())
         model(X)
@@ -217,8 +216,8 @@ class Calls(SwapHandle):
 
 def watched(model: nn.Module) -> SwapHandle:
     handle = Calls(MESH)
-    replace_for(handle, swapped_sdpa)
-    watch_attention(model, handle, left_alone(model, None))
+    install_replacements(handle, sdpa_replacements)
+    watch_attention(model, handle, local_modules(model, None))
     watch_calls(model, handle, {model})
     return handle
 
@@ -266,7 +265,7 @@ def test_no_call_at_all_names_what_looks_like_attention() -> None:
         with pytest.raises(
             ConfigError, match=r"\(0 calls\).*Attention classes seen: AttentionOfMine"
         ):
-            handle.require_intercepted(model)
+            handle.check_intercepted(model)
     finally:
         handle.undo()
 

@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
+from lightning_cp.batch.step_state import StepState
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
-from lightning_cp.models.functions import replace_for
-from lightning_cp.models.handle import SwapHandle
-from lightning_cp.models.others import refused_others
-from lightning_cp.models.step_state import StepState
+from lightning_cp.models.guards.attention_calls import unsupported_replacements
+from lightning_cp.models.handle import SwapHandle, install_replacements
 from lightning_cp.models.swap import swap_attention
 from tests.models.test_mixing import MESH
 
@@ -99,7 +98,7 @@ def test_calls_within_a_step_are_refused(
 ) -> None:
     want = {name: function(X) for name, function in user.CALLS.items()}
     before = dict(vars(user))
-    replace_for(handle, refused_others)
+    install_replacements(handle, unsupported_replacements)
     begin(handle)
     with pytest.raises(ConfigError, match=f"{NAMES[call]} was called within a step"):
         user.CALLS[call](X)
@@ -113,8 +112,8 @@ def test_calls_within_a_step_are_refused(
 def test_later_swaps_may_be_undone_first(user: types.ModuleType) -> None:
     first, second = SwapHandle(MESH), SwapHandle(MESH)
     own = user.flash_attn_func
-    replace_for(first, refused_others)
-    replace_for(second, refused_others)
+    install_replacements(first, unsupported_replacements)
+    install_replacements(second, unsupported_replacements)
     first.undo()
     begin(second)
     with pytest.raises(ConfigError, match=r"flash_attn_func was called"):

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.models import hf_own
 from lightning_cp.models.handle import SwapHandle
-from lightning_cp.models.hf import swap_hf
+from lightning_cp.models.hf import own_attention as hf_own
+from lightning_cp.models.hf.swap import swap_hf
 from tests.models.later import transformers_version
 from tests.models.matrix import eager, ranks, whole_sequence, worst
 from tests.models.steps import Case, make_batch, make_model

@@ -8,10 +8,10 @@ from unittest import mock
 import torch
 
 from lightning_cp.attention.spec import AttentionSpec
+from lightning_cp.batch.step_state import StepState
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.models import handle
 from lightning_cp.models.handle import SwapHandle
-from lightning_cp.models.step_state import StepState
 
 SINKS, OTHER_SINKS = torch.zeros(4), torch.zeros(4)
 

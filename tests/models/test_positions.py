@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_cp.errors import ConfigError, ShapeError
-from lightning_cp.models.hf_positions import counts_alone
+from lightning_cp.models.hf.positions import counts_positions_locally
 from tests.models.later import all_families, needs
 from tests.models.steps import Case, Outcome, make_batch, make_model, one_process, parallel, start
 from tests.pool import expect_on_every_rank, run_ranks
@@ -160,12 +160,12 @@ def test_models_without_position_ids_are_refused(name: str) -> None:
 def test_models_that_can_be_told_or_are_relative() -> None:
     from transformers import T5Config, T5EncoderModel
 
-    assert counts_alone([decoder("Bart")])
-    assert not counts_alone([make_model(Case())])
+    assert counts_positions_locally([decoder("Bart")])
+    assert not counts_positions_locally([make_model(Case())])
     sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4}
-    assert not counts_alone([T5EncoderModel(T5Config(vocab_size=40, **sizes))])
+    assert not counts_positions_locally([T5EncoderModel(T5Config(vocab_size=40, **sizes))])
 
 
 @pytest.mark.parametrize("name", all_families())
 def test_every_model_of_the_zoo_can_be_told(name: str) -> None:
-    assert not counts_alone([make_model(Case(model=name))])
+    assert not counts_positions_locally([make_model(Case(model=name))])

@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
-from lightning_cp.models.hf import swap_hf
-from lightning_cp.models.hf_rotary import tell_longest
+from lightning_cp.models.hf.rotary import patch_length_dependent_rope
+from lightning_cp.models.hf.swap import swap_hf
 from tests.models.steps import Case, make_batch, make_model, one_process
 from tests.models.test_hf import compare as compare_valid
 from tests.models.test_windows import SIZES, compare, difference
@@ -83,4 +83,4 @@ class Elsewhere(nn.Module):
 def test_what_cannot_be_told_is_refused(model: nn.Module, match: str) -> None:
     mesh: Any = None
     with pytest.raises(ConfigError, match=match):
-        tell_longest(model, [Config()], SwapHandle(mesh))
+        patch_length_dependent_rope(model, [Config()], SwapHandle(mesh))

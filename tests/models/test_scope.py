@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.models import StepState, SwapHandle, swap_attention
-from lightning_cp.strategies.arguments.settings import Settings
-from lightning_cp.strategies.step.core import ContextParallelCore
+from lightning_cp.runtime.runtime import ContextParallelCore
 from tests.models.steps import Case, Outcome, make_model, run_step
 from tests.pool import run_ranks
 from tests.strategies.plain_llama import Block, RMSNorm
@@ -105,7 +105,9 @@ def declared(model: Any, how: str) -> dict[str, Any]:
 def parallel(rank: int, world_size: int, sizes: tuple[int, int], how: str, again: str) -> Outcome:
     model = captions(again)
     ulysses, ring = sizes
-    core = ContextParallelCore(Settings(ulysses_size=ulysses, ring_size=ring, labels="aligned"))
+    core = ContextParallelCore(
+        StrategyConfig(ulysses_size=ulysses, ring_size=ring, labels="aligned")
+    )
     core.build_mesh(ulysses * ring, "cpu", None, model)
     try:
         core.attach(model, declared(model, how), needs_labels=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cp.labels import are_shifted, shift
+from lightning_cp.utils.labels import are_shifted, shift
 from tests.models.steps import Case, make_batch, make_model, start
 from tests.pool import run_ranks
 

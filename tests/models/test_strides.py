@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cp.strategies.arguments.settings import Settings
-from lightning_cp.strategies.step.core import ContextParallelCore
+from lightning_cp.config import StrategyConfig
+from lightning_cp.runtime.runtime import ContextParallelCore
 from tests.pool import run_ranks
 
 
@@ -43,7 +43,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 def viewed(rank: int, world_size: int, ulysses: int, ring: int, *kind: Any) -> torch.Tensor:
     model = Viewing(*kind)
-    settings = Settings(ulysses_size=ulysses, ring_size=ring, labels="aligned")
+    settings = StrategyConfig(ulysses_size=ulysses, ring_size=ring, labels="aligned")
     core = ContextParallelCore(settings)
     core.build_mesh(2, "cpu", None, model)
     try:

@@ -18,8 +18,9 @@ from torch import nn
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.models import StepState, SwapHandle, num_heads_of, swap_attention
-from lightning_cp.models.functions import Replaced, replace_for
-from lightning_cp.models.sdpa import swapped_sdpa
+from lightning_cp.models.handle import install_replacements
+from lightning_cp.models.sdpa import sdpa_replacements
+from lightning_cp.utils.patching import ReplacedFunction
 from tests.models.steps import Case, make_batch, make_model
 from tests.pool import run_ranks
 from tests.strategies.plain_llama import PlainLlama
@@ -291,7 +292,7 @@ class Calls(SwapHandle):
 
 
 def swapped(handle: SwapHandle) -> None:
-    replace_for(handle, swapped_sdpa)
+    install_replacements(handle, sdpa_replacements)
 
 
 @pytest.fixture
@@ -309,14 +310,14 @@ def test_a_swap_that_is_collected_while_another_is_made(styles: types.ModuleType
     held[0].itself = held[0]  # for the garbage collector
     swapped(held[0])
 
-    def collects(handle: SwapHandle) -> list[Replaced]:
+    def collects(handle: SwapHandle) -> list[ReplacedFunction]:
         held.clear()
         if gc.isenabled():  # as Python may at any moment
             gc.collect()
         return []
 
     q, second = torch.randn(2, 4, 8, 16), Calls()
-    replace_for(second, swapped_sdpa, collects)
+    install_replacements(second, sdpa_replacements, collects)
     gc.collect()
     second.activate(state())
     F.scaled_dot_product_attention(q, q, q)

@@ -22,8 +22,15 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import Documents, SequenceLayout
-from lightning_cp.models.random_functions import follow_draws
-from lightning_cp.models.token_draws import Place, TokenDraws, Tokens, as_ever, draw_per, place_of
+from lightning_cp.randomness.functions import patch_random_functions
+from lightning_cp.randomness.token_draws import (
+    StepTokens,
+    TokenDims,
+    TokenDraws,
+    draw_per,
+    find_token_dims,
+    without_token_draws,
+)
 
 ROWS, LENGTH, WIDTH = 3, 37, 8
 MODEL = nn.Linear(WIDTH, 2 * WIDTH)
@@ -47,7 +54,7 @@ def step(
 ) -> Iterator[TokenDraws]:
     """A rank's step, from the same random state."""
     draws = TokenDraws(model)
-    draws.begin(Tokens.of(layout, rank, ROWS, data))
+    draws.begin(StepTokens.of(layout, rank, ROWS, data))
     try:
         with torch.random.fork_rng([]):
             torch.manual_seed(5)
@@ -59,7 +66,7 @@ def step(
 @pytest.fixture(autouse=True, scope="module")
 def followed() -> Iterator[None]:
     """PyTorch's functions are replaced, as they are in a run."""
-    end = follow_draws()
+    end = patch_random_functions()
     yield
     end()
     assert "uniform_" not in vars(torch.Tensor)
@@ -235,7 +242,7 @@ def test_outside_of_a_step_and_for_others_all_is_as_ever() -> None:
 
     torch.manual_seed(5)
     want = draws()
-    with step(LAYOUTS["contiguous"]), as_ever():
+    with step(LAYOUTS["contiguous"]), without_token_draws():
         assert torch.equal(draws(), want)
     found: list[torch.Tensor] = []
     with step(LAYOUTS["contiguous"]):
@@ -280,7 +287,7 @@ def test_data_ranks_have_rows_of_one_batch() -> None:
             parts.append(F.dropout(hidden(LENGTH), 0.4))
     assert not torch.equal(*parts)
     draws = TokenDraws(MODEL)
-    draws.begin(Tokens.of(WHOLE, 0, 2 * ROWS))
+    draws.begin(StepTokens.of(WHOLE, 0, 2 * ROWS))
     torch.manual_seed(5)
     both = F.dropout(torch.ones(2 * ROWS, LENGTH, WIDTH, dtype=torch.float64), 0.4)
     draws.end()
@@ -320,33 +327,33 @@ def test_shapes() -> None:
     """[rows, tokens] are found in any order; what else is as long is left out."""
     rows, tokens = 2, 16
     places = {
-        (16,): Place(None, 0),
-        (32,): Place(None, None),
+        (16,): TokenDims(None, 0),
+        (32,): TokenDims(None, None),
         (2,): None,
         (): None,
-        (2, 16): Place(0, 1),
-        (1, 16): Place(0, 1),
-        (4, 16): Place(0, 1),
-        (32, 5): Place(None, None),
+        (2, 16): TokenDims(0, 1),
+        (1, 16): TokenDims(0, 1),
+        (4, 16): TokenDims(0, 1),
+        (32, 5): TokenDims(None, None),
         (2, 5): None,
-        (16, 5): Place(None, 0),
-        (2, 16, 5): Place(0, 1),
-        (8, 16, 5): Place(0, 1),
-        (2, 16, 16): Place(0, 1),
-        (16, 2, 5): Place(1, 0),
-        (2, 4, 16, 5): Place(0, 2),
-        (2, 5, 16): Place(0, 2),
-        (32, 1, 5): Place(None, None),
+        (16, 5): TokenDims(None, 0),
+        (2, 16, 5): TokenDims(0, 1),
+        (8, 16, 5): TokenDims(0, 1),
+        (2, 16, 16): TokenDims(0, 1),
+        (16, 2, 5): TokenDims(1, 0),
+        (2, 4, 16, 5): TokenDims(0, 2),
+        (2, 5, 16): TokenDims(0, 2),
+        (32, 1, 5): TokenDims(None, None),
         (2, 5, 7): None,
         (5, 7): None,
     }
-    assert {shape: place_of(shape, rows, tokens) for shape in places} == places
-    assert place_of((2, 16), rows, tokens, not_last=True) is None
-    assert place_of((2, 5, 16), rows, tokens, not_last=True) is None
-    assert place_of((2, 16, 16), rows, tokens, not_last=True) == Place(0, 1)
-    assert place_of((1, 4), 1, 4) == Place(0, 1)
-    assert place_of((4, 4), 4, 4) == Place(0, 1)
-    assert place_of((4,), 4, 4) is None
+    assert {shape: find_token_dims(shape, rows, tokens) for shape in places} == places
+    assert find_token_dims((2, 16), rows, tokens, not_last=True) is None
+    assert find_token_dims((2, 5, 16), rows, tokens, not_last=True) is None
+    assert find_token_dims((2, 16, 16), rows, tokens, not_last=True) == TokenDims(0, 1)
+    assert find_token_dims((1, 4), 1, 4) == TokenDims(0, 1)
+    assert find_token_dims((4, 4), 4, 4) == TokenDims(0, 1)
+    assert find_token_dims((4,), 4, 4) is None
 
 
 def test_features_as_many_as_tokens_are_features() -> None:
@@ -438,7 +445,7 @@ def test_what_cannot_be_drawn_per_token_is_said(caplog: pytest.LogCaptureFixture
 
 def test_a_model_is_not_kept_alive_by_a_step_that_never_ended() -> None:
     draws = TokenDraws(MODEL)
-    draws.begin(Tokens.of(WHOLE, 0, ROWS))
+    draws.begin(StepTokens.of(WHOLE, 0, ROWS))
     del draws
     torch.manual_seed(5)
     drawn = torch.rand(ROWS, LENGTH)

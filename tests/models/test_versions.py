@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.models.handle import SwapHandle
-from lightning_cp.models.hf import swap_hf
+from lightning_cp.models.hf.swap import swap_hf
 from tests.models.later import LATER, is_refused
 from tests.models.steps import Case, make_model, parallel
 from tests.models.test_windows import compare

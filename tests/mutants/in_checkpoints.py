@@ -13,7 +13,7 @@ SPREAD = "tests/checkpoint/test_spread.py"
 CHECKPOINT_MUTANTS = (
     Mutant(
         "a refused load keeps the weights",
-        "lightning_cp/strategies/saves/trainer.py",
+        "lightning_cp/strategies/saves_trainer.py",
         "            if before is not None:",
         "            if before is None:",
         ("tests/strategies/test_loads.py::test_refused_loads_change_nothing[ddp-by_trainer]",),
@@ -21,7 +21,7 @@ CHECKPOINT_MUTANTS = (
     ),
     Mutant(
         "what another rank alone saves is dropped",
-        "lightning_cp/checkpoint/same_states.py",
+        "lightning_cp/checkpoint/consistency.py",
         "if key not in first.parts and (value.tensors or not place):",
         "if key not in first.parts and value.tensors:",
         ("tests/checkpoint/test_same_states.py",),
@@ -29,7 +29,7 @@ CHECKPOINT_MUTANTS = (
     ),
     Mutant(
         "a folder is deleted while others write into it",
-        "lightning_cp/checkpoint/durable.py",
+        "lightning_cp/checkpoint/atomic.py",
         "        folder.rename(aside)\n    except OSError:",
         "        aside = folder\n    except OSError:",
         ("tests/checkpoint/test_failed_together.py",),
@@ -37,7 +37,7 @@ CHECKPOINT_MUTANTS = (
     ),
     Mutant(
         "nobody waits for links",
-        "lightning_cp/strategies/saves/saver.py",
+        "lightning_cp/checkpoint/manager.py",
         "self._together(running.target, self._do_later)",
         "self._do_later()",
         ("tests/strategies/test_background_saves.py",),
@@ -54,8 +54,8 @@ CHECKPOINT_MUTANTS = (
     Mutant(
         "sizes compared, not hashes",
         "lightning_cp/checkpoint/manifest.py",
-        "    if hash_of(path) != entry.sha256:",
-        "    if not hash_of(path):",
+        "    if sha256_of(path) != entry.sha256:",
+        "    if not sha256_of(path):",
         (f"{DAMAGE}::test_a_shard_of_another_step_is_named",),
         "A shard of another step is loaded with the others, without a word.",
     ),
@@ -70,14 +70,14 @@ CHECKPOINT_MUTANTS = (
     Mutant(
         "no copy before the background",
         "lightning_cp/checkpoint/save.py",
-        "planned.world.together(planned.copy, _other(planned))",
-        "planned.world.together(bool, _other(planned))",
+        "planned.world.run_on_all(planned.copy, _error_elsewhere(planned))",
+        "planned.world.run_on_all(bool, _error_elsewhere(planned))",
         (f"{FORMS}::test_spread_tensors_are_read_in_any_other_spread[sharded-background]",),
         "What is saved in the background is a mix of the steps that are made meanwhile.",
     ),
     Mutant(
         "removed though a link points to it",
-        "lightning_cp/strategies/saves/saver.py",
+        "lightning_cp/checkpoint/manager.py",
         "            return False\n        if is_foreign(target)",
         "            pass\n        if is_foreign(target)",
         (f"{REFUSED}::test_only_checkpoints_are_removed",),
@@ -85,7 +85,7 @@ CHECKPOINT_MUTANTS = (
     ),
     Mutant(
         "optimizers by number only",
-        "lightning_cp/strategies/saves/optimizers.py",
+        "lightning_cp/checkpoint/optimizers.py",
         "    return [place[name] for name in own]",
         "    return list(range(len(own)))",
         (f"{REFUSED}::test_optimizers_are_loaded_by_name",),
@@ -93,7 +93,7 @@ CHECKPOINT_MUTANTS = (
     ),
     Mutant(
         "any folder is replaced",
-        "lightning_cp/checkpoint/in_the_way.py",
+        "lightning_cp/checkpoint/manifest.py",
         "    if is_foreign(path) and any(path.iterdir()):",
         "    if not path:",
         (
@@ -120,14 +120,14 @@ CHECKPOINT_MUTANTS = (
     Mutant(
         "places told apart by their dotted names",
         "lightning_cp/checkpoint/read.py",
-        "            name = name_of(place, stored)",
+        "            name = unique_name(place, stored)",
         "            name = name_of(place, ())",
         (f"{SPREAD}::test_the_same_dotted_name_twice[full]",),
         "Of two tensors with the same dotted name one is read twice, the other is uninitialised memory.",
     ),
     Mutant(
         "a refused place is found after the weights are loaded",
-        "lightning_cp/strategies/saves/fabric.py",
+        "lightning_cp/strategies/saves_fabric.py",
         "        if isinstance(obj, RunState):",
         "        if not obj:",
         ("tests/strategies/resume/test_fabric.py::test_more_loaders_than_were_saved_are_refused",),
@@ -135,7 +135,7 @@ CHECKPOINT_MUTANTS = (
     ),
     Mutant(
         "callbacks compared as weights are",
-        "lightning_cp/strategies/saves/trainer.py",
+        "lightning_cp/strategies/saves_trainer.py",
         "            may_differ=_MAY_DIFFER,\n",
         "",
         ("tests/strategies/test_monitors_apart.py",),
@@ -143,7 +143,7 @@ CHECKPOINT_MUTANTS = (
     ),
     Mutant(
         "each data rank decides by its own value",
-        "lightning_cp/strategies/saves/callbacks.py",
+        "lightning_cp/strategies/lightning_patches.py",
         "    first = every[0]",
         "    first = every[World().rank]",
         ("tests/strategies/test_monitors_apart.py",),
@@ -151,7 +151,7 @@ CHECKPOINT_MUTANTS = (
     ),
     Mutant(
         "a folder that one rank alone sees",
-        "lightning_cp/checkpoint/sharded_plan.py",
+        "lightning_cp/checkpoint/sharded.py",
         "    while not folder.is_dir():",
         "    while False:",
         ("tests/checkpoint/test_same_states.py",),

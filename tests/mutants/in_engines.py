@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-ENGINES = "lightning_cp/strategies/engines/"
+ENGINES = "lightning_cp/engines"
 TESTS = "tests/strategies/test_engines.py::"
 ODD = TESTS + "test_odd_parameters_are_trained_as_in_one_process[fsdp]"
 
@@ -18,7 +18,7 @@ WITHIN = (
 ENGINE_MUTANTS = (
     Mutant(
         "FSDP2's methods hide those of the user's class",
-        ENGINES + "sharded.py",
+        f"{ENGINES}/fsdp.py",
         "            keep_methods(unit, users)\n",
         "",
         (
@@ -29,7 +29,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "a call between steps is no forward of the root",
-        ENGINES + "root.py",
+        f"{ENGINES}/fsdp_gradients.py",
         "if self.entered or not is_idle(root):",
         "if root:",
         (OUTSIDE + "test_calls_in_hooks_equal_those_of_one_process[fsdp-on_train_batch_end-grad]",),
@@ -37,7 +37,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "a call between steps that fails leaves its forward open",
-        ENGINES + "root.py",
+        f"{ENGINES}/fsdp_gradients.py",
         "        if output is None:  # it has failed\n            forget_step(root)\n",
         "        if output is None:\n",
         (CURRENT + "[fsdp-FailsOutside]",),
@@ -45,7 +45,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "parameters stay whole after a call between steps",
-        ENGINES + "root.py",
+        f"{ENGINES}/fsdp_gradients.py",
         "        output = leave_forward(root, args, output)\n        self.shard()\n",
         "        output = leave_forward(root, args, output)\n",
         (CURRENT + "[zero1-ChangesAfterPart]",),
@@ -53,7 +53,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "whole parameters outlive a step within a method",
-        ENGINES + "root.py",
+        f"{ENGINES}/fsdp_gradients.py",
         "            self._shard_all()  # in a method too\n",
         "",
         (WITHIN + "[zero1-Looks]",),
@@ -61,7 +61,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "what a step changes in whole parameters stays there",
-        ENGINES + "torch_fsdp2.py",
+        f"{ENGINES}/fsdp_internals.py",
         "            shard.copy_(each.all_gather_outputs[0][own : own + shard.numel()])\n",
         "            del own\n",
         (WITHIN + "[fsdp-Shrinks]",),
@@ -69,7 +69,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "memory that a step gives whole parameters is not looked at",
-        ENGINES + "torch_fsdp2.py",
+        f"{ENGINES}/fsdp_internals.py",
         " if x._unsharded_param._version != came or _is_replaced(x)]",
         " if x._unsharded_param._version != came]",
         (WITHIN + "[zero1-Replaces]",),
@@ -77,7 +77,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "a step by hand begins with whole parameters, whatever gradients there are",
-        ENGINES + "root.py",
+        f"{ENGINES}/fsdp_gradients.py",
         "if self._is_manual() and any(",
         "if not self._groups and any(",
         (WITHIN + "[fsdp-ClipsLate]",),
@@ -85,7 +85,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "a look at the loss within a method leaves parameters whole",
-        ENGINES + "root.py",
+        f"{ENGINES}/fsdp_gradients.py",
         "            if not torch.is_grad_enabled():\n                self._shard_all()\n",
         "",
         (WITHIN + "[fsdp-Clips]",),
@@ -93,7 +93,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "recomputation is a call between steps",
-        ENGINES + "torch_fsdp2.py",
+        f"{ENGINES}/fsdp_internals.py",
         "    if in_backward():\n        return False\n",
         "",
         (OUTSIDE + "test_recomputation_is_no_call_between_steps[fsdp]",),
@@ -101,7 +101,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "whole parameters are made in inference mode",
-        ENGINES + "torch_fsdp2.py",
+        f"{ENGINES}/fsdp_internals.py",
         "            with torch.inference_mode(False), torch.no_grad():\n                own()",
         "            own()",
         (CURRENT + "[fsdp-InfersFirst]",),
@@ -109,7 +109,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "scalars stay on their ranks",
-        ENGINES + "averages.py",
+        f"{ENGINES}/gradients.py",
         "parameter.grad = all_sum(own, group) / group.size()",
         "parameter.grad = own",
         (ODD,),
@@ -128,7 +128,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "what a program has averaged itself is not compared",
-        ENGINES + "kept.py",
+        f"{ENGINES}/ddp.py",
         "if not total or vote([_checksum(p.grad) for p in parameters], group):",
         "if not total:",
         (
@@ -139,7 +139,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "zeros in place of no gradient",
-        ENGINES + "root.py",
+        f"{ENGINES}/fsdp_gradients.py",
         "if not count and id(parameter) in self._filled:",
         "if not count and not self._filled:",
         (ODD,),
@@ -147,7 +147,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "replicated gradients count once per rank",
-        ENGINES + "norms.py",
+        f"{ENGINES}/gradients.py",
         "if not isinstance(placed, Replicate)",
         "if placed is not None",
         (TESTS + "test_the_norm_of_any_mixture_is_that_of_one_process",),
@@ -155,7 +155,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "a bucket is added and not divided",
-        ENGINES + "buckets.py",
+        f"{ENGINES}/ddp_options.py",
         "done.value()[0].div_(size)",
         "done.value()[0]",
         (TESTS + "test_options_change_nothing[per_parameter]",),
@@ -163,9 +163,9 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "windows know of gradients in grad only",
-        "lightning_cp/strategies/step/accumulation.py",
-        "id(p) in kept or (p.grad is not None and _any(p.grad))",
-        "(p.grad is not None and _any(p.grad))",
+        "lightning_cp/loss/accumulation.py",
+        "id(p) in kept or (p.grad is not None and _is_nonzero(p.grad))",
+        "(p.grad is not None and _is_nonzero(p.grad))",
         (
             "tests/strategies/test_token_weighting.py::"
             "test_sharded_loops_of_ones_own_equal_a_loop_by_hand[fabric, fsdp]",
@@ -174,7 +174,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "what a step unfreezes is frozen again",
-        ENGINES + "torch_fsdp2.py",
+        f"{ENGINES}/fsdp_internals.py",
         "if any(form.requires_grad != before for form in forms):",
         "if not forms:",
         (
@@ -184,7 +184,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "zero_grad leaves what ranks keep back",
-        ENGINES + "successors.py",
+        f"{ENGINES}/fsdp.py",
         "        kind.zero_grad(self, set_to_none)\n        drop(",
         "        kind.zero_grad(self, set_to_none)\n        set(",
         ("tests/strategies/test_fabric_freezing.py::test_as_in_one_process[fsdp Discarding]",),

@@ -61,8 +61,8 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "send buffer of an all-to-all given up",
         ALL_TO_ALL,
-        "return Pending(received, send, work, lambda whole: _wholes(whole, sections, rank))",
-        "return Pending(received, None, work, lambda whole: _wholes(whole, sections, rank))",
+        "return Pending(received, send, work, lambda whole: _section_views(whole, sections, rank))",
+        "return Pending(received, None, work, lambda whole: _section_views(whole, sections, rank))",
         (
             "tests/comm/test_transfers.py::test_the_buffer_of_an_all_to_all_lives_until_it_was_waited_for",
         ),
@@ -94,7 +94,7 @@ EXCHANGE_MUTANTS = (
     ),
     Mutant(
         "gradients that came as they are not put into the message",
-        "lightning_cp/kernels/sums.py",
+        "lightning_cp/kernels/merge.py",
         "            memory.copy_(self._sum)",
         "            pass",
         (RING_2,),
@@ -143,7 +143,7 @@ EXCHANGE_MUTANTS = (
     Mutant(
         "gradients scattered in sequence order",
         COMM_GATHER,
-        "_put_in_order(x, order, [(0, len(x), whole)])",
+        "_copy_to_rank_order(x, order, [(0, len(x), whole)])",
         "whole.copy_(x)",
         (f"{COLLECTIVES}_what_lies_apart_travels_in_rank_order[scatter_as_with_nccl]",),
         "With NCCL alone keys get gradients of other positions; no test on gloo comes by.",
@@ -227,7 +227,7 @@ EXCHANGE_MUTANTS = (
     ),
     Mutant(
         "kept results replayed from the first layer",
-        "lightning_cp/attention/keep.py",
+        "lightning_cp/attention/checkpointing.py",
         "self._next += 1",
         "self._next += 0",
         (
@@ -238,7 +238,7 @@ EXCHANGE_MUTANTS = (
     ),
     Mutant(
         "windows delegated to ring-flash-attn",
-        "lightning_cp/attention/delegate.py",
+        "lightning_cp/attention/ring_flash_attn_support.py",
         "if spec.window != (-1, -1):",
         "if len(spec.window) != 2:",
         ("tests/attention/test_ring_flash_attn.py::test_refused_by_name[window]",),

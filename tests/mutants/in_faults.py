@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-VERDICT = "lightning_cp/faults/verdict.py"
+VERDICT = "lightning_cp/watchdog/attribution.py"
 TESTS = "tests/faults/test_verdicts.py::test_"
 
 FAULT_MUTANTS = (
@@ -50,7 +50,7 @@ FAULT_MUTANTS = (
     ),
     Mutant(
         "setup compares nothing but settings",
-        "lightning_cp/strategies/watch/same.py",
+        "lightning_cp/consistency/settings.py",
         "return {**stage, **versions, **chosen, **besides, **told}",
         "return {**stage, **chosen, **besides, **told}",
         ("tests/faults/test_same_start.py::test_what_differs_is_named[torch version-1]",),
@@ -58,7 +58,7 @@ FAULT_MUTANTS = (
     ),
     Mutant(
         "settings of optimizers are not compared",
-        "lightning_cp/strategies/watch/alike.py",
+        "lightning_cp/consistency/model.py",
         "shown(_plain(group[key]))",
         "shown(None)",
         ("tests/faults/test_same_model.py::test_another_optimizer_is_named[ddp-rate-fabric]",),
@@ -66,7 +66,7 @@ FAULT_MUTANTS = (
     ),
     Mutant(
         "what shapes do not show is not compared",
-        "lightning_cp/strategies/watch/alike.py",
+        "lightning_cp/consistency/model.py",
         "[model_facts(module), config_facts(module)]",
         "[model_facts(module)]",
         ("tests/faults/test_same_model.py::test_a_config_that_shapes_do_not_show_is_compared",),
@@ -74,7 +74,7 @@ FAULT_MUTANTS = (
     ),
     Mutant(
         "who is named is ended by its own watcher",
-        "lightning_cp/faults/watcher.py",
+        "lightning_cp/watchdog/thread.py",
         "return self.is_named or (own",
         "return (own",
         ("tests/faults/test_watchers.py",),
@@ -82,7 +82,7 @@ FAULT_MUTANTS = (
     ),
     Mutant(
         "time passes while a process is stopped",
-        "lightning_cp/faults/clock.py",
+        "lightning_cp/watchdog/thread.py",
         "self._stood += gap",
         "self._stood += 0",
         ("tests/faults/test_clock.py",),
@@ -90,15 +90,15 @@ FAULT_MUTANTS = (
     ),
     Mutant(
         "bytes that move are no progress",
-        "lightning_cp/faults/signs.py",
-        "position.progress()",
-        "pass",
+        "lightning_cp/watchdog/phase.py",
+        "in _watched:\n        position.progress()",
+        "in _watched:\n        pass",
         ("tests/faults/test_signs.py",),
         "A save on a slow disk is taken for a hang, and cut.",
     ),
     Mutant(
         "who ends well in a forked process does not say so",
-        "lightning_cp/strategies/launch/processes.py",
+        "lightning_cp/strategies/base.py",
         "            Finalize(self, self._core.watch.stop, exitpriority=1)\n",
         "",
         (
@@ -109,7 +109,7 @@ FAULT_MUTANTS = (
     ),
     Mutant(
         "SIGTERM leaves no last words",
-        "lightning_cp/strategies/watch/last_words.py",
+        "lightning_cp/watchdog/watch.py",
         "        self._watch.hear(SOON)\n",
         "",
         (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-FINITE = "lightning_cp/strategies/watch/finite.py"
+FINITE = "lightning_cp/consistency/finite.py"
 TRAINER = "tests/strategies/test_finite.py::test_a_trainer_stops"
 
-COUNTS = "lightning_cp/strategies/step/counts.py"
+COUNTS = "lightning_cp/loss/counts.py"
 KINDS = "tests/strategies/test_loss_kinds.py::test_"
 LATER = "tests/parity/test_later_losses.py::test_"
 SEVERAL = "tests/strategies/test_several_counts.py::test_"
@@ -18,7 +18,7 @@ CLOSURES = "tests/strategies/test_closures.py::test_"
 GUARD_MUTANTS = (
     Mutant(
         "a check leaves its passes in trained weights",
-        "lightning_cp/strategies/parity/untouched.py",
+        "lightning_cp/parity/restore.py",
         "trained = (p for p in parameters if p.requires_grad and",
         "trained = (p for p in parameters if not p.requires_grad and",
         ("tests/parity/test_left_behind.py::test_the_run_is_the_one_without[MovesWeights]",),
@@ -26,7 +26,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "numbers beside values of whole sequences are left out",
-        "lightning_cp/loss_terms.py",
+        "lightning_cp/loss/terms.py",
         "[] if _is_of_parameters(node) else _numbers_of(node)",
         "_numbers_of(node) if factors else []",
         ("tests/test_loss_terms.py::test_numbers_beside_whole_rows_are_told",),
@@ -34,7 +34,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "ranks send what their own kind of a value needs",
-        "lightning_cp/logs/settle.py",
+        "lightning_cp/logging/reduce.py",
         "if losses and call.key in means_of_all]",
         "if losses and call.kind in MEANS]",
         ("tests/strategies/test_log_kinds.py::test_ranks_that_log_a_name_with_other_kinds[ring3]",),
@@ -42,7 +42,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "closures return the plain mean of ranks",
-        "lightning_cp/strategies/step/values.py",
+        "lightning_cp/runtime/step_context.py",
         "        mean, is_known = self._averaged(own) if one_batch else self._alike(own)\n        if",
         "        mean, is_known = side_by_side([own], self.mesh)[0].mean(0), True\n        if",
         (f"{CLOSURES}a_search_along_a_closure_is_one_process_s[ring3-fabric]",),
@@ -50,7 +50,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "data ranks weigh the same in what a closure returns",
-        "lightning_cp/strategies/step/values.py",
+        "lightning_cp/runtime/step_context.py",
         "mean * self._loss.data_weight",
         "mean",
         (f"{CLOSURES}ranks_with_other_samples_search_alike[tensor]",),
@@ -75,14 +75,14 @@ GUARD_MUTANTS = (
     Mutant(
         "norms alone",
         COUNTS,
-        "rows @ _places(rows) + columns @ _places(columns)",
+        "rows @ _position_weights(rows) + columns @ _position_weights(columns)",
         "norm",
         ("tests/test_loss_terms.py::test_a_small_part_of_another_tensor_is_told",),
         "A regulariser that is wrong in one row of a large table trains on.",
     ),
     Mutant(
         "factors of losses by hand are not compared",
-        "lightning_cp/strategies/step/losses.py",
+        "lightning_cp/runtime/step_context.py",
         "            factors = factors_of(loss, self._loss.tokens)\n",
         "            pass\n",
         (f"{LATER}a_factor_that_ranks_do_not_share_is_compared_with_one_process[2-OfAMask]",),
@@ -90,7 +90,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "a mean's count is no factor",
-        "lightning_cp/loss_terms.py",
+        "lightning_cp/loss/terms.py",
         "            found.divisors.append(sizes[0] / max(1, sizes[-1]))\n",
         "            pass\n",
         (f"{LATER}a_factor_that_ranks_do_not_share_is_compared_with_one_process[3-OfAMasksMean]",),
@@ -106,7 +106,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "state that steps write to is not compared",
-        "lightning_cp/strategies/watch/finite.py",
+        "lightning_cp/consistency/finite.py",
         "own=[counts.numbers, state]",
         "own=[counts.numbers]",
         (f"{LATER}state_of_a_rank_s_own_tokens_is_warned_of_by_name[3-settings1]",),
@@ -114,7 +114,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "no second look",
-        "lightning_cp/strategies/parity/trainer.py",
+        "lightning_cp/strategies/parity_checks.py",
         "            self._check_again(micro_batch)\n",
         "            pass\n",
         (f"{LATER}what_has_begun_by_the_third_step_is_compared_with_one_process[Centred]",),
@@ -122,7 +122,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "factors of 0 are counted",
-        "lightning_cp/loss_terms.py",
+        "lightning_cp/loss/terms.py",
         "all(not x for zero, x in pairs if zero)",
         "sum(zeros) <= sum(self.zeros)",
         (f"{LATER}a_penalty_that_begins_later_is_compared_with_one_process[Switching]",),
@@ -130,7 +130,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "a loop that ends leaves its step open",
-        "lightning_cp/strategies/loaders/loops.py",
+        "lightning_cp/strategies/fabric_loops.py",
         "            core.close_step()\n",
         "            pass\n",
         (f"{ENDS}models_are_plain_after_a_loop[ring]",),
@@ -138,7 +138,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "a declared loss clears others",
-        "lightning_cp/strategies/step/losses.py",
+        "lightning_cp/runtime/step_context.py",
         "            self._look_at(self._loss, is_known or passes)\n",
         "            self._look_at(self._loss, is_known or passes)\n"
         "            if self._loss.is_declared:\n"
@@ -148,7 +148,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "a check of a declared loss clears others",
-        "lightning_cp/strategies/parity/check.py",
+        "lightning_cp/parity/check.py",
         "[aside.zeros] if aside.needs_fewer_labels else []",
         "[] if aside.is_known else [aside.zeros]",
         (
@@ -175,7 +175,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "own losses unseen",
-        "lightning_cp/strategies/step/weighting.py",
+        "lightning_cp/loss/weighting.py",
         "own = loss if self._own is None else self._own",
         "own = loss",
         (f"{TRAINER}[by norm-loss]",),
@@ -183,7 +183,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "finite after clipping only",
-        "lightning_cp/strategies/trainer_setup.py",
+        "lightning_cp/strategies/trainer.py",
         "before_clipping(self._replaced, self.precision_plugin, self._complete)",
         "pass",
         (f"{TRAINER}[manual-infinite gradient]",),
@@ -215,7 +215,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "dead ranks are answered once for all",
-        "lightning_cp/strategies/watch/restarts.py",
+        "lightning_cp/launch/rendezvous.py",
         '            if store.check([f"{_FOLDER}/{own}/knows/{other}"]):',
         '            if store.check([f"{_FOLDER}/asks/{other}"]):',
         ("tests/strategies/test_restarts.py::test_questions_of_the_dead_do_not_count",),
@@ -223,7 +223,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "the last count weights every loss of a step",
-        "lightning_cp/strategies/step/weighting.py",
+        "lightning_cp/loss/weighting.py",
         "if all(same or not share for same, share in zip(of_ranks, shares, strict=True)):",
         "if of_ranks is not None:",
         (
@@ -234,7 +234,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "a sum of losses is averaged by the last count",
-        "lightning_cp/strategies/step/weighting.py",
+        "lightning_cp/loss/weighting.py",
         "return self.shares if self._weigh_alike is not None and self._weigh_alike else None",
         "return self.shares",
         (f"{SEVERAL}a_sum_of_losses_is_refused",),
@@ -242,7 +242,7 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "NaN is for ranks without targets alone",
-        "lightning_cp/logs/settle.py",
+        "lightning_cp/logging/reduce.py",
         "[x and y > 0 for x, y in zip(nan, shares, strict=True)]",
         "[x and not y for x, y in zip(nan, shares, strict=True)]",
         (

@@ -7,8 +7,8 @@ from tests.mutants.selections import kernel, layout, modes, poisoned, scores
 
 MERGE = "lightning_cp/kernels/merge.py"
 REFERENCE = "lightning_cp/kernels/reference.py"
-PER_TILE = "lightning_cp/kernels/call_per_tile.py"
-PACKS = "lightning_cp/kernels/packs.py"
+PER_TILE = "lightning_cp/kernels/per_tile.py"
+PACKS = "lightning_cp/kernels/varlen.py"
 
 KERNEL_MUTANTS = (
     Mutant(
@@ -53,7 +53,7 @@ KERNEL_MUTANTS = (
     ),
     Mutant(
         "gradients summed in half precision",
-        "lightning_cp/kernels/sums.py",
+        "lightning_cp/kernels/merge.py",
         "self._sum = self._like = self.result.to(self.dtype)",
         "self._sum = self._like = self.result",
         ("tests/kernels/test_sums.py::test_the_sum_is_that_of_the_parts",),
@@ -61,7 +61,7 @@ KERNEL_MUTANTS = (
     ),
     Mutant(
         "a gradient begins with what memory held",
-        "lightning_cp/kernels/sums.py",
+        "lightning_cp/kernels/merge.py",
         "self._sum = self._like = self._memory().zero_()",
         "self._sum = self._like = self._memory()",
         ("tests/kernels/test_sums.py::test_the_sum_is_that_of_the_parts",),
@@ -92,9 +92,9 @@ KERNEL_MUTANTS = (
     Mutant(
         "scale applied twice",
         REFERENCE,
-        "softmax.add(_bias(_cap(q @ k.mT, scores.softcap), part, slopes), v)",
+        "softmax.add(_apply_bias_and_mask(_cap(q @ k.mT, scores.softcap), part, slopes), v)",
         "softmax.add(\n"
-        "    _bias(_cap(q @ k.mT * scores.softmax_scale, scores.softcap), part, slopes), v)",
+        "    _apply_bias_and_mask(_cap(q @ k.mT * scores.softmax_scale, scores.softcap), part, slopes), v)",
         (kernel("full-mha-dense-1"),),
         "A flatter softmax: the model trains, and is worse.",
     ),
@@ -172,7 +172,7 @@ KERNEL_MUTANTS = (
     ),
     Mutant(
         "lse of a slice read as dense memory",
-        "lightning_cp/kernels/call_varlen.py",
+        "lightning_cp/kernels/varlen.py",
         "merged = merged._replace(lse=merged.lse.contiguous())",
         "merged = merged._replace()",
         (
@@ -183,7 +183,7 @@ KERNEL_MUTANTS = (
     ),
     Mutant(
         "flash window off by one",
-        "lightning_cp/kernels/flash_window.py",
+        "lightning_cp/kernels/varlen.py",
         "shift = tile.k_len - tile.q_len - tile.delta",
         "shift = tile.k_len - tile.q_len - tile.delta + 1",
         (
@@ -195,7 +195,7 @@ KERNEL_MUTANTS = (
     Mutant(
         "a query twice in one launch",
         PACKS,
-        "for by_queries in _apart((_queries(tile), tile) for tile in tiles)",
+        "for by_queries in _group_disjoint((_queries(tile), tile) for tile in tiles)",
         "for by_queries in [list(tiles)]",
         ("tests/kernels/test_packs.py::test_every_tile_is_somewhere_and_no_token_twice",),
         "Merging reads and writes: of two results of a query one is lost.",
@@ -203,7 +203,7 @@ KERNEL_MUTANTS = (
     Mutant(
         "a key twice in one launch",
         PACKS,
-        "for group in _apart((_keys(tile), tile) for tile in by_queries)",
+        "for group in _group_disjoint((_keys(tile), tile) for tile in by_queries)",
         "for group in [by_queries]",
         ("tests/kernels/test_packs.py::test_queries_and_keys_in_several_tiles",),
         "Of two gradients of a key one is lost.",

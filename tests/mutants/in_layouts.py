@@ -5,12 +5,12 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 from tests.mutants.selections import COVER, DESCRIPTIONS, layout
 
-COLUMNS = "lightning_cp/layout/columns.py"
+COLUMNS = "lightning_cp/layout/tile_arrays.py"
 DOCUMENTS = "lightning_cp/layout/documents.py"
 TILES = "lightning_cp/layout/tiles.py"
-GATHERED = "lightning_cp/layout/gathered.py"
+GATHERED = "lightning_cp/layout/exchange.py"
 BALANCE = "lightning_cp/layout/balance.py"
-NEAR = "lightning_cp/layout/near.py"
+NEAR = "lightning_cp/layout/balance.py"
 
 LAYOUT_MUTANTS = (
     Mutant(
@@ -160,7 +160,7 @@ LAYOUT_MUTANTS = (
     Mutant(
         "documents kept together at any price",
         BALANCE,
-        "return near if even and homes.keys_needed(near) < needed else owner",
+        "return near if even and chunk_documents.keys_needed(near) < needed else owner",
         "return near",
         (layout("balance.py::test_never_more_keys_for_it"),),
         "More keys travel than without, or a rank has too much work.",

@@ -12,7 +12,7 @@ FOLDER = f"{TESTS}/test_bad_files.py::test_a_folder_that_leads_elsewhere_is_refu
 LOADING_MUTANTS = (
     Mutant(
         "strided shards taken for whole ones",
-        f"{ROOM}/local.py",
+        f"{ROOM}/plan.py",
         'p if getattr(p, "dim", None) == dim else Replicate()',
         "p if p.is_shard(dim) else Replicate()",
         (f"{TESTS}/test_local.py",),
@@ -20,7 +20,7 @@ LOADING_MUTANTS = (
     ),
     Mutant(
         "overlapping tensors accepted",
-        f"{ROOM}/header.py",
+        f"{ROOM}/files.py",
         "if entry.start < at:",
         "if entry.start < data:",
         (f"{FILE}[tensors that overlap]",),
@@ -28,7 +28,7 @@ LOADING_MUTANTS = (
     ),
     Mutant(
         "links followed anywhere",
-        f"{ROOM}/index.py",
+        f"{ROOM}/files.py",
         "if not any(real.is_relative_to(root) for root in _roots(directory)):",
         "if not _roots(directory):",
         (f"{FOLDER}[a link outside]",),
@@ -36,7 +36,7 @@ LOADING_MUTANTS = (
     ),
     Mutant(
         "a failed load forgotten",
-        f"{ROOM}/incomplete.py",
+        f"{ROOM}/options.py",
         "    if model not in _started:\n",
         "    if model is None:\n",
         (f"{TESTS}/test_while_loading.py::test_ctrl_c_leaves_a_model_that_refuses_to_be_called",),
@@ -44,7 +44,7 @@ LOADING_MUTANTS = (
     ),
     Mutant(
         "buffers left as they are found",
-        f"{ROOM}/fresh.py",
+        f"{ROOM}/initial_values.py",
         "            name for name in names if name not in first and _any_nan(",
         "            name for name in () if name not in first and _any_nan(",
         (f"{TESTS}/test_buffers.py::test_buffers_that_are_not_saved_are_made_again",),
@@ -52,7 +52,7 @@ LOADING_MUTANTS = (
     ),
     Mutant(
         "values that have no NaN left as they are found",
-        f"{ROOM}/fresh.py",
+        f"{ROOM}/initial_values.py",
         "            _call(way, module, names, mark=1)",
         "            _call(way, module, names, mark=0)",
         (f"{TESTS}/test_buffers.py::test_buffers_of_any_type_are_made_again",),
@@ -60,9 +60,9 @@ LOADING_MUTANTS = (
     ),
     Mutant(
         "columns of every box begin where those of the first do",
-        f"{ROOM}/boxes.py",
-        "yield Rows(begin + skipped, ",
-        "yield Rows(begin, ",
+        f"{ROOM}/reader.py",
+        "yield ElementRun(begin + skipped, ",
+        "yield ElementRun(begin, ",
         (f"{TESTS}/test_boxes.py",),
         "A stack of matrices is the first one again and again.",
     ),
@@ -77,14 +77,14 @@ LOADING_MUTANTS = (
     Mutant(
         "files are read whatever has become of them",
         f"{ROOM}/reader.py",
-        "if state_of(self._fd) != entry.state:",
+        "if file_state(self._fd) != entry.state:",
         "if False:",
         (f"{TESTS}/test_reader.py",),
         "A file that is replaced while it is loaded is read by the old one's header.",
     ),
     Mutant(
         "the first of several parts that fit",
-        f"{ROOM}/prefix.py",
+        f"{ROOM}/matching.py",
         "        if len(fits) != 1:",
         "        if False:",
         (f"{TESTS}/test_prefix.py::test_two_modules_of_which_the_files_may_be",),
@@ -92,7 +92,7 @@ LOADING_MUTANTS = (
     ),
     Mutant(
         "a last part of a name taken for the name",
-        f"{ROOM}/prefix.py",
+        f"{ROOM}/matching.py",
         'return any(not part.isdigit() for part in name.split(".")[:-1])',
         "return bool(name)",
         (
@@ -102,7 +102,7 @@ LOADING_MUTANTS = (
     ),
     Mutant(
         "ranks load what each has found",
-        f"{ROOM}/agreed.py",
+        f"{ROOM}/plan.py",
         "if others != every[0]), None)",
         "if others is None), None)",
         (f"{TESTS}/test_ranks_differ.py::test_ranks_that_would_load_different_things_are_refused",),
@@ -118,7 +118,7 @@ LOADING_MUTANTS = (
     ),
     Mutant(
         "tied weights exported under their first name",
-        f"{ROOM}/export_plan.py",
+        f"{ROOM}/export.py",
         "for name in names for rule in rules if",
         "for name in names[:1] for rule in rules if",
         (f"{TESTS}/test_export_keys.py",),
@@ -126,15 +126,15 @@ LOADING_MUTANTS = (
     ),
     Mutant(
         "what files hold made whole to set what they do not",
-        f"{ROOM}/whole.py",
-        "            return blank_like(x, device, name)",
+        f"{ROOM}/meta_init.py",
+        "            return placeholder_like(x, device, name)",
         "            return nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device=device), False)",
         (f"{TESTS}/test_siblings.py::test_what_files_hold_is_not_made_whole",),
         "An embedding is whole on every rank for the one number that scales it.",
     ),
     Mutant(
         "only names of what no file holds compared",
-        f"{ROOM}/rest.py",
+        f"{ROOM}/buffers.py",
         'f"{list(x.shape)} {dtype_of(x)}"',
         '""',
         (f"{TESTS}/test_ranks_differ.py",),

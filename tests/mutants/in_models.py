@@ -6,13 +6,13 @@ from tests.mutants.mutant import Mutant
 
 DRAWS = "tests/models/test_token_draws.py"
 HF = "tests/models/test_hf.py"
-OWN = "lightning_cp/models/hf_own.py"
+OWN = "lightning_cp/models/hf/own_attention.py"
 MATRIX = "tests/models/test_matrix.py::test_every_family"
 
 MODEL_MUTANTS = (
     Mutant(
         "the compiler looks functions up after they were replaced",
-        "lightning_cp/models/functions.py",
+        "lightning_cp/utils/patching.py",
         "    if rules is not None:\n",
         "    if rules is None:\n",
         (
@@ -23,7 +23,7 @@ MODEL_MUTANTS = (
     ),
     Mutant(
         "each rank looks at its own longest position",
-        "lightning_cp/models/hf_rotary.py",
+        "lightning_cp/models/hf/rotary.py",
         "handle.state.positions.longest)",
         "int(positions.max()))",
         ("tests/models/test_rotary.py::test_ranks_use_the_frequencies_of_the_whole_sequence",),
@@ -55,7 +55,7 @@ MODEL_MUTANTS = (
     ),
     Mutant(
         "a forward that is called past its hooks is not completed",
-        "lightning_cp/models/hf_call.py",
+        "lightning_cp/models/hf/forward.py",
         "        if past_hooks:\n            args, kwargs = self._complete(model, args, kwargs)\n",
         "",
         (f"{HF}::test_a_forward_that_is_called_past_its_hooks[llama-forward]",),
@@ -63,7 +63,7 @@ MODEL_MUTANTS = (
     ),
     Mutant(
         "a compiled model's attention is zeros",
-        "lightning_cp/models/hf_attention.py",
+        "lightning_cp/models/hf/swap.py",
         "return handle.attention(q, k, v, spec).contiguous(), None",
         "return handle.attention(q, k, v, spec).mul(0.0), None",
         ("tests/models/test_compile.py::test_numbers_are_those_of_one_process[model-ring]",),
@@ -71,7 +71,7 @@ MODEL_MUTANTS = (
     ),
     Mutant(
         "of a compiled model the loss function is not looked at",
-        "lightning_cp/models/hf_loss.py",
+        "lightning_cp/models/hf/labels.py",
         "            note(loss, kwargs)\n",
         "            if not torch.compiler.is_compiling():\n                note(loss, kwargs)\n",
         ("tests/strategies/test_compile.py::test_numbers_are_those_of_one_process[trainer-all]",),
@@ -79,7 +79,7 @@ MODEL_MUTANTS = (
     ),
     Mutant(
         "one process does not isolate declared documents",
-        "lightning_cp/strategies/step/one_rank.py",
+        "lightning_cp/runtime/probe.py",
         "    if reads_them or not positions.packed:\n",
         "    if reads_them or positions.packed or True:\n",
         ("tests/parity/test_documents.py::test_documents_of_a_plain_module",),
@@ -95,7 +95,7 @@ MODEL_MUTANTS = (
     ),
     Mutant(
         "workers' weights are not taken",
-        "lightning_cp/strategies/launch/results.py",
+        "lightning_cp/launch/worker_results.py",
         "loaded = load(state, strict=False)",
         "loaded = load({}, strict=False)",
         ("tests/launch/test_weights_come_back.py::test_of_shards",),
@@ -111,7 +111,7 @@ MODEL_MUTANTS = (
     ),
     Mutant(
         "tokens draw by their place on the rank",
-        "lightning_cp/models/token_draws.py",
+        "lightning_cp/randomness/token_draws.py",
         "return self._positions[device][self._tile]",
         "return torch.arange(len(self._positions[device]))[self._tile]",
         (f"{DRAWS}::test_ranks_draw_together_what_one_draws[dropout]",),

@@ -10,7 +10,7 @@ SHARDINGS = "tests/optim/test_shardings.py::test_numbers_are_those_of_one_proces
 MUON_MUTANTS = (
     Mutant(
         "placements composed in reverse order",
-        f"{OPTIM}/rows.py",
+        f"{OPTIM}/placement.py",
         "    held = distribute_tensor(indices,",
         "    placements = placements[::-1]\n    held = distribute_tensor(indices,",
         ("tests/optim/test_rows.py",),
@@ -18,7 +18,7 @@ MUON_MUTANTS = (
     ),
     Mutant(
         "columns are not asked where they are",
-        f"{OPTIM}/rows.py",
+        f"{OPTIM}/placement.py",
         "                start = column.whole if whole else column.local",
         "                start = column.local",
         (f"{SHARDINGS}[tp 2]",),
@@ -62,7 +62,7 @@ MUON_MUTANTS = (
     ),
     Mutant(
         "owners in turn",
-        f"{OPTIM}/owners.py",
+        f"{OPTIM}/work_list.py",
         "key=lambda place: (loads.get(ranks[place], 0), place)",
         "key=lambda place: ((place - at) % len(ranks), place)",
         ("tests/optim/test_owners.py::test_llama_8b",),
@@ -70,7 +70,7 @@ MUON_MUTANTS = (
     ),
     Mutant(
         "a gradient that is not finite is found too late",
-        f"{OPTIM}/agreed.py",
+        f"{OPTIM}/muon.py",
         "    bad = _not_finite(gradients) if check_finite and not problems else []",
         "    bad: list[str] = []",
         ("tests/optim/test_refused.py::test_gradients_that_are_not_finite",),
@@ -78,7 +78,7 @@ MUON_MUTANTS = (
     ),
     Mutant(
         "ranks do not compare whose gradients they have",
-        f"{OPTIM}/agreed.py",
+        f"{OPTIM}/muon.py",
         "    if not failed and not ballots:",
         "    if not failed:",
         ("tests/optim/test_refused.py::test_ranks_that_differ[others]",),
@@ -102,7 +102,7 @@ MUON_MUTANTS = (
     ),
     Mutant(
         "largest scores are those of this rank alone",
-        f"{OPTIM}/qk_maxima.py",
+        f"{OPTIM}/qk_layers.py",
         "            dist.all_reduce(packed, op=dist.ReduceOp.MAX)",
         "            dist.all_reduce(packed.clone(), op=dist.ReduceOp.MAX)",
         (
@@ -112,7 +112,7 @@ MUON_MUTANTS = (
     ),
     Mutant(
         "heads of a tensor-parallel rank are taken for the first ones",
-        f"{OPTIM}/qk_maxima.py",
+        f"{OPTIM}/qk_layers.py",
         "        return heads, tp_rank * count",
         "        return heads, 0",
         ("tests/optim/test_qk_clip_shardings.py::test_heads_of_tensor_parallel_ranks",),
@@ -138,7 +138,7 @@ MUON_MUTANTS = (
     ),
     Mutant(
         "heads of an Ulysses rank are taken for the first ones",
-        "lightning_cp/attention/attend.py",
+        "lightning_cp/attention/function.py",
         "    largest[first:last] = peak_BHT.amax((0, 2))",
         "    largest[: last - first] = peak_BHT.amax((0, 2))",
         (

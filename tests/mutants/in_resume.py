@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-ROOM = "lightning_cp/strategies/resume/"
+ROOM = "lightning_cp/resume"
 TRAINER = "tests/strategies/resume/test_trainer.py::test_goes_on_as_if_nothing_had_happened"
 WINDOWS = "tests/strategies/resume/test_windows.py::test_is_replayed_from_its_beginning"
 FABRIC = "tests/strategies/resume/test_fabric.py::test_goes_on_as_if_nothing_had_happened"
@@ -12,7 +12,7 @@ FABRIC = "tests/strategies/resume/test_fabric.py::test_goes_on_as_if_nothing_had
 RESUME_MUTANTS = (
     Mutant(
         "random numbers not restored",
-        ROOM + "trainer.py",
+        f"{ROOM}/trainer.py",
         "        self._point.restore_random(device)\n",
         "",
         (f"{TRAINER}[mid-epoch]",),
@@ -20,7 +20,7 @@ RESUME_MUTANTS = (
     ),
     Mutant(
         "one sample skipped on resume",
-        ROOM + "skipping.py",
+        "lightning_cp/loaders/position.py",
         "islice(self._going, left)",
         "islice(self._going, left + 1)",
         (f"{TRAINER}[mid-epoch]",),
@@ -28,15 +28,15 @@ RESUME_MUTANTS = (
     ),
     Mutant(
         "window resumed in its middle",
-        ROOM + "trainer.py",
-        "        return loops.accumulates(trainer) or",
-        "        return False and loops.accumulates(trainer) or",
+        f"{ROOM}/trainer.py",
+        "        return accumulates(trainer) or",
+        "        return False and accumulates(trainer) or",
         (f"{TRAINER}[inside a window]",),
         "The window steps along the gradients of its last batches only.",
     ),
     Mutant(
         "no window with manual optimization",
-        ROOM + "trainer.py",
+        f"{ROOM}/trainer.py",
         "return bool(trainer.optimizers) and not self._stepped",
         "return False",
         (f"{WINDOWS}[manual, first window]",),
@@ -44,7 +44,7 @@ RESUME_MUTANTS = (
     ),
     Mutant(
         "a window that is replayed in the epoch after it",
-        ROOM + "loops.py",
+        f"{ROOM}/trainer.py",
         '    fit[_EPOCH] = deepcopy(to["epochs"])\n',
         "",
         (f"{WINDOWS}[across epochs, after]",),
@@ -52,7 +52,7 @@ RESUME_MUTANTS = (
     ),
     Mutant(
         "random numbers of a window taken after the hooks of its first batch",
-        "lightning_cp/strategies/trainer_setup.py",
+        "lightning_cp/strategies/trainer.py",
         "before_hooks_of_batch(self._replaced, self.precision_plugin, self._begins_batch)",
         "before_autograd(self._replaced, self.precision_plugin, lambda _: self._begins_batch())",
         (f"{WINDOWS}[hooks that draw]",),
@@ -60,7 +60,7 @@ RESUME_MUTANTS = (
     ),
     Mutant(
         "a batch that was read again was read now",
-        "lightning_cp/strategies/loaders/passes.py",
+        "lightning_cp/loaders/iterator.py",
         "self._place.reads(self._loader, moment)",
         "self._place.reads(self._loader)",
         (
@@ -70,7 +70,7 @@ RESUME_MUTANTS = (
     ),
     Mutant(
         "validation that was due left out",
-        ROOM + "loops.py",
+        f"{ROOM}/trainer.py",
         "loop.val_loop._restart_stage = EvaluationStage.RESTARTED_MID_EVALUATION  # all of it",
         "pass",
         (f"{TRAINER}[before a validation]",),
@@ -78,7 +78,7 @@ RESUME_MUTANTS = (
     ),
     Mutant(
         "saved as after batches that no step has used",
-        ROOM + "fabric.py",
+        f"{ROOM}/fabric.py",
         "            self._begun = self._now()",
         "            self._begun = None",
         (f"{FABRIC}[inside a window]",),
@@ -86,7 +86,7 @@ RESUME_MUTANTS = (
     ),
     Mutant(
         "buffers of the end of what is replayed",
-        ROOM + "fabric.py",
+        f"{ROOM}/fabric.py",
         "            self._buffers.keep(self._models)\n",
         "",
         (f"{FABRIC}[inside a window]",),
@@ -94,7 +94,7 @@ RESUME_MUTANTS = (
     ),
     Mutant(
         "steps past Fabric's wrapper are not heard of",
-        ROOM + "fabric.py",
+        f"{ROOM}/fabric.py",
         "            state.has_stepped(optimizer)\n",
         "            pass\n",
         (f"{FABRIC}[past the wrapper]",),
@@ -102,7 +102,7 @@ RESUME_MUTANTS = (
     ),
     Mutant(
         "a loader takes the place of another one",
-        ROOM + "fabric.py",
+        f"{ROOM}/fabric.py",
         "if saved != there:",
         "if saved < there:",
         ("tests/strategies/resume/test_fabric.py::test_loaders_that_are_gone_have_no_place",),
@@ -110,7 +110,7 @@ RESUME_MUTANTS = (
     ),
     Mutant(
         "the first window belongs to the pass after it",
-        "lightning_cp/strategies/loaders/passes.py",
+        "lightning_cp/loaders/iterator.py",
         "            self._place.asked(trains=True)\n",
         "",
         (f"{FABRIC}[inside a window]",),
@@ -118,7 +118,7 @@ RESUME_MUTANTS = (
     ),
     Mutant(
         "buffers that are copied where they lie",
-        ROOM + "taken_back.py",
+        f"{ROOM}/replay.py",
         "copies[owned] = buffer.detach().clone()",
         "copies[owned] = buffer.detach()",
         ("tests/strategies/resume/test_taken_back.py",),
@@ -126,7 +126,7 @@ RESUME_MUTANTS = (
     ),
     Mutant(
         "buffers copied once",
-        ROOM + "taken_back.py",
+        f"{ROOM}/replay.py",
         "                torch._foreach_copy_(into, of)\n",
         "                pass\n",
         ("tests/strategies/resume/test_taken_back.py",),
@@ -134,7 +134,7 @@ RESUME_MUTANTS = (
     ),
     Mutant(
         "no buffers taken back without accumulation",
-        ROOM + "trainer.py",
+        f"{ROOM}/trainer.py",
         "        self._buffers.keep([trainer.lightning_module])\n",
         "        if trainer.accumulate_grad_batches > 1:\n"
         "            self._buffers.keep([trainer.lightning_module])\n",
@@ -145,7 +145,7 @@ RESUME_MUTANTS = (
     ),
     Mutant(
         "batches are skipped by another size",
-        ROOM + "order.py",
+        "lightning_cp/loaders/position.py",
         '        _require_same_pass((saved["order"], order), (was, size))',
         "        return",
         ("tests/strategies/resume/test_places.py",),

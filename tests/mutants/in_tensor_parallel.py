@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 COMM = "lightning_cp/comm/tensor_parallel.py"
-STYLES = "lightning_cp/strategies/engines/tensor_parallel/styles.py"
-APPLY = "lightning_cp/strategies/engines/tensor_parallel/apply.py"
+STYLES = "lightning_cp/engines/tensor_parallel/styles.py"
+APPLY = "lightning_cp/engines/tensor_parallel/apply.py"
 LOGITS = "tests/tensor_parallel/test_sharded_logits.py::test_"
 PLANS = "tests/tensor_parallel/test_plans.py::test_"
 
@@ -14,7 +14,7 @@ TENSOR_PARALLEL_MUTANTS = (
     Mutant(
         "gradients of an activation are one rank's",
         COMM,
-        "return _summed(gradients[0], ctx.group), None",
+        "return _all_reduce(gradients[0], ctx.group), None",
         "return gradients[0], None",
         (PLANS + "plain_models_equal_one_process[plain-2]",),
         "What is before a shared layer learns from the heads of its own rank only.",
@@ -22,22 +22,22 @@ TENSOR_PARALLEL_MUTANTS = (
     Mutant(
         "every rank takes the first part of a gradient",
         COMM,
-        "return _own(gradients[0], ctx.group), None",
+        "return _own_part(gradients[0], ctx.group), None",
         "return gradients[0].chunk(ctx.group.size(), -1)[0], None",
         (LOGITS + "anything_else_is_given_whole_rows[by hand]",),
         "The loss is right, and the last tokens of the vocabulary learn from the first ones.",
     ),
     Mutant(
         "what is changed in place is lost",
-        "lightning_cp/comm/sharded_logits.py",
-        "            _write(whole, logits)\n",
+        "lightning_cp/comm/vocab_parallel.py",
+        "            _write_back(whole, logits)\n",
         "",
         (LOGITS + "anything_else_is_given_whole_rows[divided]",),
         "The loss is that of logits as they were before.",
     ),
     Mutant(
         "exponentials of different scales are added",
-        "lightning_cp/comm/sharded_cross_entropy.py",
+        "lightning_cp/comm/vocab_parallel.py",
         "            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)",
         "            pass",
         (LOGITS + "cross_entropy_of_parts[flattened-2]",),
@@ -77,7 +77,7 @@ TENSOR_PARALLEL_MUTANTS = (
     ),
     Mutant(
         "sums count every rank that shares a layer",
-        "lightning_cp/strategies/front.py",
+        "lightning_cp/strategies/base.py",
         'sums = isinstance(reduce_op, str) and reduce_op.lower() == "sum"',
         "sums = False",
         ("tests/strategies/test_tensor_parallel.py::test_ranks_that_share_layers_count_once[2]",),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 from tests.mutants.selections import triton, triton_modes
 
-FORWARD = "lightning_cp/kernels/triton_forward.py"
-BACKWARD = "lightning_cp/kernels/triton_backward.py"
-HOST = "lightning_cp/kernels/triton_fa2.py"
-TABLES = "lightning_cp/kernels/triton_tiles.py"
+FORWARD = "lightning_cp/kernels/triton/forward.py"
+BACKWARD = "lightning_cp/kernels/triton/backward.py"
+HOST = "lightning_cp/kernels/triton/launch.py"
+TABLES = "lightning_cp/kernels/triton/tiles.py"
 
 TRITON_MUTANTS = (
     Mutant(

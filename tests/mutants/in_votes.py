@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-VOTE = "lightning_cp/comm/vote.py"
+VOTE = "lightning_cp/comm/consensus.py"
 HANDLE = "lightning_cp/models/handle.py"
 PLANS = "tests/models/test_plans.py::test_calls_that_differ_in_anything_have_plans_of_their_own"
 
@@ -12,8 +12,8 @@ VOTE_MUTANTS = (
     Mutant(
         "votes that cancel in pairs",
         VOTE,
-        "return hashed(value) * (1 if rank else 1 - size)",
-        "return hashed(value) * (1 if rank % 2 else -1)",
+        "return stable_hash(value) * (1 if rank else 1 - size)",
+        "return stable_hash(value) * (1 if rank % 2 else -1)",
         ("tests/comm/test_vote.py::test_whoever_is_odd_is_found",),
         "Two ranks that differ from two others pass, and train on batches of their own.",
     ),
@@ -35,7 +35,7 @@ VOTE_MUTANTS = (
     ),
     Mutant(
         "calls compared within lists only",
-        "lightning_cp/comm/agreement.py",
+        "lightning_cp/comm/consensus.py",
         "    if len({row[1] for row in gathered}) > 1:\n",
         "    if within is None and len({row[1] for row in gathered}) > 1:\n",
         ("tests/comm/test_agreement.py::test_lists_at_different_calls_are_refused",),
@@ -59,7 +59,7 @@ VOTE_MUTANTS = (
     ),
     Mutant(
         "optimizers step by what they have",
-        "lightning_cp/strategies/watch/finite.py",
+        "lightning_cp/consistency/finite.py",
         "fact = (WHAT, numbers_of(step.optimizer))",
         "fact = WHAT",
         ("tests/strategies/test_rates.py",),

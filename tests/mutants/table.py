@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Sequence
 
-from lightning_cp.kernels.triton_fa2 import is_installed
+from lightning_cp.kernels.triton.launch import is_installed
 from tests.mutants.in_checkpoints import CHECKPOINT_MUTANTS
 from tests.mutants.in_engines import ENGINE_MUTANTS
 from tests.mutants.in_exchanges import EXCHANGE_MUTANTS

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lightning_cp.comm.dtensor_caches import forget_meshes
+from lightning_cp.utils.dtensor import forget_meshes
 
 SHARDINGS: dict[str, tuple[int, int, int]] = {
     "plain": (1, 1, 1),

@@ -7,8 +7,8 @@ from math import prod
 import numpy as np
 import torch
 
-from lightning_cp.bench.table import aligned
-from lightning_cp.optim.owners import assign
+from lightning_cp.optim.work_list import assign_owners
+from lightning_cp.utils.console import markdown_table
 from tests.optim.test_counts import counted
 from tests.optim.test_owners import LLAMA_8B, imbalance, sizes
 from tests.optim.test_shardings import SHARDINGS, by_hand, by_torch, trained
@@ -34,7 +34,7 @@ def errors() -> str:
         differ = sum(not torch.equal(one[n], want) for one in ours for n, want in theirs.items())
         rows.append([name, *(f"{x:.1e}" for x in found), str(differ)])
     head = ("sharding", "float64", "float32", "bfloat16: tensors unlike torch.optim.Muon")
-    return aligned(head, rows)
+    return markdown_table(head, rows)
 
 
 def costs() -> str:
@@ -49,7 +49,7 @@ def costs() -> str:
         ]
         rows.append([name, f"{sent:,}", f"{most[0]:,}", f"{flops:,}", f"{most[1]:,}"])
     head = ("sharding", "bytes sent", "planned", "FLOPs", "planned")
-    return aligned(head, rows)
+    return markdown_table(head, rows)
 
 
 def llama() -> str:
@@ -57,12 +57,12 @@ def llama() -> str:
     entries = LAYERS * sum(prod(shape) for shape in LLAMA_8B)
     rows: list[list[str]] = []
     for ranks in (8, 64, 128):
-        owners = assign(sizes(), list(range(ranks)), {})
+        owners = assign_owners(sizes(), list(range(ranks)), {})
         in_turn = [at % ranks for at in range(len(owners))]
         sent = 2 * 2 * entries * (ranks - 1) / ranks / ranks
         shares = (imbalance(owners, ranks), imbalance(in_turn, ranks))
         rows.append([str(ranks), *(f"{x:.3f}" for x in shares), f"{sent / 2**20:,.0f} MiB"])
-    return aligned(("fsdp ranks", "imbalance", "in turn", "sent a step, bf16, mean"), rows)
+    return markdown_table(("fsdp ranks", "imbalance", "in turn", "sent a step, bf16, mean"), rows)
 
 
 def main() -> None:

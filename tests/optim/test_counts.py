@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_cp.bench.counts import Counts
-from lightning_cp.comm.dtensor_caches import forget_meshes
+from benchmarks.op_counts import Counts
 from lightning_cp.optim import Muon
-from lightning_cp.optim.matrices import flops_of_ranks, sent_bytes_of_ranks
-from lightning_cp.optim.newton_schulz import orthogonalising_flops
+from lightning_cp.optim.newton_schulz import newton_schulz_flops
+from lightning_cp.optim.work_list import flops_of_ranks, sent_bytes_of_ranks
+from lightning_cp.utils.dtensor import forget_meshes
 from tests.optim.shardings import SHARDINGS, TP, Model, give, gradients, sharded, whole
 from tests.optim.test_shardings import EVERY
 from tests.pool import run_ranks
@@ -69,7 +69,7 @@ def test_bytes_and_flops(name: str, dtype: torch.dtype) -> None:
     # Each matrix is computed once, by one rank; and once more for each mesh that does not know of the others.
     _, shards, tp = SHARDINGS[name]
     work = sum(
-        orthogonalising_flops(shape[0], shape[1], STEPS)
+        newton_schulz_flops(shape[0], shape[1], STEPS)
         * (tp if shards > 1 and not any(x in n for x in TP) else 1)
         for n, shape in matrices()
     )

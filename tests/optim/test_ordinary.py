@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from lightning_cp.comm.dtensor_caches import forget_meshes
 from lightning_cp.errors import CheckpointError, ConfigError, NonFiniteError
 from lightning_cp.optim import Muon, QKClip
-from lightning_cp.optim.grid import Grids
-from lightning_cp.optim.matrices import Piece, plan_rounds
+from lightning_cp.optim.placement import Grids
+from lightning_cp.optim.work_list import Piece, plan_rounds
+from lightning_cp.utils.dtensor import forget_meshes
 from tests.optim.shardings import Model, give, gradients, weights, whole
 from tests.pool import expect_on_every_rank, run_ranks
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lightning_cp.bench.counts import Counts
-from lightning_cp.comm.dtensor_caches import forget_meshes
-from lightning_cp.comm.posted import Posted
+from benchmarks.op_counts import Counts
+from lightning_cp.comm.ring import PendingMessage
 from lightning_cp.optim import Muon, exchange, matrix_step
+from lightning_cp.utils.dtensor import forget_meshes
 from tests.pool import run_ranks
 
 SIDE = 64
@@ -46,7 +46,7 @@ def events(rank: int, world_size: int, copies: int) -> list[str]:
     muon = optimizer(world_size, 6 * world_size, 2, copies)
     muon.step()
     posted = {name: getattr(exchange, name) for name in POSTS}
-    computed, waited = matrix_step.orthogonalised, Posted.wait
+    computed, waited = matrix_step.orthogonalise, PendingMessage.wait
 
     def posts(name: str) -> Any:
         def post(send: Any, *rest: Any) -> Any:
@@ -68,7 +68,7 @@ def events(rank: int, world_size: int, copies: int) -> list[str]:
         steps.append("compute")
         return computed(x, *rest)
 
-    Posted.wait, matrix_step.orthogonalised = wait, compute  # type: ignore[assignment,method-assign]
+    PendingMessage.wait, matrix_step.orthogonalise = wait, compute  # type: ignore[assignment,method-assign]
     for name in POSTS:
         setattr(exchange, name, posts(name))
     try:
@@ -76,7 +76,7 @@ def events(rank: int, world_size: int, copies: int) -> list[str]:
     finally:
         for name, before in posted.items():
             setattr(exchange, name, before)
-        Posted.wait, matrix_step.orthogonalised = waited, computed  # type: ignore[method-assign]
+        PendingMessage.wait, matrix_step.orthogonalise = waited, computed  # type: ignore[method-assign]
     return steps
 
 

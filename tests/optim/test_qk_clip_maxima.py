@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
 
-from lightning_cp.attention.keep import keep_attention
+from lightning_cp.attention.checkpointing import keep_attention
 from lightning_cp.errors import ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy
 from tests.optim.qk_models import LAYERS, ClippedSGD, Watched, llama, maxima_by_hand

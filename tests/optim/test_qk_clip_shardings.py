@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_cp.comm.dtensor_caches import forget_meshes
 from lightning_cp.errors import ConfigError, NonFiniteError
 from lightning_cp.optim.qk_clip import QKClip
+from lightning_cp.utils.dtensor import forget_meshes
 from tests.optim.shardings import weights
 from tests.pool import expect_on_every_rank, run_ranks
 

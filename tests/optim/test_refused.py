@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from lightning_cp.comm.dtensor_caches import forget_meshes
 from lightning_cp.errors import ConfigError, LightningCPError, NonFiniteError
 from lightning_cp.optim import Muon
+from lightning_cp.utils.dtensor import forget_meshes
 from tests.optim.shardings import Model, give, gradients, sharded, weights, whole
 from tests.pool import expect_on_every_rank, run_ranks
 

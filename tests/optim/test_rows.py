@@ -12,9 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lightning_cp.comm.dtensor_caches import forget_meshes
 from lightning_cp.errors import ConfigError
-from lightning_cp.optim.rows import Part, Run, held_indices, runs_of, sharded_dim
+from lightning_cp.optim.placement import (
+    ContiguousRun,
+    LocalBlock,
+    contiguous_runs,
+    held_indices,
+    sharded_dim,
+)
+from lightning_cp.utils.dtensor import forget_meshes
 from tests.optim.shardings import SHARDINGS, sharded
 from tests.pool import run_ranks
 
@@ -41,7 +47,7 @@ def composed(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
             held = [held_indices(x, dim) for dim in (0, 1)]
             assert torch.equal(x.to_local(), whole[held[0]][:, held[1]]), placements
             assert torch.equal(held_indices(x, -1), held[1])
-            part = Part(*(runs_of(one) for one in held))
+            part = LocalBlock(*(contiguous_runs(one) for one in held))
             assert part.numel == x.to_local().numel()
             message, back = torch.empty(part.numel), torch.zeros(rows, columns)
             part.pack(x.to_local(), message, whole=False)
@@ -101,10 +107,17 @@ def test_what_fsdp_holds(name: str) -> None:
 def test_pieces() -> None:
     """Runs go as far as both sides are side by side."""
     held = torch.tensor([0, 1, 4, 5, 6, 9])
-    assert runs_of(held) == (Run(0, 0, 2), Run(2, 4, 3), Run(5, 9, 1))
-    assert runs_of(held, torch.arange(5, 10)) == (Run(3, 0, 2), Run(5, 4, 1))
-    assert runs_of(held, torch.tensor([7, 8])) == ()
-    assert runs_of(torch.tensor([], dtype=torch.int64)) == ()
+    assert contiguous_runs(held) == (
+        ContiguousRun(0, 0, 2),
+        ContiguousRun(2, 4, 3),
+        ContiguousRun(5, 9, 1),
+    )
+    assert contiguous_runs(held, torch.arange(5, 10)) == (
+        ContiguousRun(3, 0, 2),
+        ContiguousRun(5, 4, 1),
+    )
+    assert contiguous_runs(held, torch.tensor([7, 8])) == ()
+    assert contiguous_runs(torch.tensor([], dtype=torch.int64)) == ()
 
 
 def unknown(rank: int, world_size: int) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_cp.labels import IGNORED_LABEL
+from lightning_cp.utils.labels import IGNORED_LABEL
 from tests.parity.modules import VOCAB, Healthy
 
 

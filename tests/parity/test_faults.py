@@ -10,11 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_cp.errors import ConfigError, ParityError
-from lightning_cp.parity.compare import Comparison, Difference
-from lightning_cp.parity.diagnosis import PLAIN_LOSS, Beginning, Cause, Evidence, diagnose
-from lightning_cp.parity.events import Event
-from lightning_cp.parity.report import ill
-from lightning_cp.parity.tolerance import TOLERANCES
+from lightning_cp.parity.compare import TOLERANCES, Comparison, Difference
+from lightning_cp.parity.diagnosis import PLAIN_LOSS, Beginning, Cause, Evidence, diagnose, ill
+from lightning_cp.parity.passes import Event
 from tests.models.steps import Case, make_batch
 from tests.parity import modules
 from tests.parity.test_healthy import MODES, HuggingFace

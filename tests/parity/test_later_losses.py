@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from lightning_cp.consistency import finite
 from lightning_cp.errors import ConfigError, LightningCPError, ParityError
-from lightning_cp.strategies.watch import finite
 from tests.parity import modules
 from tests.parity.test_healthy import CHECKED, Heard
 from tests.pool import expect_on_every_rank, run_ranks
@@ -308,7 +308,7 @@ def agreed(rank: int, world_size: int, name: str) -> tuple[torch.Tensor, list[in
     """Weights, and in which steps ranks had more to say than their vote."""
     steps: list[int] = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(finite, "tell", lambda fact, *_, **__: steps.append(fact["step"]))
+        patched.setattr(finite, "gather_facts", lambda fact, *_, **__: steps.append(fact["step"]))
         got, _ = fit(rank, world_size, name, {**RING, **CHECKED})
     return got, steps
 

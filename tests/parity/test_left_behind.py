@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.profilers import SimpleProfiler
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_cp.comm.local import local_part
+from lightning_cp.utils.dtensor import local_part
 from tests.parity import modules, traces
 from tests.parity.test_healthy import Heard
 from tests.pool import run_ranks

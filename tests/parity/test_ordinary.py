@@ -12,8 +12,8 @@ from lightning.pytorch.loggers import Logger
 from torch.utils.data import DataLoader
 
 from lightning_cp import ContextParallelMixin
-from lightning_cp.comm.local import local_part
 from lightning_cp.errors import ParityError
+from lightning_cp.utils.dtensor import local_part
 from tests.models.steps import Case, make_batch
 from tests.parity import modules, ordinary
 from tests.parity.test_healthy import CHECKED, Heard, HuggingFace, worst

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_cp.strategies.parity.snapshot import OBJECTS, Snapshot
-from lightning_cp.strategies.parity.untouched import untouched
+from lightning_cp.parity.restore import untouched
+from lightning_cp.parity.snapshot import OBJECTS, Snapshot
 
 
 class Holder(nn.Module):

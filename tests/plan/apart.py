@@ -37,8 +37,7 @@ def apart(calls: Sequence[Call], timeout: float = 240.0) -> list[Any]:
 
 def groups(sizes: Mapping[Any, int], rank: int, expected: Mapping[Any, int] | None = None) -> Any:
     """The groups of a rank, compared with those of other sizes if ``expected`` are given."""
-    from lightning_cp.plan.fake_world import fake_world
-    from lightning_cp.plan.group_ranks import group_ranks
+    from lightning_cp.apps.plan.verify import fake_world, group_ranks
 
     with fake_world(sizes, rank) as mesh:
         found = group_ranks(mesh, expected or sizes, rank)
@@ -48,7 +47,7 @@ def groups(sizes: Mapping[Any, int], rank: int, expected: Mapping[Any, int] | No
 
 def state(**arguments: Any) -> Any:
     """What a rank holds."""
-    from lightning_cp.plan.measured import measured_state
+    from lightning_cp.apps.plan.verify import measured_state
 
     return _plain(measured_state(**arguments))
 

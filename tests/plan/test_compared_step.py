@@ -7,17 +7,21 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_cp.bench import table
-from lightning_cp.plan.compared_step import COLUMNS, Compared, compare, predicted_optimizer, rows
-from lightning_cp.plan.measured_step import (
+from benchmarks.plan_validation.memory import (
+    COLUMNS,
     LAYERS_DECIDE,
     LOGITS_DECIDE,
     Cell,
+    CellComparison,
     Measured,
     cells_of,
+    compare,
     every_cell,
     measured_steps,
+    predicted_optimizer,
+    rows,
 )
+from lightning_cp.utils import console as table
 from tests.pool import run_ranks
 
 FEW = (128, 512)
@@ -29,13 +33,13 @@ def on_ranks(rank: int, world_size: int, cells: Sequence[Cell]) -> list[Measured
     return measured_steps(cells)
 
 
-def compared(cells: Sequence[Cell], timeout: float = 60) -> list[Compared]:
+def compared(cells: Sequence[Cell], timeout: float = 60) -> list[CellComparison]:
     (ranks,) = {cell.ranks for cell in cells}
     return compare(cells, run_ranks(ranks, on_ranks, cells, timeout=timeout)[0])
 
 
-def expect_all_hold(found: Sequence[Compared]) -> None:
-    shown = table.aligned(COLUMNS, rows(found))
+def expect_all_hold(found: Sequence[CellComparison]) -> None:
+    shown = table.markdown_table(COLUMNS, rows(found))
     assert all(one.holds for one in found), shown
     assert all(abs(one.ratio - 1) < CLOSE for one in found), shown
     for one in found:

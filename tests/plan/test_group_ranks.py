@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from lightning_cp.axes import Axis
+from lightning_cp.apps.plan.verify import coordinates, fake_world, ranks_along
 from lightning_cp.errors import ConfigError
-from lightning_cp.plan.fake_world import fake_world
-from lightning_cp.plan.group_ranks import place, ranks_beside
+from lightning_cp.layout.axes import Axis
 from tests.plan.apart import Call, apart
 from tests.pool import expect_on_every_rank
 
@@ -91,16 +90,16 @@ def test_groups_of_other_sizes_are_named(
 
 def test_counting() -> None:
     sizes = {Axis.DP_SHARD: 3, Axis.ULYSSES: 2, Axis.TP: 5}
-    assert place(sizes, 17) == {
+    assert coordinates(sizes, 17) == {
         Axis.DP_REPLICATE: 0,
         Axis.DP_SHARD: 1,
         Axis.RING: 0,
         Axis.ULYSSES: 1,
         Axis.TP: 2,
     }
-    assert ranks_beside(sizes, 17, [Axis.DP_SHARD]) == (7, 17, 27)
-    assert ranks_beside(sizes, 17, [Axis.ULYSSES, Axis.DP_SHARD]) == (2, 7, 12, 17, 22, 27)
-    assert ranks_beside(sizes, 17, []) == (17,)
+    assert ranks_along(sizes, 17, [Axis.DP_SHARD]) == (7, 17, 27)
+    assert ranks_along(sizes, 17, [Axis.ULYSSES, Axis.DP_SHARD]) == (2, 7, 12, 17, 22, 27)
+    assert ranks_along(sizes, 17, []) == (17,)
 
 
 def test_a_rank_that_is_not_there(answers: dict[str, Any]) -> None:

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_cp.bench.length_step import Sizes
-from lightning_cp.errors import ConfigError
-from lightning_cp.plan import measured_cost as module
-from lightning_cp.plan.measured_cost import (
+from benchmarks.plan_validation import cost as module
+from benchmarks.plan_validation.cost import (
     Cell,
     as_asked,
     measured_cost,
@@ -18,12 +16,14 @@ from lightning_cp.plan.measured_cost import (
     table_of,
     terms_of,
 )
-from lightning_cp.planner.cpu_seconds import CpuSeconds
-from lightning_cp.planner.measured_machine import of_hardware
+from lightning_cp.bench.model_step import ModelSizes
+from lightning_cp.errors import ConfigError
+from lightning_cp.planner.machines import machine_of_hardware
+from lightning_cp.planner.time_model import CpuSeconds
 from tests.planner.measured import MEASURED
 from tests.pool import call_on_ranks
 
-TINY = Sizes(256, 8, 4, 32, 1, 64, "float32")
+TINY = ModelSizes(256, 8, 4, 32, 1, 64, "float32")
 
 
 def cell(predicted: float, measured: float = 1.0) -> Cell:
@@ -77,7 +77,7 @@ def test_what_was_not_measured_is_told_before_anything_is_started(
 
 
 def test_ranks_that_share_nothing_train_on_rows_of_their_own() -> None:
-    machine = of_hardware(MEASURED)
+    machine = machine_of_hardware(MEASURED)
     alone = predicted_cost(machine, TINY, 1, "alone", 512)
     shared = predicted_cost(machine, TINY, 2, "ulysses", 512)
     assert alone.products == pytest.approx(2 * shared.products)

@@ -10,12 +10,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lightning_cp.config_files import config_dir
+from lightning_cp.apps.plan.settings import check, job_of, limits_of
 from lightning_cp.errors import ConfigError
-from lightning_cp.plan.settings import check, job_of, limits_of
 from lightning_cp.planner.job import Job
 from lightning_cp.planner.machines import GIB, MACHINES
-from lightning_cp.planner.ways import Limits
+from lightning_cp.planner.search import Limits
+from lightning_cp.utils.run_folder import config_dir
 from tests.planner.configs import SMALL
 
 PUBLISHED = {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_cp.planner.hardware import Hardware
-from lightning_cp.planner.rates import ComputeRate, KernelRate, LinkRate, OverheadRate
+from lightning_cp.planner.hardware import ComputeRate, Hardware, KernelRate, LinkRate, OverheadRate
 
 KERNEL = ("aten_cpu_flash", "float32", 32)
 MEASURED = Hardware(

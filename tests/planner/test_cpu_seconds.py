@@ -9,13 +9,11 @@ import pytest
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import Mask, SequenceLayout, schedule
-from lightning_cp.planner.attention import attention_cost
-from lightning_cp.planner.cpu_seconds import CpuSeconds, cpu_seconds
-from lightning_cp.planner.families import model_of
-from lightning_cp.planner.job import Case, Choice, Job, MeshSizes
-from lightning_cp.planner.machines import TileRate
-from lightning_cp.planner.measured_machine import of_hardware
-from lightning_cp.planner.tile_rates import rate_on, rates_on
+from lightning_cp.planner.attention import attention_cost, interpolate_rate, mean_tile_rates
+from lightning_cp.planner.job import Job, MeshSizes, PlanCase, TrainingMethod
+from lightning_cp.planner.machines import TileRate, machine_of_hardware
+from lightning_cp.planner.model import model_from_config
+from lightning_cp.planner.time_model import CpuSeconds, cpu_seconds
 from tests.planner.measured import MEASURED
 
 LLAMA: dict[str, Any] = {
@@ -29,7 +27,7 @@ LLAMA: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 RING, ULYSSES = MeshSizes(ring=2), MeshSizes(ulysses=2)
-MACHINE = of_hardware(MEASURED)
+MACHINE = machine_of_hardware(MEASURED)
 
 
 def spent(
@@ -41,9 +39,9 @@ def spent(
     engine: str = "ddp",
     **changes: Any,
 ) -> CpuSeconds:
-    model = model_of({**LLAMA, **changes}, "a Llama")
+    model = model_from_config({**LLAMA, **changes}, "a Llama")
     job = Job(model, machine, mesh.devices, tokens, mesh.data, "fp32", "adamw")
-    case = Case(job, Choice(mesh, engine, exchange))
+    case = PlanCase(job, TrainingMethod(mesh, engine, exchange))
     return cpu_seconds(case, {window: attention_cost(case, window) for window in model.windows})
 
 
@@ -71,12 +69,12 @@ def test_terms_by_hand() -> None:
 def test_attention_by_its_tiles() -> None:
     """Rank by rank a causal tile of its own tokens and a full one of half of them, at their own rates."""
     forward = [
-        rate_on("causal", 512, MACHINE.tiles)[0],
-        rate_on("full", 2**0.5 * 256, MACHINE.tiles)[0],
+        interpolate_rate("causal", 512, MACHINE.tiles)[0],
+        interpolate_rate("full", 2**0.5 * 256, MACHINE.tiles)[0],
     ]
     backward = [
-        rate_on("causal", 512, MACHINE.tiles)[1],
-        rate_on("full", 2**0.5 * 256, MACHINE.tiles)[1],
+        interpolate_rate("causal", 512, MACHINE.tiles)[1],
+        interpolate_rate("full", 2**0.5 * 256, MACHINE.tiles)[1],
     ]
     pairs = [512 * 513 // 2, 512 * 256]
     each = [4 * 256 * p / rate for p, rate in zip(pairs, forward, strict=True)]
@@ -86,17 +84,19 @@ def test_attention_by_its_tiles() -> None:
 
 def test_a_rate_between_lengths() -> None:
     rates = (TileRate("causal", 100, 1.0, 2.0), TileRate("causal", 10_000, 3.0, 2.0))
-    assert rate_on("causal", 1000, rates)[0] == pytest.approx(1.5)  # half of 1 and 1/3 seconds
-    assert rate_on("causal", 1000, rates)[1] == pytest.approx(2.0)
-    assert rate_on("causal", 10, rates)[0] == pytest.approx(1.0)
-    assert rate_on("causal", 10**6, rates)[0] == pytest.approx(3.0)
-    assert rate_on("full", 1000, rates)[0] == pytest.approx(1.5)  # was not measured
+    assert interpolate_rate("causal", 1000, rates)[0] == pytest.approx(
+        1.5
+    )  # half of 1 and 1/3 seconds
+    assert interpolate_rate("causal", 1000, rates)[1] == pytest.approx(2.0)
+    assert interpolate_rate("causal", 10, rates)[0] == pytest.approx(1.0)
+    assert interpolate_rate("causal", 10**6, rates)[0] == pytest.approx(3.0)
+    assert interpolate_rate("full", 1000, rates)[0] == pytest.approx(1.5)  # was not measured
 
 
 def test_equal_rates_are_the_rate_of_all_tiles() -> None:
     rates = tuple(TileRate(mask, 512, 3.0, 2.0) for mask in ("causal", "full"))
     plan = schedule(SequenceLayout(4096, 4, kind="zigzag"), None, Mask())
-    assert rates_on(plan, rates) == pytest.approx((3.0, 2.0))
+    assert mean_tile_rates(plan, rates) == pytest.approx((3.0, 2.0))
 
 
 def test_published_machines_have_one_rate() -> None:

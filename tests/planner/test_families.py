@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_cp.apps.plan.settings import model_of_modules
+from lightning_cp.apps.train.model import model_on_meta
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import HeadSplit, SequenceLayout
-from lightning_cp.plan.other_families import model_of_modules
-from lightning_cp.planner.attention import AttentionCost, Call, cost_of
-from lightning_cp.planner.families import FAMILIES, model_of, read_config
-from lightning_cp.train.networks import model_on_meta
+from lightning_cp.planner.attention import AttentionCost, AttentionCostInputs, call_cost
+from lightning_cp.planner.model import FAMILIES, model_from_config, read_config
 from tests.planner.configs import LLAMA_405B, SMALL
 
 VARIANTS: list[dict[str, Any]] = [
@@ -32,7 +32,7 @@ VARIANTS: list[dict[str, Any]] = [
 )
 def test_names_and_shapes_are_those_of_transformers(variant: dict[str, Any]) -> None:
     config = {"head_dim": 8, **SMALL, **variant}
-    model = model_of(config, "small")
+    model = model_from_config(config, "small")
     real = {name: tuple(p.shape) for name, p in model_on_meta(config).named_parameters()}
     assert {one.name: one.shape for one in model.parameters} == real
     assert model.num_parameters == sum(map(torch.Size.numel, map(torch.Size, real.values())))
@@ -52,17 +52,17 @@ def test_windows_are_those_of_transformers(family: str) -> None:
     read: Any = model_on_meta(config).config
     kinds = getattr(read, "layer_types", None) or ["sliding_attention"] * 3
     wanted = [7 if kind == "sliding_attention" else None for kind in kinds]
-    assert [layer.window for layer in model_of(config, "small").layers] == wanted
+    assert [layer.window for layer in model_from_config(config, "small").layers] == wanted
     assert 7 in wanted
 
 
 def test_the_number_of_parameters_that_is_published() -> None:
-    assert model_of(LLAMA_405B, "405b").num_parameters == 405_853_388_800
+    assert model_from_config(LLAMA_405B, "405b").num_parameters == 405_853_388_800
 
 
 def test_products_are_those_that_a_token_goes_through() -> None:
     """6 FLOPs for each: all weights of layers but norms, the head, two of four experts and the router."""
-    model = model_of({**SMALL, "model_type": "mixtral", "num_local_experts": 4}, "small")
+    model = model_from_config({**SMALL, "model_type": "mixtral", "num_local_experts": 4}, "small")
     attention = 64 * 64 * 2 + 2 * 64 * 32
     experts = 2 * 3 * 64 * 112 + 4 * 64
     assert model.flops_per_token == 6 * (3 * (attention + experts) + 96 * 64)
@@ -97,7 +97,9 @@ def test_values_of_another_width_are_priced() -> None:
     rates = ((1e12, 1e12), (), 1e9, 1e9, 0.0)
 
     def cost(key_dim: int, value_dim: int) -> AttentionCost:
-        return cost_of(Call(layout, None, split, key_dim, value_dim, 2, "ring", *rates))
+        return call_cost(
+            AttentionCostInputs(layout, None, split, key_dim, value_dim, 2, "ring", *rates)
+        )
 
     narrow, equal = cost(12, 10), cost(12, 12)
     assert narrow.computing == equal.computing
@@ -117,7 +119,7 @@ def test_values_of_another_width_are_priced() -> None:
 )
 def test_what_cannot_be_is_refused(config: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        model_of(config, "bad")
+        model_from_config(config, "bad")
 
 
 def test_files_that_are_no_configs(tmp_path: Any) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_cp.bench.hardware_json import kernel_rates, link_rates
 from lightning_cp.bench.kernels import KernelRow
 from lightning_cp.bench.links import LinkRow
-from lightning_cp.bench.rates import kernel_rates, link_rates
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import CostModel, Documents, choose_layout
 from lightning_cp.planner.hardware import Hardware, KernelRate, LinkRate

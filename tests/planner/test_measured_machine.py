@@ -9,28 +9,26 @@ from pathlib import Path
 import pytest
 
 from lightning_cp.bench.compute import ComputeRow
-from lightning_cp.bench.kernels import KernelRow
-from lightning_cp.bench.links import LinkRow
-from lightning_cp.bench.overheads import OverheadRow
-from lightning_cp.bench.rates import (
+from lightning_cp.bench.hardware_json import (
     compute_rates,
     kernel_lengths,
     kernel_rates,
     link_rates,
     overhead_rates,
 )
+from lightning_cp.bench.kernels import KernelRow
+from lightning_cp.bench.links import LinkRow
+from lightning_cp.bench.overheads import OverheadRow
 from lightning_cp.errors import ConfigError
-from lightning_cp.planner.hardware import Hardware
-from lightning_cp.planner.machines import of_nearest
-from lightning_cp.planner.measured_machine import machine_of_measured, of_hardware
-from lightning_cp.planner.rates import OverheadRate
+from lightning_cp.planner.hardware import Hardware, OverheadRate
+from lightning_cp.planner.machines import machine_of_hardware, machine_of_measured, nearest_ranks
 from tests.planner.measured import MEASURED
 
 
 def test_round_trip(tmp_path: Path) -> None:
     MEASURED.save(tmp_path / "hardware.json")
     assert Hardware.load(tmp_path / "hardware.json") == MEASURED
-    assert machine_of_measured(tmp_path / "hardware.json") == of_hardware(MEASURED)
+    assert machine_of_measured(tmp_path / "hardware.json") == machine_of_hardware(MEASURED)
 
 
 def test_a_file_of_before(tmp_path: Path) -> None:
@@ -48,11 +46,11 @@ def test_a_file_of_before(tmp_path: Path) -> None:
     assert before.links[0].cpu_seconds_per_gigabyte is None
     assert not before.compute
     with pytest.raises(ConfigError, match=r"beside attention was not measured, only: none"):
-        of_hardware(before)
+        machine_of_hardware(before)
 
 
 def test_what_was_measured_arrives() -> None:
-    machine = of_hardware(MEASURED)
+    machine = machine_of_hardware(MEASURED)
     assert machine.matmul_flops == 0.13e12
     assert machine.memory_bandwidth == 8e9
     assert (machine.loss_bandwidth, machine.optimizer_bandwidth) == (10e9, 7e9)
@@ -62,13 +60,13 @@ def test_what_was_measured_arrives() -> None:
     assert (machine.layer_seconds, machine.step_seconds) == (1e-3, 2e-3)
     (p2p,) = (x for x in machine.sending if (x.collective, x.ranks) == ("p2p", 2))
     assert (p2p.call_seconds, p2p.seconds_per_byte) == (0.5e-3, 0.4e-9)
-    assert of_nearest(machine.sharing, 4).seconds == pytest.approx(6e-3)
+    assert nearest_ranks(machine.sharing, 4).seconds == pytest.approx(6e-3)
     assert machine.is_cpu
     assert machine.memory == MEASURED.memory_bytes
 
 
 def test_without_overheads_there_are_none() -> None:
-    machine = of_hardware(replace(MEASURED, overheads=()))
+    machine = machine_of_hardware(replace(MEASURED, overheads=()))
     assert (machine.layer_seconds, machine.step_seconds, machine.sharing) == (0.0, 0.0, ())
 
 
@@ -81,12 +79,12 @@ def test_without_overheads_there_are_none() -> None:
 )
 def test_what_was_not_measured(wanted: dict[str, object], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        of_hardware(MEASURED, **wanted)  # type: ignore[arg-type]
+        machine_of_hardware(MEASURED, **wanted)  # type: ignore[arg-type]
 
 
 def test_links_that_were_not_measured() -> None:
     with pytest.raises(ConfigError, match="links of a CPU were not measured, which takes two"):
-        of_hardware(replace(MEASURED, links=MEASURED.links[-1:]))
+        machine_of_hardware(replace(MEASURED, links=MEASURED.links[-1:]))
 
 
 def test_rates_of_rows() -> None:

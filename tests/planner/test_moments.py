@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.planner.activations import RankStep, kept_beside, kept_per_layer
-from lightning_cp.planner.families import model_of
-from lightning_cp.planner.moments import Moment, moments, optimizer_moment, peak
+from lightning_cp.planner.activations import RankStep, saved_outside_layers, saved_per_layer
+from lightning_cp.planner.memory import MemoryMoment, memory_moments, optimizer_moment, peak_moment
+from lightning_cp.planner.model import model_from_config
 
 LLAMA = {
     "model_type": "llama",
@@ -22,22 +22,22 @@ LLAMA = {
     "vocab_size": 131072,
     "tie_word_embeddings": True,
 }
-STEP = RankStep(model_of(LLAMA, "small"), tokens=1024, cp_size=2)
+STEP = RankStep(model_from_config(LLAMA, "small"), tokens=1024, cp_size=2)
 
 
-def named(step: RankStep, name: str) -> Moment:
-    (found,) = [one for one in moments(step) if one.name == name]
+def named(step: RankStep, name: str) -> MemoryMoment:
+    (found,) = [one for one in memory_moments(step) if one.name == name]
     return found
 
 
 def test_what_is_kept_is_what_docs_measured() -> None:
-    assert (kept_per_layer(STEP), kept_beside(STEP)) == (6936, 525444)
+    assert (saved_per_layer(STEP), saved_outside_layers(STEP)) == (6936, 525444)
     tiled = replace(STEP, tiled_mlp=128, chunked_loss=128)
-    assert (kept_per_layer(tiled), kept_beside(tiled)) == (2840, 1169)
-    assert kept_per_layer(replace(STEP, recompute="blocks")) == 256
+    assert (saved_per_layer(tiled), saved_outside_layers(tiled)) == (2840, 1169)
+    assert saved_per_layer(replace(STEP, recompute="blocks")) == 256
     keeping = replace(STEP, recompute="keep_attention")
-    assert kept_per_layer(keeping) == 528
-    assert kept_per_layer(replace(keeping, cp_size=1)) == 256
+    assert saved_per_layer(keeping) == 528
+    assert saved_per_layer(replace(keeping, cp_size=1)) == 256
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,11 @@ def test_growth_is_what_docs_measured(settings: dict[str, Any], slope: int) -> N
     """The table of docs/performance.md: the loss decides; the batch is not in it."""
     at = [
         max(
-            (one for one in moments(replace(STEP, tokens=n, **settings)) if "loss" in one.name),
+            (
+                one
+                for one in memory_moments(replace(STEP, tokens=n, **settings))
+                if "loss" in one.name
+            ),
             key=lambda one: one.total,
         )
         for n in (512, 1024)
@@ -70,9 +74,9 @@ def test_tensor_parallel_ranks_share_what_is_wide() -> None:
     """Half of q, k, v, out, lse, of the MLP and of the logits; the residual stream and norms are whole."""
     halved = replace(STEP, tp_size=2)
     shared = 2 * 2 * 128 + 2 * 2 * 64 + 4 * 4 + 4 * 2 * 512
-    assert kept_per_layer(STEP) - kept_per_layer(halved) == shared // 2
-    assert kept_beside(STEP) - kept_beside(halved) == 4 * 131072 // 2
-    assert peak(halved).loss == peak(STEP).loss // 2
+    assert saved_per_layer(STEP) - saved_per_layer(halved) == shared // 2
+    assert saved_outside_layers(STEP) - saved_outside_layers(halved) == 4 * 131072 // 2
+    assert peak_moment(halved).loss == peak_moment(STEP).loss // 2
 
 
 def test_what_is_offloaded_is_one_block_at_most() -> None:
@@ -100,15 +104,18 @@ def test_engines_hold_whole_parameters_or_parts() -> None:
 
 
 def test_moments_add_up_and_the_largest_is_the_peak() -> None:
-    found = moments(STEP)
+    found = memory_moments(STEP)
     assert all(one.total == sum(one.by_kind.values()) for one in found)
-    assert peak(STEP).total == max(one.total for one in found)
-    assert peak(STEP).name == "backward, at the loss"
-    assert "block" in peak(replace(STEP, tokens=1 << 20, recompute="blocks", chunked_loss=16)).name
+    assert peak_moment(STEP).total == max(one.total for one in found)
+    assert peak_moment(STEP).name == "backward, at the loss"
+    assert (
+        "block"
+        in peak_moment(replace(STEP, tokens=1 << 20, recompute="blocks", chunked_loss=16)).name
+    )
 
 
 def test_what_is_unknown_is_refused() -> None:
     with pytest.raises(ConfigError, match="recompute"):
         replace(STEP, recompute="all")
     with pytest.raises(ConfigError, match="engine"):
-        moments(replace(STEP, engine="zero3"))
+        memory_moments(replace(STEP, engine="zero3"))

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
+from lightning_cp.apps.plan.report import summary
 from lightning_cp.errors import ConfigError
-from lightning_cp.plan.report import summary
-from lightning_cp.planner.machines import MACHINES
-from lightning_cp.planner.measured_machine import of_hardware
-from lightning_cp.planner.search import Plan, search
-from lightning_cp.planner.ways import Limits
+from lightning_cp.planner.machines import MACHINES, machine_of_hardware
+from lightning_cp.planner.search import Limits, MethodPlan, search
 from tests.planner.measured import MEASURED
 from tests.planner.test_search import FREE, job
 
@@ -20,7 +18,7 @@ FLOAT32 = {"a100": 19.5e12, "h100": 67e12, "h200": 67e12, "b200": 75e12}
 """Data sheets', without TF32."""
 
 
-def best(limits: Limits = FREE, **changed: Any) -> Plan:
+def best(limits: Limits = FREE, **changed: Any) -> MethodPlan:
     return search(job(**{"seq_len": 8192, "global_batch": 16, **changed}), limits).plans[0]
 
 
@@ -50,7 +48,7 @@ def test_the_peak_is_named() -> None:
     assert "over the data sheet's 989 TFLOP/s in bfloat16" in told[0]
     assert "over the data sheet's 67 TFLOP/s in float32 without TF32" in told[1]
     assert "float32" not in told[0]
-    measured = replace(of_hardware(MEASURED), memory=1 << 40)
+    measured = replace(machine_of_hardware(MEASURED), memory=1 << 40)
     told = [summary(search(job(precision="fp32", machine=measured, **asked), FREE), 1)]
     assert "data sheet" not in told[0]
     assert "over the 0.13 TFLOP/s that products were measured to reach in float32" in told[0]
@@ -64,13 +62,13 @@ def test_float32_is_refused_where_no_figure_is_published() -> None:
 
 def test_a_file_without_kernels_says_so() -> None:
     with pytest.raises(ConfigError, match="kernels of a CPU is empty"):
-        of_hardware(replace(MEASURED, kernels=()))
+        machine_of_hardware(replace(MEASURED, kernels=()))
 
 
 def test_what_was_measured_of_another_dtype_is_said() -> None:
-    other = of_hardware(MEASURED, wanted="bfloat16")
+    other = machine_of_hardware(MEASURED, wanted="bfloat16")
     assert other.assumed == "bfloat16 was not measured there: float32's times are taken"
-    assert not of_hardware(MEASURED, wanted="float32").assumed
+    assert not machine_of_hardware(MEASURED, wanted="float32").assumed
     machine = replace(other, memory=1 << 40)
     found = search(job(machine=machine, seq_len=8192, global_batch=16), FREE)
     assert other.assumed in summary(found, 1)

@@ -7,28 +7,32 @@ from typing import Any
 
 import pytest
 
-from lightning_cp.axes import Axis, Flat
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import Mask, attention_traffic, schedule
-from lightning_cp.planner.advice import advice, barely_sharded
+from lightning_cp.layout.axes import Axis, Flat
+from lightning_cp.planner.advice import (
+    advice,
+    find_out_of_memory,
+    find_poorly_sharded,
+    largest_stacked_parameter,
+    parameter_memory,
+)
 from lightning_cp.planner.attention import AttentionCost, attention_cost
-from lightning_cp.planner.families import model_of
-from lightning_cp.planner.job import Case, Choice, Job, MeshSizes
-from lightning_cp.planner.loading import parts, stacked, stops_at
+from lightning_cp.planner.comm_volume import comm_volumes
+from lightning_cp.planner.export import trainer_settings
+from lightning_cp.planner.job import Job, MeshSizes, PlanCase, TrainingMethod
 from lightning_cp.planner.machines import GIB, MACHINES
 from lightning_cp.planner.memory import memory_of
-from lightning_cp.planner.override import trainer
-from lightning_cp.planner.search import Found, search
-from lightning_cp.planner.seconds import step_seconds
-from lightning_cp.planner.ways import Limits, meshes, settings
-from lightning_cp.planner.wire import flows
+from lightning_cp.planner.model import model_from_config
+from lightning_cp.planner.search import Limits, SearchResult, meshes, search, training_methods
+from lightning_cp.planner.time_model import step_seconds
 from tests.planner.configs import LLAMA_405B, SMALL
 
 MIB = 1 << 20
 Costs = dict[int | None, AttentionCost]
 FREE = Limits({})
-BIG = model_of(LLAMA_405B, "405b")
-LLAMA_8B = model_of(
+BIG = model_from_config(LLAMA_405B, "405b")
+LLAMA_8B = model_from_config(
     {
         **LLAMA_405B,
         "hidden_size": 4096,
@@ -52,21 +56,21 @@ def job(**changed: Any) -> Job:
     return Job(**given)
 
 
-def of_story(**mesh: int) -> Case:
+def of_story(**mesh: int) -> PlanCase:
     """The 405B model in float32 on 128 TPU v4, loaded only."""
     asked = job(
         model=BIG, machine=MACHINES["tpu_v4"], devices=128, precision="fp32", optimizer="none"
     )
-    return Case(asked, Choice(MeshSizes(**mesh), "hsdp"))
+    return PlanCase(asked, TrainingMethod(MeshSizes(**mesh), "hsdp"))
 
 
-def memory(case: Case) -> Any:
+def memory(case: PlanCase) -> Any:
     return memory_of(
         case, {window: attention_cost(case, window) for window in case.job.model.windows}
     )
 
 
-def seconds(case: Case) -> float:
+def seconds(case: PlanCase) -> float:
     costs = {window: attention_cost(case, window) for window in case.job.model.windows}
     return step_seconds(case, costs).total
 
@@ -79,23 +83,23 @@ def test_the_story_of_405b_on_128_devices() -> None:
     assert memory(case).missing > 60 * GIB
     assert any("87.5% of the devices" in line for line in advice(case))
     # A tensor of 3,328 MiB is one of 208 for each, and loading ends where less is free.
-    mlp = next(part for part in parts(case) if "gate_proj" in part.name)
+    mlp = next(part for part in parameter_memory(case) if "gate_proj" in part.name)
     assert (mlp.whole, mlp.local) == (3328 * MIB, 208 * MIB)
-    stop = stops_at(case)
+    stop = find_out_of_memory(case)
     assert stop is not None
     assert stop.part.name == "model.layers.42.mlp.up_proj.weight"
     assert stop.free < stop.part.local == 208 * MIB
     assert 0.33 < stop.read < 0.35
     # With all projections of a kind in one, made whole:
-    assert stacked(case)[1] == 135_291_469_824 == 126 * 16384**2 * 4
-    assert stacked(case)[1] / GIB == pytest.approx(126.0, abs=1e-3)
+    assert largest_stacked_parameter(case)[1] == 135_291_469_824 == 126 * 16384**2 * 4
+    assert largest_stacked_parameter(case)[1] / GIB == pytest.approx(126.0, abs=1e-3)
 
 
 def test_what_the_runtime_keeps_moves_where_loading_ends() -> None:
     """The story's 199 MiB were free where 208 were wanted: 11.7 MiB belonged to nobody's tensors."""
     case = of_story(dp_replicate=8, dp_shard=16)
     kept = replace(case.job.machine, reserve=round(11.7 * MIB))
-    stop = stops_at(Case(replace(case.job, machine=kept), case.choice))
+    stop = find_out_of_memory(PlanCase(replace(case.job, machine=kept), case.choice))
     assert stop is not None
     assert stop.part.name == "model.layers.42.mlp.gate_proj.weight"
     assert stop.free / MIB == pytest.approx(199, abs=0.1)
@@ -106,15 +110,15 @@ def test_loaded_over_all_128_devices_it_fits() -> None:
     found = search(asked, FREE)
     assert found.plans[0].case.choice.mesh == MeshSizes(dp_shard=128)
     assert found.plans[0].memory.parameters / GIB == pytest.approx(1512 / 128, rel=1e-3)
-    assert stops_at(found.plans[0].case) is None
+    assert find_out_of_memory(found.plans[0].case) is None
 
 
 @pytest.fixture(scope="module")
-def plans_405b() -> Found:
+def plans_405b() -> SearchResult:
     return search(job(model=BIG, devices=1024, seq_len=1 << 20, global_batch=16), FREE)
 
 
-def test_a_million_tokens_of_405b_fit_1024_devices(plans_405b: Found) -> None:
+def test_a_million_tokens_of_405b_fit_1024_devices(plans_405b: SearchResult) -> None:
     best = plans_405b.plans[0]
     assert best.memory.total <= best.case.job.machine.memory
     assert best.case.choice.mesh.devices == 1024
@@ -125,7 +129,7 @@ def test_a_million_tokens_of_405b_fit_1024_devices(plans_405b: Found) -> None:
     )
 
 
-def test_why_a_mesh_does_not_do(plans_405b: Found) -> None:
+def test_why_a_mesh_does_not_do(plans_405b: SearchResult) -> None:
     """By bytes, with which and how many; or since data ranks have no sequence."""
     reasons = [one.why for one in plans_405b.rejected]
     assert any("would be idle: global_batch=16" in why for why in reasons)
@@ -197,13 +201,13 @@ def test_engines_of_a_mesh_that_is_set_whole(replicate: int, shard: int, engines
 
 
 def test_idle_devices_are_told() -> None:
-    case = Case(job(devices=128), Choice(MeshSizes(ring=16)))
+    case = PlanCase(job(devices=128), TrainingMethod(MeshSizes(ring=16)))
     assert "112 of 128 devices (87.5%) are idle: the mesh has 16" in list(advice(case))
 
 
 def test_experts_that_more_ranks_share_than_there_are_experts() -> None:
     """FSDP cuts along the experts: of 64 ranks 56 hold nothing of them, and take memory for one."""
-    mixtral = model_of(
+    mixtral = model_from_config(
         {
             **LLAMA_405B,
             "model_type": "mixtral",
@@ -215,8 +219,8 @@ def test_experts_that_more_ranks_share_than_there_are_experts() -> None:
         },
         "mixtral",
     )
-    case = Case(job(model=mixtral, devices=64), Choice(MeshSizes(dp_shard=64)))
-    worst = barely_sharded(case)[0]
+    case = PlanCase(job(model=mixtral, devices=64), TrainingMethod(MeshSizes(dp_shard=64)))
+    worst = find_poorly_sharded(case)[0]
     assert "experts.gate_up_proj" in worst.name
     assert worst.local * worst.ranks == 8 * worst.whole
 
@@ -232,8 +236,8 @@ def test_experts_that_more_ranks_share_than_there_are_experts() -> None:
     ids=["length", "layers", "vocabulary", "batch"],
 )
 def test_more_costs_more(more: dict[str, Any]) -> None:
-    choice = Choice(MeshSizes(dp_shard=2, ring=4, ulysses=2))
-    less, other = Case(job(), choice), Case(job(**more), choice)
+    choice = TrainingMethod(MeshSizes(dp_shard=2, ring=4, ulysses=2))
+    less, other = PlanCase(job(), choice), PlanCase(job(**more), choice)
     assert seconds(other) > seconds(less)
     assert memory(other).total > memory(less).total
 
@@ -241,20 +245,20 @@ def test_more_costs_more(more: dict[str, Any]) -> None:
 @pytest.mark.parametrize("axis", ["dp_shard", "ring", "ulysses"])
 def test_more_ranks_hold_less(axis: str) -> None:
     sizes = {"dp_shard": 2, "ring": 2, "ulysses": 2}
-    few = Case(job(global_batch=8), Choice(MeshSizes(**sizes)))
-    many = Case(job(global_batch=8), Choice(MeshSizes(**{**sizes, axis: 4})))
+    few = PlanCase(job(global_batch=8), TrainingMethod(MeshSizes(**sizes)))
+    many = PlanCase(job(global_batch=8), TrainingMethod(MeshSizes(**{**sizes, axis: 4})))
     assert memory(many).total < memory(few).total
 
 
 def test_saving_memory_saves_memory_and_takes_time() -> None:
     mesh = MeshSizes(dp_shard=2, ring=4, ulysses=2)
     order = [
-        Choice(mesh),
-        Choice(mesh, checkpointing="keep_attention"),
-        Choice(mesh, checkpointing="blocks"),
-        Choice(mesh, checkpointing="blocks", chunked_loss=1024),
+        TrainingMethod(mesh),
+        TrainingMethod(mesh, checkpointing="keep_attention"),
+        TrainingMethod(mesh, checkpointing="blocks"),
+        TrainingMethod(mesh, checkpointing="blocks", chunked_loss=1024),
     ]
-    cases = [Case(job(), choice) for choice in order]
+    cases = [PlanCase(job(), choice) for choice in order]
     sizes, times = [memory(case).total for case in cases], [seconds(case) for case in cases]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == 4
@@ -265,9 +269,9 @@ def test_bytes_on_the_wire_are_those_of_the_schedule() -> None:
     """Attention's by ``attention_traffic``, whose figures are counted; forward again if recomputed."""
     mesh = MeshSizes(dp_shard=2, ring=4, ulysses=2)
     for checkpointing, times in (("none", 1), ("blocks", 2), ("keep_attention", 1)):
-        case = Case(job(), Choice(mesh, checkpointing=checkpointing))
+        case = PlanCase(job(), TrainingMethod(mesh, checkpointing=checkpointing))
         costs: Costs = {None: attention_cost(case, None)}
-        sent = {(flow.what, flow.axis): flow for flow in flows(case, costs)}
+        sent = {(flow.what, flow.axis): flow for flow in comm_volumes(case, costs)}
         plan = schedule(case.layout, None, Mask())
         forward, backward = attention_traffic(
             *(plan, case.heads, 0), batch=1, head_dim=128, itemsize=2, accumulate_itemsize=4
@@ -304,8 +308,8 @@ def test_which_groups_leave_a_node() -> None:
 
 def test_gradients_that_are_added_up_stay_whole() -> None:
     """Several sequences of a rank: what is not reduced yet is a whole model's in float32."""
-    choice = Choice(MeshSizes(dp_shard=2, ring=8))
-    case = Case(job(global_batch=8), choice)
+    choice = TrainingMethod(MeshSizes(dp_shard=2, ring=8))
+    case = PlanCase(job(global_batch=8), choice)
     assert case.sequences == 4
     assert memory(case).accumulated == 4 * LLAMA_8B.num_parameters
 
@@ -326,13 +330,13 @@ def test_jobs_that_cannot_be(changed: dict[str, Any], match: str) -> None:
 
 def test_a_model_without_context_parallelism_is_planned_too() -> None:
     found = search(
-        job(model=model_of(SMALL, "small"), devices=1, seq_len=4096, global_batch=1), FREE
+        job(model=model_from_config(SMALL, "small"), devices=1, seq_len=4096, global_batch=1), FREE
     )
     assert found.plans[0].case.choice.mesh == MeshSizes()
 
 
-def every_case(asked: Job, mesh: MeshSizes, engine: str) -> list[Case]:
-    return [Case(asked, choice) for choice in settings(asked, mesh, engine, FREE)]
+def every_case(asked: Job, mesh: MeshSizes, engine: str) -> list[PlanCase]:
+    return [PlanCase(asked, choice) for choice in training_methods(asked, mesh, engine, FREE)]
 
 
 REJECTING = {
@@ -380,8 +384,8 @@ def test_an_optimizer_without_states_comes_closer() -> None:
 
 def test_tensors_of_the_optimizers_step_are_no_activations() -> None:
     """On a GPU it makes one like each parameter."""
-    choice = Choice(MeshSizes(ring=8), "ddp", checkpointing="blocks", chunked_loss=1024)
-    found = memory(Case(job(devices=8, global_batch=1), choice))
+    choice = TrainingMethod(MeshSizes(ring=8), "ddp", checkpointing="blocks", chunked_loss=1024)
+    found = memory(PlanCase(job(devices=8, global_batch=1), choice))
     assert found.moment.name == "optimizer's step"
     kinds = found.by_kind
     assert kinds["optimizer's temporaries"] == found.parameters
@@ -412,7 +416,7 @@ def test_a_machine_of_which_no_host_is_known() -> None:
 )
 def test_a_run_has_as_many_ranks_as_its_mesh(devices: int, nodes: int) -> None:
     for plan in search(job(devices=devices, global_batch=devices, seq_len=4096), FREE).plans:
-        given = trainer(plan.case)
+        given = trainer_settings(plan.case)
         assert (given["num_nodes"], given["devices"]) == (nodes, devices // nodes)
         assert plan.case.devices_per_node == devices // nodes
         if devices == 12 and plan.case.choice.mesh.ulysses == 4:
@@ -420,7 +424,7 @@ def test_a_run_has_as_many_ranks_as_its_mesh(devices: int, nodes: int) -> None:
 
 
 def test_a_mesh_that_leaves_devices_idle_runs_on_its_own() -> None:
-    given = trainer(Case(job(devices=16), Choice(MeshSizes(ring=12))))
+    given = trainer_settings(PlanCase(job(devices=16), TrainingMethod(MeshSizes(ring=12))))
     assert (given["num_nodes"], given["devices"]) == (2, 6)
 
 
@@ -429,11 +433,12 @@ def test_a_mesh_that_leaves_devices_idle_runs_on_its_own() -> None:
 )
 def test_gradients_travel_as_the_run_adds_them(precision: str, itemsize: int) -> None:
     """Float32 where ``mixed_precision`` is given, else as parameters are."""
-    case = Case(
-        job(precision=precision, global_batch=4, devices=4), Choice(MeshSizes(dp_shard=2, ring=2))
+    case = PlanCase(
+        job(precision=precision, global_batch=4, devices=4),
+        TrainingMethod(MeshSizes(dp_shard=2, ring=2)),
     )
     costs: Costs = {None: attention_cost(case, None)}
-    sent = {flow.what: flow.sent for flow in flows(case, costs)}
+    sent = {flow.what: flow.sent for flow in comm_volumes(case, costs)}
     assert sent["gradients"] == LLAMA_8B.num_parameters * itemsize * 3 / 4
     assert memory(case).accumulated == LLAMA_8B.num_parameters * itemsize
 
@@ -444,14 +449,14 @@ def test_zero1_gathers_once_however_many_sequences_follow() -> None:
         sizes = mesh if engine == "zero1" else MeshSizes(dp_shard=2, ring=4)
         found: list[float] = []
         for batch in (2, 8):
-            case = Case(job(devices=8, global_batch=batch), Choice(sizes, engine))
+            case = PlanCase(job(devices=8, global_batch=batch), TrainingMethod(sizes, engine))
             costs: Costs = {None: attention_cost(case, None)}
-            found += [flow.sent for flow in flows(case, costs) if flow.what == "parameters"]
+            found += [flow.sent for flow in comm_volumes(case, costs) if flow.what == "parameters"]
         assert found[1] == (found[0] if once else 4 * found[0])
 
 
 def test_more_tokens_than_positions_are_told() -> None:
     few = replace(LLAMA_8B, positions=4096)
     for length, told in ((4096, 0), (8192, 1)):
-        case = Case(job(model=few, seq_len=length), Choice(MeshSizes(ring=16)))
+        case = PlanCase(job(model=few, seq_len=length), TrainingMethod(MeshSizes(ring=16)))
         assert sum("4,096 positions" in line for line in advice(case)) == told

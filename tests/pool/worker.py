@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_cp.faults.watch import SWITCH
+from lightning_cp.watchdog.watch import SWITCH
 from tests.pool.isolation import Filters, Unraisables, isolated
 
 STACK_SIGNAL = signal.SIGUSR2

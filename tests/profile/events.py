@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_cp.named_ranges import PREFIX
+from lightning_cp.utils.tracing import PREFIX
 
 ZERO = 1_000_000.0
 """Where a trace's clock stands when the step begins, in microseconds."""

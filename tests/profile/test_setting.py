@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 import lightning_cp.fabric
 from lightning_cp import UlyssesRingStrategy
+from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError
-from lightning_cp.strategies.arguments.settings import Settings
 
 
 @pytest.mark.parametrize("profile", [0, -1, True, 2.5, "first", "3", [], [3, 3], [1, 0], {3: 4}])
@@ -23,10 +23,10 @@ def test_what_names_no_steps_is_refused(strategy: Any, profile: Any) -> None:
 
 
 def test_steps_in_order() -> None:
-    assert Settings().profiled_steps == ()
-    assert Settings(profile=3).profiled_steps == (3,)
-    assert Settings(profile=(100, 3)).profiled_steps == (3, 100)
-    assert Settings(profile=OmegaConf.create([100, 3])).profiled_steps == (3, 100)  # type: ignore[arg-type]
+    assert StrategyConfig().profiled_steps == ()
+    assert StrategyConfig(profile=3).profiled_steps == (3,)
+    assert StrategyConfig(profile=(100, 3)).profiled_steps == (3, 100)
+    assert StrategyConfig(profile=OmegaConf.create([100, 3])).profiled_steps == (3, 100)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

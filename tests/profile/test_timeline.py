@@ -8,17 +8,15 @@ from typing import Any
 import pytest
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.profile.nesting import Nesting
-from lightning_cp.profile.picture import draw
-from lightning_cp.profile.summary import RankFigures, Report, as_json, figures, summarise
-from lightning_cp.profile.table import markdown
+from lightning_cp.profile.report import draw, markdown
+from lightning_cp.profile.summary import RankFigures, RankSummary, as_json, figures, summarise
 from lightning_cp.profile.timeline import exposed_parts, timeline_of, union
-from lightning_cp.profile.trace import trace_of
+from lightning_cp.profile.trace import Nesting, trace_of
 from tests.profile.events import BACKWARD_THREAD, event, kernel, ours, step
 
 
-def report(events: list[dict[str, Any]], rank: int = 0, pairs: int = 10) -> Report:
-    return Report(rank, timeline_of(trace_of(events)), {"visible_pairs": pairs})
+def report(events: list[dict[str, Any]], rank: int = 0, pairs: int = 10) -> RankSummary:
+    return RankSummary(rank, timeline_of(trace_of(events)), {"visible_pairs": pairs})
 
 
 def found(events: list[dict[str, Any]]) -> RankFigures:
@@ -158,7 +156,7 @@ def test_our_own_kernels_on_a_gpu_are_counted() -> None:
     assert found([*step(9), *host, *launches]).kernel_calls == 1
 
 
-def of_ranks() -> list[Report]:
+def of_ranks() -> list[RankSummary]:
     """Two ranks, the second of which computes its hop 1 for longer, and waits less."""
     late = [{**e, "dur": e["dur"] + 6e3} if "hop 2 compute" in e["name"] else e for e in FORWARD]
     return [

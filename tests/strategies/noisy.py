@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_cp.layout import SequenceLayout
-from lightning_cp.models.random_functions import follow_draws
-from lightning_cp.models.token_draws import TokenDraws, Tokens
+from lightning_cp.randomness.functions import patch_random_functions
+from lightning_cp.randomness.token_draws import StepTokens, TokenDraws
 from tests.strategies.plain_llama import PlainLlama
 from tests.strategies.small import VOCAB, Small, alone, trainer_of, whole
 from tests.strategies.test_fabric import fabric_of
@@ -126,7 +126,7 @@ class Noisy(Small):
 
     def setup(self, stage: str) -> None:
         if self.run.settings is None:
-            self.draws, self.end = TokenDraws(self.model), follow_draws()
+            self.draws, self.end = TokenDraws(self.model), patch_random_functions()
 
     def note(self) -> None:
         """After a micro-batch."""
@@ -150,10 +150,10 @@ show_loss: Any = torch.compiler.disable(_show_loss)
 """Log it, where PyTorch's compiler does not look: it fails within Lightning's own method."""
 
 
-def whole_rows(batch: Any) -> Tokens:
+def whole_rows(batch: Any) -> StepTokens:
     """One process's."""
     rows, length = batch["input_ids"].shape
-    return Tokens.of(SequenceLayout(length, 1, 1, "contiguous"), 0, rows)
+    return StepTokens.of(SequenceLayout(length, 1, 1, "contiguous"), 0, rows)
 
 
 def loader_of(run: Run, data_rank: int) -> DataLoader[Any]:

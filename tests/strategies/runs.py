@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from lightning_cp import UlyssesRingStrategy
-from lightning_cp.layout.choose import name_of
+from lightning_cp.layout.auto import layout_name
 from tests.pool.environment import PoolEnvironment
 from tests.strategies.plain_llama import PlainLlama
 from tests.strategies.small import whole
@@ -253,4 +253,4 @@ class Recorder(pl.Callback):
         self.result.empty_ranks += int((targets != -100).sum() == 0)
         if isinstance(trainer.strategy, UlyssesRingStrategy):
             part = trainer.strategy._core._part
-            self.result.layouts.append(name_of(part.layout) if part is not None else "")
+            self.result.layouts.append(layout_name(part.layout) if part is not None else "")

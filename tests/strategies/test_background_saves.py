@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_cp.checkpoint.manifest import About
-from lightning_cp.checkpoint.save import Background
-from lightning_cp.strategies.saves import saver as saver_module
-from lightning_cp.strategies.saves.saver import Saver
+from lightning_cp.checkpoint import manager as saver_module
+from lightning_cp.checkpoint.manager import Saver
+from lightning_cp.checkpoint.manifest import SaveInfo
+from lightning_cp.checkpoint.save import BackgroundSave
 from tests.pool import run_ranks
 
 PATIENCE = 0.3
@@ -31,7 +31,7 @@ def waits(rank: int, world_size: int, folder: Path) -> tuple[bool, bool]:
     """Whether checkpoint and link are there once ``finish`` returns; the first rank lets others go first."""
     gone_on = folder / "gone on"
 
-    class Slow(Background):
+    class Slow(BackgroundSave):
         def _run(self, planned: object, limit: float) -> None:
             if rank == 0:
                 until(gone_on)
@@ -42,18 +42,18 @@ def waits(rank: int, world_size: int, folder: Path) -> tuple[bool, bool]:
             until(gone_on)
             return super()._link(target, link)
 
-    before = saver_module.Background
-    saver_module.Background = Slow  # type: ignore[misc]
+    before = saver_module.BackgroundSave
+    saver_module.BackgroundSave = Slow  # type: ignore[misc]
     try:
         saver = SlowSaver("full", in_background=True)
-        saver.save({"x": torch.ones(3)}, folder / "one.ckpt", About(1, {}, "ddp"), {})
+        saver.save({"x": torch.ones(3)}, folder / "one.ckpt", SaveInfo(1, {}, "ddp"), {})
         saver.link(folder / "one.ckpt", folder / "last.ckpt")
         saver.finish()
         found = (folder / "one.ckpt").is_file(), (folder / "last.ckpt").is_symlink()
         if rank:
             gone_on.touch()
     finally:
-        saver_module.Background = before  # type: ignore[misc]
+        saver_module.BackgroundSave = before  # type: ignore[misc]
     return found
 
 

@@ -23,7 +23,7 @@ from lightning_cp.errors import (
     ShapeError,
     UndeclaredError,
 )
-from lightning_cp.strategies.arguments.contradictions import check_backend
+from lightning_cp.strategies.validation import check_backend
 from tests.pool import RankError, expect_on_every_rank, run_ranks
 from tests.pool.environment import PoolEnvironment
 from tests.strategies.plain_llama import PlainLlama

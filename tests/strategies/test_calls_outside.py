@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_cp.comm.local import local_part
 from lightning_cp.errors import ConfigError
+from lightning_cp.utils.dtensor import local_part
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.small import (
     LENGTH,

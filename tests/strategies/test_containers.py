@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils.data import default_collate
 
 from lightning_cp import ContextParallelMixin
-from lightning_cp.containers import map_tensors, tensors_of
+from lightning_cp.utils.containers import map_tensors, tensors_of
 from tests.pool import run_ranks
 from tests.strategies.small import (
     RING,

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cp.faults.position import Position, Slot
-from lightning_cp.module_hooks import replace_method
-from lightning_cp.strategies.watch.progress import Progress
+from lightning_cp.utils.module_hooks import replace_method
+from lightning_cp.watchdog.phase import Position, ProgressHooks, Slot
 from tests.length.runs import Module, Run
 from tests.pool import run_ranks
 from tests.strategies.small import (
@@ -202,7 +201,7 @@ def test_copies_where_progress_is_followed() -> None:
     position, attention, slot = Position(), CountedAttention(), Slot(token=bytes(16))
     try:
         position.connect(slot)
-        progress = Progress(position)
+        progress = ProgressHooks(position)
         progress.follow(attention, attention=True)
         progress.begin_with(attention)
         made = [copy.deepcopy(attention), pickled(attention)]

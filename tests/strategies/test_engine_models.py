@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from lightning_cp.checkpoint.pretrained.meta_init import initialise
+from lightning_cp.engines.fsdp import units_of
 from lightning_cp.errors import ConfigError
-from lightning_cp.strategies.engines.fresh import initialise
-from lightning_cp.strategies.engines.units import units_of
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.plain_llama import PlainLlama, RMSNorm
 from tests.strategies.small import VOCAB, Small, loader, samples, trainer_of, whole

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_cp.engines.gradients import gradient_norm
 from lightning_cp.errors import ConfigError
-from lightning_cp.strategies.engines.norms import gradient_norm
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.engine_runs import Cell, errors
 from tests.strategies.plain_llama import PlainLlama

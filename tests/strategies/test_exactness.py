@@ -231,7 +231,7 @@ def test_a_mean_of_local_means_would_fail() -> None:
 
 def unscaled(rank: int, world_size: int, run: Run) -> Result:
     """A run whose loss is not weighted by targets."""
-    from lightning_cp.strategies.step.weighting import StepLoss
+    from lightning_cp.loss.weighting import StepLoss
 
     run = replace(run, strategy=(*run.strategy, ("parity_check", "off")))  # type: ignore[misc]
     original = StepLoss.scale

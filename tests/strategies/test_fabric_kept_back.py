@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_cp.engines.ddp import KeptBack
 from lightning_cp.errors import ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy
-from lightning_cp.strategies.engines.kept import KeptBack
 from tests.pool import run_ranks
 from tests.pool.environment import PoolEnvironment
 from tests.strategies.small import RING, Small, loader, weights

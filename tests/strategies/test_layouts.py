@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_cp import UlyssesRingStrategy
 from lightning_cp.layout import CostModel, Mask
-from lightning_cp.layout.cost import Heads
-from lightning_cp.models.expected import expected_heads, expected_mask
+from lightning_cp.layout.cost import HeadCounts
+from lightning_cp.models.structure import expected_heads, expected_mask
 from lightning_cp.models.swap import num_heads_of
 from tests.models.later import transformers_version
 from tests.pool import run_ranks
@@ -226,7 +226,7 @@ def test_mask_and_heads_are_read_from_the_model(
     config, model = kinds.get(name, (f"{name}Config", f"{name}Model"))
     made = getattr(transformers, model)(getattr(transformers, config)(**SIZES, **heads, **options))
     assert expected_mask(torch.nn.Sequential(made)) == mask
-    assert expected_heads(torch.nn.Sequential(made)) == Heads(4, kv_heads, 8)
+    assert expected_heads(torch.nn.Sequential(made)) == HeadCounts(4, kv_heads, 8)
 
 
 @pytest.mark.skipif(transformers_version() < (5, 6), reason="Gemma 4 comes with transformers 5.6")

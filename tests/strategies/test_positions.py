@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
 from lightning_cp import ContextParallelMixin
-from lightning_cp.batch.noted import NotedBatch
+from lightning_cp.batch.tracked_batch import TrackedBatch
 from lightning_cp.fabric import UlyssesRingStrategy as Fabrics
 from tests.models.steps import Case, make_model
 from tests.pool import run_ranks
@@ -273,7 +273,7 @@ def test_a_step_that_reads_positions_is_not(kind: type[Small]) -> None:
     ],
 )
 def test_what_counts_as_reading(use: Any, read: bool) -> None:
-    batch = NotedBatch(input_ids=1, position_ids=2)
+    batch = TrackedBatch(input_ids=1, position_ids=2)
     use(batch)
     assert batch.positions_read == read
     assert batch.get("nothing", 3) == 3

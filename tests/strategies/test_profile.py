@@ -12,11 +12,11 @@ import torch
 import torch.autograd.profiler as profiler
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp.attention.keep import keep_attention
+from lightning_cp.attention.checkpointing import keep_attention
 from lightning_cp.errors import ConfigError, RankFailure
 from lightning_cp.layout import HeadSplit, Mask, SequenceLayout, schedule
-from lightning_cp.layout.traffic import Traffic, attention_traffic
-from lightning_cp.named_ranges import PREFIX
+from lightning_cp.layout.cost import Traffic, attention_traffic
+from lightning_cp.utils.tracing import PREFIX
 from tests.attention.wire import Wire
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.kinds import KINDS

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_cp.consistency.finite import FiniteGuard, Step
+from lightning_cp.consistency.settings import numbers_of, settings_of
 from lightning_cp.errors import ConfigError
-from lightning_cp.strategies.step.counts import TargetCounts
-from lightning_cp.strategies.watch.finite import FiniteGuard, Step
-from lightning_cp.strategies.watch.rates import numbers_of, settings_of
+from lightning_cp.loss.counts import TargetCounts
 from tests.pool import run_ranks
 from tests.strategies.small import HYBRID, RING, Batch, Small, loader, trainer_of, weights
 from tests.strategies.test_fabric import Loop

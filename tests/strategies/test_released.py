@@ -17,13 +17,13 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_cp import UlyssesRingStrategy
+from lightning_cp.engines.ddp import DDPEngine
+from lightning_cp.engines.fsdp import ShardedEngine
+from lightning_cp.engines.fsdp_gradients import Root
 from lightning_cp.errors import ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.models.handle import SwapHandle
-from lightning_cp.strategies.engines.ddp import DDPEngine
-from lightning_cp.strategies.engines.root import Root
-from lightning_cp.strategies.engines.sharded import ShardedEngine
 from tests.pool import run_ranks
 from tests.strategies.runs import Run, make_module
 from tests.strategies.small import RING, Batch, Settings, Small, loader, samples, trainer_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_cp.strategies.replaced import Replaced
+from lightning_cp.utils.patching import PatchSet
 
 
 class Plugin:
@@ -20,7 +20,7 @@ def around(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_the_method_comes_back() -> None:
-    plugin, replaced = Plugin(), Replaced()
+    plugin, replaced = Plugin(), PatchSet()
     replaced.replace(plugin, "answer", around)
     assert plugin.answer() == "around own"
     replaced.undo()
@@ -29,7 +29,7 @@ def test_the_method_comes_back() -> None:
 
 
 def test_what_a_user_had_put_there_comes_back() -> None:
-    plugin, replaced = Plugin(), Replaced()
+    plugin, replaced = Plugin(), PatchSet()
     plugin.answer = lambda: "user's"  # type: ignore[method-assign]
     replaced.replace(plugin, "answer", around)
     assert plugin.answer() == "around user's"
@@ -38,7 +38,7 @@ def test_what_a_user_had_put_there_comes_back() -> None:
 
 
 def test_what_came_later_is_left_alone() -> None:
-    plugin, first, second = Plugin(), Replaced(), Replaced()
+    plugin, first, second = Plugin(), PatchSet(), PatchSet()
     first.replace(plugin, "answer", around)
     second.replace(plugin, "answer", around)
     first.undo()

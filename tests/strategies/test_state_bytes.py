@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cp.comm.local import local_part
+from lightning_cp.engines.fsdp_internals import groups_of
 from lightning_cp.planner.state import ModelShapes, StateBytes, state_bytes
-from lightning_cp.strategies.engines.torch_fsdp2 import groups_of
+from lightning_cp.utils.dtensor import local_part
 from tests.pool import run_ranks
 from tests.strategies.plain_llama import PlainLlama
 from tests.strategies.small import Small, loader, trainer_of

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
-from lightning_cp.strategies.step.accumulation import AccumulatedTokens
+from lightning_cp.loss.accumulation import AccumulatedTokens
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.pool.environment import PoolEnvironment
 from tests.strategies.small import (

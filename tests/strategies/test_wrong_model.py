@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_cp.errors import CheckpointError, ConfigError
-from lightning_cp.strategies.watch import signals
+from lightning_cp.launch import preemption as signals
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.plain_llama import PlainLlama
 from tests.strategies.small import RING, VOCAB, Small, loader, trainer_of

@@ -10,9 +10,9 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
-from lightning_cp.config_files import config_dir
 from lightning_cp.errors import ConfigError
-from lightning_cp.strategies.launch.sweeps import refuse_foreign_launcher
+from lightning_cp.launch.ranks import refuse_foreign_launcher
+from lightning_cp.utils.run_folder import config_dir
 from tests.sweeps.programs import run
 from tests.test_train import SMALL
 

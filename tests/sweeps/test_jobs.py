@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cp.jobs import describe_status, run_job
+from lightning_cp.utils.subprocess import describe_status, run_job
 from tests.sweeps.programs import OURS, environment, program
 
 RANKS = """
@@ -64,7 +64,9 @@ def test_signals_to_the_sweep_end_the_job_and_its_ranks(
     tmp_path: Path, number: int, deaf: bool
 ) -> None:
     app = job_with_a_rank(tmp_path, deaf=deaf)
-    app.write_text(f"import lightning_cp.jobs\nlightning_cp.jobs.GRACE = 1.0\n{app.read_text()}")
+    app.write_text(
+        f"import lightning_cp.utils.subprocess\nlightning_cp.jobs.GRACE = 1.0\n{app.read_text()}"
+    )
     sweep = subprocess.Popen(
         [sys.executable, str(app), "-m", OURS, "+x=1,2"],
         cwd=tmp_path,

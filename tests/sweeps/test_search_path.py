@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from lightning_cp import UlyssesRingStrategy
-from lightning_cp.config_files import config_dir
+from lightning_cp.utils.run_folder import config_dir
 from tests.sweeps.programs import program, run
 from tests.sweeps.test_launcher import said
 

@@ -11,12 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from lightning_cp.engines.tensor_parallel import FusedColwiseLinear, share_layers
+from lightning_cp.engines.tensor_parallel.auto_plan import KNOWN_TYPES, automatic_plan
+from lightning_cp.engines.tensor_parallel.user_plan import given_plan
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh
-from lightning_cp.strategies.engines.tensor_parallel import FusedColwiseLinear, share_layers
-from lightning_cp.strategies.engines.tensor_parallel.automatic import automatic_plan
-from lightning_cp.strategies.engines.tensor_parallel.given import given_plan
-from lightning_cp.strategies.engines.tensor_parallel.names import KNOWN_TYPES
 from tests.pool import expect_on_every_rank, run_ranks
 from tests.strategies.plain_llama import PlainLlama
 

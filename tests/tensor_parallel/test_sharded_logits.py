@@ -11,8 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from lightning_cp.comm.sharded_cross_entropy import losses_of_parts, sharded_cross_entropy
-from lightning_cp.comm.sharded_logits import ShardedLogits, whole_logits
+from lightning_cp.comm.vocab_parallel import (
+    ShardedLogits,
+    sharded_cross_entropy,
+    token_losses,
+    whole_logits,
+)
 from lightning_cp.errors import ConfigError
 from tests.pool import run_ranks
 
@@ -219,7 +223,7 @@ def test_a_target_outside_of_the_vocabulary() -> None:
 def miss_on_a_device(rank: int, world_size: int) -> list[bool]:
     """As where nothing looks at targets before: 6 tokens, two targets that no rank has."""
     target = torch.tensor([5, 6, -1, -100])
-    losses = losses_of_parts(torch.zeros(4, 3), target, target != -100, 0.1, dist.group.WORLD)  # type: ignore[arg-type]
+    losses = token_losses(torch.zeros(4, 3), target, target != -100, 0.1, dist.group.WORLD)  # type: ignore[arg-type]
     return losses.isnan().tolist()
 
 

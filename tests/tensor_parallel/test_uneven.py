@@ -10,9 +10,9 @@ import pytest
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from lightning_cp.engines.tensor_parallel import share_layers
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import ContextParallelMesh
-from lightning_cp.strategies.engines.tensor_parallel import share_layers
 from tests.pool import run_ranks
 
 GIVEN: dict[str, Any] = {

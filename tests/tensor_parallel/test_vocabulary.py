@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from lightning_cp.strategies.engines.tensor_parallel import styles
+from lightning_cp.engines.tensor_parallel import styles
 from tests.pool import run_ranks
 
 VOCABULARY = 6

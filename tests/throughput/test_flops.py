@@ -14,10 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_cp.batch import BatchRules, CountedBatch, read_batch
 from lightning_cp.layout import Documents
-from lightning_cp.models.calls import AttentionCall, observe_calls, shared_call
-from lightning_cp.models.multiplied import multiplied_by
-from lightning_cp.throughput.model import CountedModel
-from lightning_cp.throughput.options import Options
+from lightning_cp.throughput.flops import CountedModel, count_active_parameters
+from lightning_cp.throughput.options import ThroughputOptions
+from lightning_cp.throughput.work import AttentionCall, observe_calls, shared_call
 from tests.models.later import all_families
 from tests.models.steps import Case, make_batch, make_model, start, step
 from tests.pool import run_ranks
@@ -47,7 +46,7 @@ class Dense(nn.Module):
 
 def counted(model: nn.Module, batch: dict[str, torch.Tensor], loss: Any) -> int:
     """A step, as the callback counts it."""
-    counting = CountedModel(model, None, Options())
+    counting = CountedModel(model, None, ThroughputOptions())
     counting.begin(batch)
     loss().backward()
     counting.end_batch()
@@ -146,7 +145,7 @@ def test_experts_count_as_often_as_a_token_goes_to_them() -> None:
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_hidden_layers": 1}
     config = MixtralConfig(**sizes, **heads, num_key_value_heads=4, num_local_experts=8)
     assert config.num_experts_per_tok == 2
-    found = multiplied_by(MixtralForCausalLM(config))
+    found = count_active_parameters(MixtralForCausalLM(config))
     assert found.unknown == ()
     assert found.trained == 4 * 32 * 32 + 8 * 32 + 2 * 3 * 32 * 48 + 32 * 43
 
@@ -160,7 +159,7 @@ class Experts(nn.Module):
 
 
 def test_what_nobody_knows_is_named() -> None:
-    found = multiplied_by(Experts())
+    found = count_active_parameters(Experts())
     assert found.trained == 20
     assert found.unknown == ("table", *(f"experts.{index}.weight" for index in range(3)))
 
@@ -169,7 +168,7 @@ def test_layers_that_are_called_twice_are_named() -> None:
     model = Dense()
     model.layers[1] = model.layers[0]
     ids = torch.randint(0, 19, (3, 21))
-    counting = CountedModel(model, None, Options())
+    counting = CountedModel(model, None, ThroughputOptions())
     for _ in range(2):
         counting.begin({"input_ids": ids})
         model(ids).sum().backward()

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cp import ThroughputCallback, UlyssesRingStrategy
 from lightning_cp.errors import ConfigError
-from lightning_cp.throughput.options import Options, dtype_of, peak_of
+from lightning_cp.throughput.options import ThroughputOptions, dtype_of, peak_of
 from tests.pool import run_ranks
 from tests.strategies.small import (
     LENGTH,
@@ -68,7 +68,7 @@ def test_peaks_are_those_of_lightning_s_table(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     model = torch.nn.Linear(2, 2).to(dtype)
     strategy = UlyssesRingStrategy()
-    found = peak_of(Options(), torch.device("cuda"), Precision(), strategy, model)
+    found = peak_of(ThroughputOptions(), torch.device("cuda"), Precision(), strategy, model)
     assert found.flops == peak
     assert name in found.where
     assert str(dtype).endswith(found.where.rpartition(" ")[2])

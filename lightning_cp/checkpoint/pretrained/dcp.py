@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from lightning_cp.checkpoint.pretrained.index import open_checkpoint
+from lightning_cp.checkpoint.pretrained.files import open_weight_files
 from lightning_cp.checkpoint.pretrained.reader import SliceReader
 
 
@@ -31,11 +31,11 @@ class CheckedStorageReader(HuggingFaceStorageReader):
         path: as for ``load_pretrained``.
 
     Raises:
-        CheckpointError: see ``open_checkpoint``.
+        CheckpointError: see ``open_weight_files``.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._checkpoint = open_checkpoint(path)
+        self._checkpoint = open_weight_files(path)
         super().__init__(str(self._checkpoint.path))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

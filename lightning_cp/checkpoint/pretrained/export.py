@@ -3,39 +3,361 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from lightning_cp.checkpoint.durable import (
+from lightning_cp.checkpoint.atomic import (
     SAVING,
-    beside,
     discard,
+    display_path,
+    local_path,
     put_in_place,
     sweep,
     sync,
+    temporary_path,
     write_durably,
 )
-from lightning_cp.checkpoint.paths import local_path
-from lightning_cp.checkpoint.pretrained.export_files import WHAT, Writer
-from lightning_cp.checkpoint.pretrained.export_plan import Export, plan_export
-from lightning_cp.checkpoint.pretrained.incomplete import require_complete
-from lightning_cp.checkpoint.pretrained.index import INDEX
-from lightning_cp.checkpoint.pretrained.names import unwrapped
-from lightning_cp.checkpoint.pretrained.options import dtype_of
-from lightning_cp.checkpoint.pretrained.write import index_text
-from lightning_cp.comm.objects import World
-from lightning_cp.comm.outcome import share_outcome
-from lightning_cp.errors import ConfigError, without_home
+from lightning_cp.checkpoint.pretrained.files import INDEX
+from lightning_cp.checkpoint.pretrained.keys import (
+    Rule,
+    Tensors,
+    check_rules_used,
+    joinable,
+    rule_for,
+    rules_of,
+    tensors_of,
+    unwrap,
+)
+from lightning_cp.checkpoint.pretrained.options import check_complete, dtype_of
+from lightning_cp.checkpoint.pretrained.writer import (
+    TensorFile,
+    TensorSpec,
+    aligned_order,
+    index_text,
+    split_into_files,
+)
+from lightning_cp.checkpoint.tensors import assemble
+from lightning_cp.comm.consensus import World, error_summary, raise_on_all
+from lightning_cp.errors import CheckpointError, ConfigError, without_home
+from lightning_cp.utils.module_hooks import strip_wrappers
+
+# The plan of an export: which parameters under which keys, in which files; nothing is written yet.
+
+
+@dataclass(frozen=True)
+class JoinedTensor:
+    """Parameters that are written as one tensor."""
+
+    tensors: tuple[torch.Tensor, ...]
+    dim: int = 0
+    """Along which they lie side by side."""
+
+    def shape(self, dtype: torch.dtype | None) -> TensorSpec:
+        """In the file."""
+        first, shape = self.tensors[0], list(self.tensors[0].shape)
+        if len(self.tensors) > 1:
+            shape[self.dim] = sum(x.shape[self.dim] for x in self.tensors)
+        made = dtype if dtype is not None and first.is_floating_point() else first.dtype
+        return TensorSpec(made, tuple(shape))
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """The files of an export, and their tensors."""
+
+    network: nn.Module
+    parts: dict[str, JoinedTensor]
+    shapes: dict[str, TensorSpec]
+    files: dict[str, list[str]]
+    is_adapter: bool = False
+    """The network writes it by itself, as adapters have files of their own; ``files`` is empty."""
+
+
+def plan_export(
+    model: nn.Module,
+    keys: Mapping[str, str] | None,
+    prefix: str | None,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+) -> ExportPlan:
+    """Decide it; the arguments are those of ``export_pretrained``.
+
+    Raises:
+        ConfigError: options that cannot be.
+    """
+    if type(file_bytes) is not int or file_bytes < 1:
+        raise ConfigError(
+            f"file_bytes must be an integer of at least 1, got {file_bytes!r}. "
+            "Leave it out for files of 5 GB."
+        )
+    if prefix is not None and not isinstance(prefix, str):
+        raise ConfigError(
+            f"prefix must be text, or None to have it found, got {prefix!r}. "
+            "Leave it out if you do not know it."
+        )
+    path, network = _network(model, prefix)
+    held = tensors_of(model, path)
+    if not held.by_name:
+        raise ConfigError(
+            f"no parameter of the model begins with prefix={path!r}. "
+            "Leave prefix out to have it found."
+        )
+    rules = rules_of(keys)
+    check_rules_used(rules, [name for names in held.aliases.values() for name in names])
+    if adapters := adapters_of(network):
+        _leave_adapters(held, adapters)
+    parts = _parts(held, rules)
+    shapes = {key: joined.shape(dtype) for key, joined in parts.items()}
+    files = {} if adapters else split_into_files(shapes, file_bytes)
+    return ExportPlan(network, parts, shapes, files, is_adapter=bool(adapters))
+
+
+def adapters_of(network: nn.Module) -> frozenset[str]:
+    """The names of a network's adapters, as peft and transformers hold them."""
+    configs = getattr(network, "peft_config", None)
+    return frozenset(configs) if isinstance(configs, Mapping) else frozenset()
+
+
+def _leave_adapters(held: Tensors, adapters: frozenset[str]) -> None:
+    """Forget what belongs to the frozen network: names have the adapter's in them, or are trained as well."""
+    for name, x in list(held.by_name.items()):
+        named = any(adapters & set(alias.split(".")) for alias in held.aliases[name])
+        if not (named or x.requires_grad):
+            del held.by_name[name], held.aliases[name]
+
+
+def _network(model: nn.Module, prefix: str | None) -> tuple[str, nn.Module]:
+    """Where the network begins, and which it is: the outermost that says how it is saved."""
+    for path, module in model.named_modules():
+        at = f"{strip_wrappers(path)}." if path else ""
+        saves = callable(getattr(module, "save_pretrained", None)) and hasattr(module, "config")
+        if at == prefix or (prefix is None and saves):
+            return at, module
+    return prefix or "", model
+
+
+def _parts(held: Tensors, rules: Sequence[Rule]) -> dict[str, JoinedTensor]:
+    parts: dict[str, JoinedTensor] = {}
+    tensors = {alias: x for name, x in held.by_name.items() for alias in held.aliases[name]}
+    for name, rule in _rules(held, rules):
+        key, keys = rule.sources[0], rule.sources
+        if len(keys) > 1:
+            raise ConfigError(
+                f"{name} cannot be written as {' + '.join(keys)}: nothing says where one ends and the next "
+                "begins. Leave that line of keys out, and have the fused name in the files."
+            )
+        made_of = tuple(tensors[other] for other in rule.parameters)
+        if key in parts and [id(x) for x in parts[key].tensors] != [id(x) for x in made_of]:
+            raise ConfigError(
+                f"{name} cannot be written as {key}, which is the name of other parameters already: one of "
+                "them would be lost. Give it a name of its own in keys."
+            )
+        parts[key] = JoinedTensor(made_of, _dim(key, made_of, rule.dim))
+    return parts
+
+
+def _rules(held: Tensors, rules: Sequence[Rule]) -> Iterator[tuple[str, Rule]]:
+    """The rule for each: tied ones under the first of their names that has a line in ``keys``."""
+    for names in held.aliases.values():
+        found = ((name, made) for name in names for rule in rules if (made := rule.of(name)))
+        yield next(found, (names[0], rule_for(names[0], ())))
+
+
+def _dim(key: str, tensors: Sequence[torch.Tensor], wanted: int | None) -> int:
+    """Along which the file has them side by side."""
+    if len(tensors) == 1:
+        return 0
+    dims = joinable([tuple(x.shape) for x in tensors], wanted)
+    shapes = ", ".join(str(list(x.shape)) for x in tensors)
+    if not dims or len({x.dtype for x in tensors}) > 1:
+        raise ConfigError(
+            f"{key} cannot be made of tensors of shapes {shapes}: they have one dtype, and lie side by side "
+            "along one dimension, the only one that may differ. "
+            "Write a line of keys that joins tensors which fit."
+        )
+    if len(dims) > 1:
+        raise ConfigError(
+            f"{key}: parts of shapes {shapes} fit along dimension {' and '.join(map(str, dims))}. Say which "
+            "it is in keys: 'a +0 b' joins rows (outputs of nn.Linear), 'a +1 b' columns."
+        )
+    return dims[0]
+
+
+# The files of an export: every rank takes part in having tensors whole, and one of them writes.
+
+
+EXPORTING = "exporting weights"
+"""For messages."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class ExportWriter:
+    """The rank that writes, or (without a folder) one that takes part in gathering only.
+
+    An error is kept until all ranks come to know it: before they gather the next tensor, or at the end.
+
+    Args:
+        folder: where files are written; on one rank.
+        target: what it is to be called, for messages.
+        device_type: of the default group's tensors.
+    """
+
+    def __init__(self, folder: Path | None, target: Path, device_type: str) -> None:
+        self.error: Exception | None = None
+        self._folder, self._target, self._device_type = folder, target, device_type
+        self._file: TensorFile | None = None
+
+    def try_to(self, act: Callable[[Path], object]) -> None:
+        """Do something with the folder, if all went well so far."""
+        if self._folder is None or self.error is not None:
+            return
+        try:
+            with export_errors(self._target):
+                act(self._folder)
+        except (CheckpointError, ConfigError) as raised:
+            self.error = raised
+
+    def write(self, made: ExportPlan) -> None:
+        """All files of tensors; every rank comes here.
+
+        Raises:
+            CheckpointError: this rank cannot write, or cannot have a tensor whole.
+            RankFailure: another rank cannot.
+        """
+        for name, keys in made.files.items():
+            shapes = {key: made.shapes[key] for key in keys}
+            self.try_to(partial(self._begin, name, shapes))
+            try:
+                for key in aligned_order(shapes):
+                    self._add_all(key, made.parts[key], shapes[key].dtype)
+                self.try_to(lambda _: self._file and self._file.sync())
+            finally:
+                if self._file is not None:
+                    self._file.close()
+                self._file = None
+
+    def gathered(self, made: ExportPlan) -> dict[str, torch.Tensor]:
+        """All tensors at once, on the rank that writes, empty on others; every rank comes here.
+
+        Raises:
+            CheckpointError: this rank cannot have a tensor whole.
+            RankFailure: another rank cannot.
+        """
+        whole: dict[str, torch.Tensor] = {}
+        for key, joined in made.parts.items():
+            parts = [self._whole(key, x) for x in joined.tensors]
+            if self._folder is not None:
+                made_of = _side_by_side([x.detach().cpu() for x in parts], joined.dim)
+                whole[key] = made_of.to(made.shapes[key].dtype)
+        return whole
+
+    def _begin(self, name: str, shapes: Mapping[str, TensorSpec], folder: Path) -> None:
+        self._file = TensorFile(folder / name, shapes)
+
+    def _add_all(self, key: str, joined: JoinedTensor, dtype: torch.dtype) -> None:
+        if joined.dim == 0:  # then they follow each other in the file
+            for x in joined.tensors:
+                self._add([self._whole(key, x)], 0, dtype)
+        else:
+            self._add([self._whole(key, x) for x in joined.tensors], joined.dim, dtype)
+
+    def _whole(self, key: str, x: torch.Tensor) -> torch.Tensor:
+        """Once all ranks can have it: who fails while it is gathered leaves the others waiting."""
+        if isinstance(x, DTensor):
+            try:
+                if self.error is None:
+                    _check_room(key, x)
+            except CheckpointError as raised:
+                self.error = raised
+            raise_on_all(self.error, self._device_type, what=EXPORTING)
+        return assemble(x)
+
+    def _add(self, parts: list[torch.Tensor], dim: int, dtype: torch.dtype) -> None:
+        file = self._file
+        if file is not None:
+            self.try_to(
+                lambda _: file.write(_side_by_side([x.cpu() for x in parts], dim).to(dtype))
+            )
+
+
+@contextmanager
+def export_errors(target: Path) -> Iterator[None]:
+    """Of an export that has not got its name; what fails after that is told as it is.
+
+    Args:
+        target: the name.
+
+    Raises:
+        ConfigError: it is that.
+        CheckpointError: whatever else was raised.
+    """
+    try:
+        yield
+    except (CheckpointError, ConfigError):
+        raise
+    except OSError as raised:
+        advice = "Name a folder that can be written"
+        if raised.errno in _FULL:
+            advice = "Free some space or name another folder"
+        raise CheckpointError(
+            f"the export could not be written to {display_path(target)} ({error_summary(raised)}), and "
+            "nothing of it is "
+            f"left. {advice}, and call it again: the model is as it was."
+        ) from None
+    except Exception as raised:  # of the configuration's own save_pretrained, say
+        raise CheckpointError(
+            f"the export could not be written to {display_path(target)}, and nothing of it is left: "
+            f"{error_summary(raised)}. "
+            "The model is as it was: call the export again when that is mended."
+        ) from raised
+
+
+def _check_room(key: str, x: DTensor) -> None:
+    """Have as much memory as it takes to gather ``x``, and give it back.
+
+    Raises:
+        CheckpointError: there is not as much.
+    """
+    local, device = x.to_local(), x.device_mesh.device_type
+    sizes = [x.numel() * x.dtype.itemsize] * (1 if _follow_each_other(x) else 2)
+    if local.device.type != device:
+        sizes.append(local.nbytes)
+    try:
+        held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        del held
+    except Exception as raised:
+        raise CheckpointError(
+            f"{key} of shape {list(x.shape)} ({x.dtype}) cannot be had whole on this rank, which takes "
+            f"{sum(sizes):,} bytes on {device} for a while: {error_summary(raised)}. Nothing of the export "
+            "is left, "
+            "and the model is as it was."
+        ) from raised
+
+
+def _follow_each_other(x: DTensor) -> bool:
+    """True if shards are the whole as they come, so that nothing else has to be made of them."""
+    sharded = [(p, at) for at, p in enumerate(x.placements) if not p.is_replicate()]
+    by_rows = all(type(p) is Shard and p.dim == 0 for p, _ in sharded)
+    return by_rows and x.shape[:1].numel() % prod(x.device_mesh.size(at) for _, at in sharded) == 0
+
+
+def _side_by_side(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+
 
 FILE_BYTES = 5_000_000_000
-REPLACED = (INDEX, "config.json", "generation_config.json")
+REPLACEABLE = (INDEX, "config.json", "generation_config.json")
 """What may be in a folder that is replaced, beside safetensors files and what is written now."""
 
 
@@ -77,23 +399,23 @@ def export_pretrained(
         CheckpointError: a model that was loaded in part, or files that cannot be written.
         RankFailure: another rank has raised.
     """
-    model, made, error = unwrapped(model), None, None
+    model, made, error = unwrap(model), None, None
     device, first = _device_type(model), World().rank == 0
     target = _same_target(path, device)
-    staged = beside(target, SAVING)
-    writer = Writer(staged if first else None, target, device)
+    staged = temporary_path(target, SAVING)
+    writer = ExportWriter(staged if first else None, target, device)
     try:
         try:
-            require_complete(model)
-            _require_options(config, overwrite)
+            check_complete(model)
+            _check_options(config, overwrite)
             made = plan_export(model, keys, prefix, dtype_of(dtype), file_bytes)
             writer.try_to(partial(_begin, made, config))
             if not made.is_adapter:  # of which files will be written is known later
-                writer.try_to(partial(_require_free, target, overwrite))
+                writer.try_to(partial(_check_free, target, overwrite))
             error = writer.error
         except Exception as raised:  # whatever it is: the others are not to wait for this rank
             error = raised
-        share_outcome(error, device, what=WHAT)
+        raise_on_all(error, device, what=EXPORTING)
         assert made is not None
         if made.is_adapter:
             tensors = writer.gathered(made)
@@ -101,16 +423,16 @@ def export_pretrained(
         else:
             writer.write(made)
         writer.try_to(partial(_finish, made))
-        writer.try_to(partial(_require_free, target, overwrite))  # that may have taken hours
+        writer.try_to(partial(_check_free, target, overwrite))  # that may have taken hours
         writer.try_to(lambda folder: put_in_place(folder, target))
-        share_outcome(writer.error, device, what=WHAT)
+        raise_on_all(writer.error, device, what=EXPORTING)
     finally:
         if first:
             discard(staged)
     return target
 
 
-def _require_options(config: Any, overwrite: object) -> None:
+def _check_options(config: Any, overwrite: object) -> None:
     if type(overwrite) is not bool:
         raise ConfigError(
             f"overwrite must be True or False, got {overwrite!r}. "
@@ -138,7 +460,7 @@ def _same_target(path: str | os.PathLike[str], device_type: str) -> Path:
             raise ConfigError(f"{target} is there, and cannot be replaced. Name a folder in it.")
     except Exception as raised:  # whatever it is: the others are not to wait for this rank
         error = raised
-    share_outcome(error, device_type, what=WHAT)
+    raise_on_all(error, device_type, what=EXPORTING)
     every = World().gather(str(target))
     odd = next((rank for rank, other in enumerate(every) if other != every[0]), None)
     if odd is not None:
@@ -150,7 +472,7 @@ def _same_target(path: str | os.PathLike[str], device_type: str) -> Path:
     return target
 
 
-def _begin(made: Export, config: Any, staged: Path) -> None:
+def _begin(made: ExportPlan, config: Any, staged: Path) -> None:
     """With the configuration, whose own files are known then."""
     sweep(staged.parent)  # what killed exports have left
     staged.mkdir(parents=True)
@@ -163,7 +485,7 @@ def _save_adapters(network: Any, tensors: dict[str, torch.Tensor], staged: Path)
     type(network).save_pretrained(network, str(staged), state_dict=tensors)
 
 
-def _require_free(target: Path, overwrite: bool, staged: Path) -> None:
+def _check_free(target: Path, overwrite: bool, staged: Path) -> None:
     """Nothing is at ``target`` that is not to be replaced by what is in ``staged``, or will be."""
     if not os.path.lexists(target):
         return
@@ -185,11 +507,11 @@ def _is_replaced(x: Path, target: Path, staged: Path) -> bool:
     again = staged / x.relative_to(target)
     if x.is_dir():
         return again.is_dir() and not x.is_symlink()
-    ours = x.parent == target and (x.suffix == ".safetensors" or x.name in REPLACED)
+    ours = x.parent == target and (x.suffix == ".safetensors" or x.name in REPLACEABLE)
     return ours or again.is_file()
 
 
-def _finish(made: Export, staged: Path) -> None:
+def _finish(made: ExportPlan, staged: Path) -> None:
     """All but the name."""
     if len(made.files) > 1:
         write_durably(staged / INDEX, index_text(made.shapes, made.files).encode())
@@ -197,7 +519,7 @@ def _finish(made: Export, staged: Path) -> None:
         sync(x)
 
 
-def _save_config(made: Export, staged: Path, config: Any) -> None:
+def _save_config(made: ExportPlan, staged: Path, config: Any) -> None:
     """The network's configuration says the class and the dtype that are in the files now."""
     given = config if config is not None else getattr(made.network, "config", None)
     if not callable(getattr(given, "save_pretrained", None)):
@@ -221,7 +543,7 @@ def _device_type(model: nn.Module) -> str:
     return "cpu"
 
 
-def refuse_save_pretrained(model: nn.Module) -> None:
+def guard_save_pretrained(model: nn.Module) -> None:
     """Have ``save_pretrained`` of networks that are sharded say what to call instead, as long as they are."""
     for module in model.modules():
         if callable(getattr(type(module), "save_pretrained", None)):

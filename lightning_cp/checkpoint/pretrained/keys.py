@@ -12,11 +12,18 @@ Which dimension that is follows from the shapes when loading; ``+1`` says it, fo
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from lightning_cp.checkpoint.pretrained.header import Entry
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_cp.checkpoint.pretrained.files import TensorEntry
 from lightning_cp.errors import CheckpointError, ConfigError
+from lightning_cp.utils.module_hooks import strip_wrappers
 
 Shape = tuple[int, ...]
 _JOIN, _JOIN_DIM = re.compile(r" \+\d* "), re.compile(r" \+(\d*) ")
@@ -26,7 +33,7 @@ _JOIN, _JOIN_DIM = re.compile(r" \+\d* "), re.compile(r" \+(\d*) ")
 class Source:
     """A checkpoint tensor, or a part of it along one dimension, that fills a part of a parameter."""
 
-    entry: Entry
+    entry: TensorEntry
     dim: int = 0
     entry_start: int = 0
     start: int = 0
@@ -97,7 +104,7 @@ def rules_of(keys: Mapping[str, str] | None) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def require_used(rules: Iterable[Rule], names: Collection[str]) -> None:
+def check_rules_used(rules: Iterable[Rule], names: Collection[str]) -> None:
     """Refuse a line of ``keys`` of which the model lacks a parameter.
 
     Raises:
@@ -121,7 +128,10 @@ def rule_for(name: str, rules: Iterable[Rule]) -> Rule:
 
 
 def sources_of(
-    name: str, shapes: Mapping[str, Shape], entries: Mapping[str, Entry], rules: Sequence[Rule]
+    name: str,
+    shapes: Mapping[str, Shape],
+    entries: Mapping[str, TensorEntry],
+    rules: Sequence[Rule],
 ) -> tuple[Source, ...]:
     """The tensors that fill a parameter; all keys are there already.
 
@@ -191,3 +201,58 @@ def _regex(pattern: str) -> str:
 def _fill(pattern: str, values: Sequence[str]) -> str:
     parts = pattern.split("*")
     return "".join(part + value for part, value in zip(parts, (*values, ""), strict=True))
+
+
+# The tensors of a model by the names that a checkpoint uses.
+
+
+@dataclass
+class Tensors:
+    """Parameters and persistent buffers of a model, each once."""
+
+    by_name: dict[str, torch.Tensor] = field(default_factory=dict)
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """All names of each: tied weights have several."""
+
+
+def tensors_of(model: nn.Module, prefix: str = "") -> Tensors:
+    """The tensors that a state dict would hold, by plain names without ``prefix``; nothing is gathered."""
+    names: dict[int, list[str]] = defaultdict(list)
+    seen: dict[int, torch.Tensor] = {}
+    for name, x in _named(model):
+        if name.startswith(prefix):
+            seen[id(x)] = x
+            names[id(x)].append(name[len(prefix) :])
+    found = Tensors()
+    for key, x in seen.items():
+        found.by_name[names[key][0]] = x
+        found.aliases[names[key][0]] = tuple(names[key])
+    return found
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, x in (*module._parameters.items(), *module._buffers.items()):
+            if x is not None and name not in module._non_persistent_buffers_set:
+                yield strip_wrappers(f"{path}.{name}" if path else name), x
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module, within what Fabric, DDP and torch.compile put around it.
+
+    Raises:
+        ConfigError: it is no module.
+    """
+    given: Any = model
+    if not isinstance(given, nn.Module):
+        raise ConfigError(
+            f"model must be a module of torch.nn, got {type(given).__name__}. Give the model itself, not its "
+            "state dict."
+        )
+    while True:
+        within = model._modules.get("_forward_module") or model._modules.get("_orig_mod")
+        if isinstance(model, DistributedDataParallel):
+            within = model.module
+        if within is None:
+            return model
+        model = within

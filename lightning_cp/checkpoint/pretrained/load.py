@@ -2,47 +2,298 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
+import re
+import sys
+import threading
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.checkpoint.pretrained.agreed import require_same_plan, tell_other_paths
-from lightning_cp.checkpoint.pretrained.allocate import dtypes, materialize
-from lightning_cp.checkpoint.pretrained.fresh import computable
-from lightning_cp.checkpoint.pretrained.incomplete import incomplete_until_done
-from lightning_cp.checkpoint.pretrained.index import open_checkpoint
-from lightning_cp.checkpoint.pretrained.keys import rules_of
+from lightning_cp.checkpoint.pretrained.buffers import LOADING, UnsavedTensors, raise_on_all_ranks
+from lightning_cp.checkpoint.pretrained.files import open_weight_files
+from lightning_cp.checkpoint.pretrained.initial_values import computable, dtypes, materialize
+from lightning_cp.checkpoint.pretrained.keys import rules_of, tensors_of, unwrap
+from lightning_cp.checkpoint.pretrained.matching import AllowedNames
 from lightning_cp.checkpoint.pretrained.memory import (
-    Part,
+    TensorMemory,
+    check_machine_memory,
+    check_memory,
     peak_bytes,
-    require_memory,
-    require_memory_together,
 )
-from lightning_cp.checkpoint.pretrained.names import plain, tensors_of, unwrapped
 from lightning_cp.checkpoint.pretrained.options import (
-    Options,
+    PretrainedOptions,
+    check_device_arguments,
     check_options,
     dtype_of,
-    require_kinds,
+    incomplete_until_done,
 )
-from lightning_cp.checkpoint.pretrained.plan import LoadPlan, Slice, plan_load
-from lightning_cp.checkpoint.pretrained.progress import Progress
-from lightning_cp.checkpoint.pretrained.reader import BUFFER, SliceReader
-from lightning_cp.checkpoint.pretrained.rest import LOADING, Rest, together
-from lightning_cp.checkpoint.pretrained.twins import require_same
-from lightning_cp.checkpoint.pretrained.unloaded import tell_unloaded
-from lightning_cp.comm.local import local_part
-from lightning_cp.comm.objects import World
-from lightning_cp.comm.outcome import summed_over_world
+from lightning_cp.checkpoint.pretrained.plan import (
+    LoadPlan,
+    Slice,
+    check_same_plan,
+    plan_load,
+    warn_different_paths,
+)
+from lightning_cp.checkpoint.pretrained.reader import BUFFER_BYTES, DIRECT_BYTES, SliceReader
+from lightning_cp.comm.consensus import World, sum_over_world
 from lightning_cp.errors import CheckpointError, RankFailure
 from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.utils.dtensor import local_part
+from lightning_cp.utils.module_hooks import strip_wrappers
 
-_Asked = tuple[Options, nn.Module, torch.device, torch.device]
+# One line about the whole model, over all ranks: what matters is when it is there, not which file is.
+#
+# Ranks add the bytes that they have read to a number in the store through which the process group met, a
+# few times a second. A thread of rank 0 reads it and writes the line, also while rank 0 itself has nothing
+# left to read. Nobody waits for anybody.
+
+
+INTERVAL = 0.5
+"""Seconds between two lines."""
+
+_lock = threading.Lock()
+_count = 0
+
+
+class LoadProgress:
+    """Of one load; a context manager, to be left once all ranks have ended, however they do.
+
+    Args:
+        plan: this rank's.
+        total: bytes that all ranks read.
+        shown: rank 0 writes.
+        stream: where; standard error by default.
+    """
+
+    def __init__(
+        self, plan: LoadPlan, total: int, *, shown: bool = True, stream: TextIO | None = None
+    ) -> None:
+        compared = {one.entry.name: one.entry.nbytes for one in plan.twins}
+        self._model, self._total = plan.model_bytes + sum(compared.values()), max(1, total)
+        self._stream = stream if stream is not None else sys.stderr
+        self._board = _SharedCounter()
+        self._shown = shown and self._board.rank == 0
+        self._layers = _layers(one.parameter for one in plan.slices)
+        self._name, self._pending = "taking memory", 0
+        self._started = self._last = time.monotonic()
+        self._written = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._keep_showing, name="loading", daemon=True)
+
+    def __enter__(self) -> LoadProgress:
+        if self._shown:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._over.set()
+        if not self._shown:
+            return
+        self._thread.join()
+        if kind is None:
+            self._write(self.line(1.0))
+        self._stream.write("\n" if self._written else "")
+        self._stream.flush()
+
+    def now(self, name: str) -> None:
+        """The work under way: the parameter that is being read, or in words what else takes time."""
+        self._name = name
+
+    def begin(self) -> None:
+        """Reading begins, by which the rate is measured."""
+        self._started = self._last = time.monotonic()
+
+    def add(self, count: int) -> None:
+        """Bytes that were just read."""
+        self._pending += count
+        if time.monotonic() - self._last >= INTERVAL:
+            self.flush()
+
+    def finish(self) -> None:
+        """This rank has read everything; others may not have."""
+        self.flush()
+        self._name = ""
+
+    def flush(self) -> None:
+        """Let the others know."""
+        self._last = time.monotonic()
+        self._board.add(self._pending)
+        self._pending = 0
+
+    def show(self) -> None:
+        """Write the line as it is now."""
+        self._write(self.line(self._board.read() / self._total))
+
+    def _keep_showing(self) -> None:
+        while not self._over.wait(INTERVAL):
+            self.show()
+
+    def line(self, share: float) -> str:
+        """The progress shown: of the whole model, by the ``share`` of all ranks' bytes that were read."""
+        share = min(1.0, share)
+        seconds = max(1e-9, time.monotonic() - self._started)
+        rate = share * self._model / seconds
+        left = (1 - share) * self._model / rate if rate else float("inf")
+        at, of = self._layers
+        name = self._name or ("done" if share == 1 else "rank 0 is done")
+        layer = f", layer {at[name]} of {of}" if name in at else ""
+        return (
+            f"loading {math.floor(100 * share):3d}% {_size(share * self._model)} of {_size(self._model)}, "
+            f"{_size(rate)}/s, {_time(left)} left, {name}{layer}, "
+            f"peak {self._board.peaks()}"
+        )
+
+    def _write(self, line: str) -> None:
+        end = "\r" if self._stream.isatty() else "\n"
+        padded = line.ljust(self._written) if end == "\r" else line
+        self._written = len(line)
+        self._stream.write(padded + end)
+        self._stream.flush()
+
+
+class _SharedCounter:
+    """Numbers of this load in the group's store; this rank's alone where there is none."""
+
+    def __init__(self) -> None:
+        global _count
+        with _lock:
+            _count += 1  # ranks load together, so they count alike
+            self._key = f"lightning_cp/loading/{_count}"
+        self._store: Any = _store()
+        together = dist.is_initialized()
+        self.rank = dist.get_rank() if together else 0
+        self._world = dist.get_world_size() if together else 1
+        self._own = 0
+
+    def add(self, count: int) -> None:
+        self._own += count
+        if self._store is None:
+            return
+        with suppress(RuntimeError):  # a store that is gone is no reason not to load
+            self._store.add(self._key, count)
+            self._store.set(f"{self._key}/{self.rank}", str(peak_bytes()))
+
+    def read(self) -> int:
+        """Bytes of all ranks."""
+        with suppress(RuntimeError):
+            if self._store is not None:
+                return int(self._store.add(self._key, 0))
+        return self._own * self._world
+
+    def peaks(self) -> str:
+        """The most memory of a rank, and which."""
+        known = [(peak_bytes(), self.rank)]
+        keys = [f"{self._key}/{rank}" for rank in range(self._world)]
+        with suppress(RuntimeError):
+            if self._store is not None and self._store.check(keys):  # all have told
+                known += [(int(x), rank) for rank, x in enumerate(self._store.multi_get(keys))]
+        most, worst = max(known)
+        return f"{_size(most)} (rank {worst})"
+
+
+def _store() -> Any:
+    """PyTorch's own, which has no public name."""
+    find = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return find() if find is not None and dist.is_initialized() else None
+
+
+def _layers(names: Any) -> tuple[dict[str, int], int]:
+    """The layer of each name, counted from 1, and how many there are: the first number in the name."""
+    found = {name: int(m[1]) + 1 for name in names if (m := re.search(r"\.(\d+)\.", f".{name}"))}
+    return found, max(found.values(), default=0)
+
+
+def _size(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count / 1e3:.1f} kB"
+
+
+def _time(seconds: float) -> str:
+    if seconds == float("inf"):
+        return "?"
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+# Tied weights that the files have under several names: they are one parameter only if all are the same.
+
+
+def check_tied_values(one: Slice, tensors: Mapping[str, torch.Tensor], reader: SliceReader) -> None:
+    """Compare a slice of the files with what was loaded for its parameter, some rows at a time.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    held = local_part(tensors[one.parameter])[one.place]
+    rows = one.lengths[0] if one.lengths else 1
+    each = max(1, DIRECT_BYTES * rows // max(1, held.nbytes))
+    for first in range(0, rows, each):
+        part = held[first : first + each] if one.lengths else held
+        offsets = (one.offsets[0] + first, *one.offsets[1:]) if one.offsets else ()
+        other = torch.empty(part.shape, dtype=part.dtype, device=part.device)
+        reader.read(one.entry, offsets, other)
+        if not _same(computable(part), computable(other)):
+            raise CheckpointError(
+                f"in the files {one.entry.name!r} has other values than {one.parameter!r}, and in the model "
+                "both are one parameter. Build the model without the tie (tie_word_embeddings=False), or "
+                f"leave {one.entry.name!r} unread (the model then has the values of the other): "
+                f"allow_unexpected=[{one.entry.name!r}]."
+            )
+
+
+def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return bool(((x == y) | ((x != x) & (y != y))).all())
+
+
+# Tensors that a load has left out unasked: ``strict=False`` takes any checkpoint, of another model, too.
+
+
+_log = logging.getLogger("lightning_cp")
+_SHOWN = 5
+
+
+def warn_not_loaded(plan: LoadPlan, options: PretrainedOptions) -> None:
+    """Log it on the first rank, but for what a pattern allows: that was asked for by name."""
+    if options.strict or World().rank:
+        return
+    lists = AllowedNames(options.allow_missing, options.allow_unexpected)
+    missing = lists.refused_missing([*plan.missing, *plan.beside])
+    if missing:
+        _log.warning(
+            "strict=False: %d of %d parameters of the model are not in the checkpoint, and keep the values "
+            "they had or are initialised: %s",
+            len(missing),
+            len(plan.tensors.by_name) + len(plan.beside),
+            _some(missing),
+        )
+    unexpected = lists.refused_unexpected(plan.unexpected)
+    if unexpected:
+        _log.warning(
+            "strict=False: %d of %d tensors of the checkpoint were left unread: %s",
+            len(unexpected),
+            len(plan.files),
+            _some(unexpected),
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+_Asked = tuple[PretrainedOptions, nn.Module, torch.device, torch.device]
 
 
 @dataclass(frozen=True)
@@ -91,28 +342,28 @@ def load_pretrained(
         RankFailure: another rank has raised.
     """
     made: list[_Asked] = []
-    World().together(lambda: made.append(_asked(model, mesh, device, options)), _elsewhere)
+    World().run_on_all(lambda: made.append(_asked(model, mesh, device, options)), _elsewhere)
     chosen, model, own_device, reach = made[0]
     started = time.monotonic()
-    with together(reach):
+    with raise_on_all_ranks(reach):
         plan = _plan(model, path, chosen)
-        rest = Rest(model, plan, chosen.initialize)
+        rest = UnsavedTensors(model, plan, chosen.initialize)
         wanted = _require_room(model, rest, dtype_of(chosen.dtype), own_device, reach)
-    require_same_plan(plan, chosen)
-    tell_other_paths(path)
-    require_memory_together(wanted, own_device)
+    check_same_plan(plan, chosen)
+    warn_different_paths(path)
+    check_machine_memory(wanted, own_device)
     rest.require_same(dtypes(model, dtype_of(chosen.dtype)))
     nbytes = plan.nbytes + sum(one.nbytes for one in plan.twins)
-    (total,) = summed_over_world([nbytes], reach.type)
-    with incomplete_until_done(model), Progress(plan, total, shown=chosen.progress) as progress:
-        with together(reach):
+    (total,) = sum_over_world([nbytes], reach.type)
+    with incomplete_until_done(model), LoadProgress(plan, total, shown=chosen.progress) as progress:
+        with raise_on_all_ranks(reach):
             materialize(model, own_device, dtype_of(chosen.dtype))
         rest.set(reach, progress.now)
         progress.begin()
-        with together(reach):
+        with raise_on_all_ranks(reach):
             _read(model, plan, chosen, progress)
             progress.finish()
-    tell_unloaded(plan, chosen)
+    warn_not_loaded(plan, chosen)
     seconds = time.monotonic() - started
     missing = (*plan.missing, *plan.beside)
     return Loaded(nbytes, seconds, peak_bytes(), missing, plan.unexpected)
@@ -124,8 +375,8 @@ def _asked(
     device: torch.device | str | None,
     options: dict[str, Any],
 ) -> _Asked:
-    chosen, model = check_options(options), unwrapped(model)
-    require_kinds(mesh, device)
+    chosen, model = check_options(options), unwrap(model)
+    check_device_arguments(mesh, device)
     own_device = _device(model, mesh, device)
     return chosen, model, own_device, _reach(model, own_device)
 
@@ -134,10 +385,10 @@ def _elsewhere(said: str) -> RankFailure:
     return RankFailure(f"{LOADING} ended on all ranks, because of {said}")
 
 
-def _plan(model: nn.Module, path: str | os.PathLike[str], options: Options) -> LoadPlan:
+def _plan(model: nn.Module, path: str | os.PathLike[str], options: PretrainedOptions) -> LoadPlan:
     return plan_load(
         model,
-        open_checkpoint(path),
+        open_weight_files(path),
         rules=rules_of(options.keys),
         prefix=options.prefix,
         strict=options.strict,
@@ -148,7 +399,7 @@ def _plan(model: nn.Module, path: str | os.PathLike[str], options: Options) -> L
 
 def _require_room(
     model: nn.Module,
-    rest: Rest,
+    rest: UnsavedTensors,
     dtype: torch.dtype | None,
     device: torch.device,
     reach: torch.device,
@@ -159,15 +410,17 @@ def _require_room(
         if x.is_meta:
             local = local_part(x)
             nbytes = local.numel() * dtype_of(x).itemsize
-            parts.append(Part(plain(name), local.shape, nbytes))
+            parts.append(TensorMemory(strip_wrappers(name), local.shape, nbytes))
     apart = device != reach
     passing = rest.parts(apart, dtype_of)
     if apart:
-        require_memory([], reach, passing)
-    return require_memory(parts, device, [] if apart else passing)
+        check_memory([], reach, passing)
+    return check_memory(parts, device, [] if apart else passing)
 
 
-def _read(model: nn.Module, plan: LoadPlan, options: Options, progress: Progress) -> None:
+def _read(
+    model: nn.Module, plan: LoadPlan, options: PretrainedOptions, progress: LoadProgress
+) -> None:
     tensors, bad = tensors_of(model, plan.prefix).by_name, _NotFinite(options.check_finite)
     with torch.no_grad(), SliceReader(progress.add, bad.look) as reader:
         for one in plan.slices:
@@ -179,7 +432,7 @@ def _read(model: nn.Module, plan: LoadPlan, options: Options, progress: Progress
     with torch.no_grad(), SliceReader(progress.add) as reader:
         for one in plan.twins:
             progress.now(f"comparing {one.entry.name}")
-            require_same(one, tensors, reader)
+            check_tied_values(one, tensors, reader)
 
 
 class _NotFinite:
@@ -192,7 +445,7 @@ class _NotFinite:
         """A few at a time, as counting makes copies, and few are counted: NaN is an extreme too."""
         if not self._wanted or not values.is_floating_point():
             return
-        for some in map(computable, values.split(BUFFER)):
+        for some in map(computable, values.split(BUFFER_BYTES)):
             if not all(x.isfinite() for x in torch.aminmax(some)):
                 self._count += int((~some.isfinite()).sum())
 

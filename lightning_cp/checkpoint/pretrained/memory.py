@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from lightning_cp.checkpoint.durable import this_machine
-from lightning_cp.comm.objects import World
+from lightning_cp.checkpoint.atomic import machine_id
+from lightning_cp.comm.consensus import World
 from lightning_cp.errors import CheckpointError
 
 
@@ -43,7 +43,7 @@ def peak_bytes() -> int:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorMemory:
     """The bytes that a tensor takes on this rank."""
 
     name: str
@@ -51,8 +51,8 @@ class Part:
     nbytes: int
 
 
-def require_memory(
-    parts: Sequence[Part], device: torch.device, passing: Sequence[Part] = ()
+def check_memory(
+    parts: Sequence[TensorMemory], device: torch.device, passing: Sequence[TensorMemory] = ()
 ) -> int:
     """Refuse what cannot fit, before the first byte is read.
 
@@ -80,13 +80,13 @@ def require_memory(
     return wanted
 
 
-def _set(passing: Sequence[Part]) -> str:
+def _set(passing: Sequence[TensorMemory]) -> str:
     taking = [part for part in passing if part.nbytes]
     name = max(taking, key=lambda part: part.nbytes).name
     return f"{name} is" if len(taking) == 1 else f"{name} and {len(taking) - 1} more are"
 
 
-def require_memory_together(wanted: int, device: torch.device) -> None:
+def check_machine_memory(wanted: int, device: torch.device) -> None:
     """Refuse what cannot fit because ranks of one machine share its memory. Collective.
 
     Args:
@@ -99,7 +99,7 @@ def require_memory_together(wanted: int, device: torch.device) -> None:
     world = World()
     if device.type != "cpu" or world.size == 1:
         return
-    every = world.gather((this_machine(), wanted, _shared()))
+    every = world.gather((machine_id(), wanted, _shared()))
     for machine in sorted({where for where, _, _ in every}):
         ranks = [rank for rank, (where, _, _) in enumerate(every) if where == machine]
         total = sum(every[rank][1] for rank in ranks)
@@ -111,7 +111,7 @@ def require_memory_together(wanted: int, device: torch.device) -> None:
             )
 
 
-def no_room(
+def out_of_memory_error(
     name: str,
     x: torch.Tensor,
     dtype: torch.dtype,
@@ -140,7 +140,7 @@ def room_for_whole(name: str, x: torch.Tensor, device: torch.device) -> Iterator
         yield
     except (RuntimeError, MemoryError) as error:
         help_ = WHOLE_HELP[0].upper() + WHOLE_HELP[1:] + "."
-        raise no_room(name, x, x.dtype, device, error, help_) from error
+        raise out_of_memory_error(name, x, x.dtype, device, error, help_) from error
 
 
 HELP = (

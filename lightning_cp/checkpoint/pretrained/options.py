@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
-from lightning_cp.checkpoint.pretrained.fresh import Initialize
+from lightning_cp.checkpoint.pretrained.initial_values import Initialize, Names, meta_tensors
 from lightning_cp.checkpoint.pretrained.keys import rules_of
-from lightning_cp.errors import ConfigError
+from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.mesh import ContextParallelMesh
 
 
 @dataclass(frozen=True)
-class Options:
+class PretrainedOptions:
     """Options of loading a checkpoint; see ``load_pretrained``."""
 
     dtype: torch.dtype | str | None = None
@@ -30,20 +34,20 @@ class Options:
     initialize: Initialize | None = None
 
 
-def check_options(options: Mapping[str, Any]) -> Options:
+def check_options(options: Mapping[str, Any]) -> PretrainedOptions:
     """Read the options of a load.
 
     Raises:
         ConfigError: one that is unknown, or of another kind.
     """
-    unknown = set(options) - set(Options.__dataclass_fields__)
+    unknown = set(options) - set(PretrainedOptions.__dataclass_fields__)
     if unknown:
         raise ConfigError(
             f"unknown option(s) of pretrained: {', '.join(sorted(unknown))}. There are: "
-            f"{', '.join(Options.__dataclass_fields__)}."
+            f"{', '.join(PretrainedOptions.__dataclass_fields__)}."
         )
     given = {name: x for name, x in options.items() if x is not None}  # an empty line of YAML
-    chosen = Options(**given)
+    chosen = PretrainedOptions(**given)
     for name in ("strict", "check_finite", "progress"):
         if type(getattr(chosen, name)) is not bool:
             raise ConfigError(
@@ -73,7 +77,7 @@ def check_options(options: Mapping[str, Any]) -> Options:
     return chosen
 
 
-def require_kinds(mesh: Any, device: Any) -> None:
+def check_device_arguments(mesh: Any, device: Any) -> None:
     """Refuse what tells no device.
 
     Raises:
@@ -109,4 +113,55 @@ def dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:
     raise ConfigError(
         f"dtype must be a floating-point dtype such as 'bfloat16', got {given!r}. "
         "Leave it out to keep the dtype of the model."
+    )
+
+
+# A model that was loaded in part says so, whoever calls it.
+
+
+_started: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
+_empty: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
+"""What of modules had no values when a load began that has not ended well."""
+
+
+@contextmanager
+def incomplete_until_done(model: nn.Module) -> Iterator[None]:
+    """Refuse every forward from here on; once the block ends without an error, allow it again."""
+    if model not in _started:
+        _started[model] = [
+            module.register_forward_pre_hook(_refuse, prepend=True) for module in model.modules()
+        ]
+    _empty.update(without_values(model))
+    yield
+    for handle in _started.pop(model, []):
+        handle.remove()
+    for module in model.modules():
+        _empty.pop(module, None)
+
+
+def without_values(model: nn.Module) -> Names:
+    """Tensors on the meta device, by modules, or with memory of a load that failed."""
+    on_meta, found = meta_tensors(model), Names()
+    for module in model.modules():
+        own = {**module._parameters, **module._buffers}
+        names = dict.fromkeys([*_empty.get(module, ()), *on_meta.get(module, ())])
+        if there := [name for name in names if own.get(name) is not None]:
+            found[module] = there
+    return found
+
+
+def check_complete(model: nn.Module) -> None:
+    """Refuse a model whose loading began and did not end.
+
+    Raises:
+        CheckpointError: it did.
+    """
+    if any(module in _started for module in model.modules()):
+        _refuse()
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise CheckpointError(
+        "this model is incomplete: loading its pretrained weights began and did not end, so some of them are "
+        "whatever was in memory. It may not be trained, evaluated or saved. Load it again, or make a new one."
     )

@@ -2,22 +2,113 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from lightning_cp.checkpoint.pretrained.header import Entry
-from lightning_cp.checkpoint.pretrained.index import Checkpoint
-from lightning_cp.checkpoint.pretrained.keys import Rule, Source, require_used, rule_for, sources_of
-from lightning_cp.checkpoint.pretrained.local import LocalParts, Runs
-from lightning_cp.checkpoint.pretrained.matching import Keys, Known, Match
-from lightning_cp.checkpoint.pretrained.names import Tensors
-from lightning_cp.checkpoint.pretrained.prefix import find_match
-from lightning_cp.checkpoint.pretrained.same_names import Allowed, require_names, some
-from lightning_cp.errors import CheckpointError, ConfigError
+from lightning_cp.checkpoint.atomic import local_path
+from lightning_cp.checkpoint.pretrained.files import TensorEntry, WeightFiles
+from lightning_cp.checkpoint.pretrained.keys import (
+    Rule,
+    Source,
+    Tensors,
+    check_rules_used,
+    rule_for,
+    sources_of,
+)
+from lightning_cp.checkpoint.pretrained.matching import (
+    AllowedNames,
+    Keys,
+    Known,
+    Match,
+    check_names,
+    find_match,
+    first_names,
+)
+from lightning_cp.checkpoint.pretrained.options import PretrainedOptions, dtype_of
+from lightning_cp.comm.consensus import World, fingerprint
+from lightning_cp.errors import CheckpointError, ConfigError, without_home
+
+# The part of a parameter that this rank holds, for any placements.
+#
+# A DTensor's placements compose from left to right, and what they leave of a dimension need not be one
+# piece (``_StridedShard``: FSDP over tensor parallelism on one dimension). So we have PyTorch shard the
+# numbers of the rows themselves, the same way, and look at which ones arrive here. Nothing is communicated.
+
+
+Runs = tuple[tuple[int, int], ...]
+"""Pieces of a dimension, as (first global index, length), in local order."""
+
+
+@dataclass
+class LocalParts:
+    """Pieces of every dimension of parameters, remembered by mesh and placements."""
+
+    _known: dict[tuple[Any, ...], Runs] = field(default_factory=dict)
+
+    def of(self, name: str, x: torch.Tensor) -> tuple[Runs, ...]:
+        """For every dimension of ``x`` the pieces that this rank has.
+
+        Args:
+            name: of the parameter, for the error.
+            x: a parameter or buffer; a plain one is held whole. It may be on the meta device.
+
+        Raises:
+            ConfigError: a partial sum, which nothing can be loaded into.
+        """
+        if not isinstance(x, DTensor):
+            return tuple(((0, size),) for size in x.shape)
+        if any(placement.is_partial() for placement in x.placements):
+            raise ConfigError(
+                f"{name} has placements {x.placements}: a partial sum over ranks cannot be loaded. Shard "
+                "or replicate it first."
+            )
+        runs = tuple(self._of_dim(x, dim) for dim in range(x.ndim))
+        held = tuple(sum(length for _, length in pieces) for pieces in runs)
+        local = tuple(x.to_local().shape) if x.numel() else held
+        if held != local:
+            raise ConfigError(
+                f"{name} of shape {tuple(x.shape)} with placements {x.placements} has {local} here, where "
+                f"sharding its numbers gives {held}. Shard it in equal parts."
+            )
+        return runs
+
+    def _of_dim(self, x: DTensor, dim: int) -> Runs:
+        kept = tuple(p if getattr(p, "dim", None) == dim else Replicate() for p in x.placements)
+        key = (x.device_mesh, kept, x.shape[dim])
+        if key not in self._known:
+            self._known[key] = _runs(x, kept, x.shape[dim])
+        return self._known[key]
+
+
+def _runs(x: DTensor, placements: tuple[Any, ...], size: int) -> Runs:
+    if all(isinstance(p, Replicate) for p in placements):
+        return ((0, size),)
+    # Sharded along dimension 0 of a vector of numbers, whichever dimension it was.
+    along = [p if isinstance(p, Replicate) else _along_first(p) for p in placements]
+    numbers = torch.arange(size, device=x.device_mesh.device_type)
+    local = distribute_tensor(numbers, x.device_mesh, along, src_data_rank=None).to_local().cpu()
+    if not local.numel():
+        return ()
+    breaks = (torch.diff(local) != 1).nonzero().flatten() + 1
+    pieces = torch.tensor_split(local, breaks.tolist())
+    return tuple((int(piece[0]), len(piece)) for piece in pieces)
+
+
+def _along_first(placement: Any) -> Any:
+    """The same way of sharding, of dimension 0."""
+    if placement.dim == 0:
+        return placement
+    if hasattr(placement, "split_factor"):
+        return type(placement)(0, split_factor=placement.split_factor)
+    return type(placement)(0)
 
 
 @dataclass(frozen=True)
@@ -25,7 +116,7 @@ class Slice:
     """A box of one checkpoint tensor, and the box of a local tensor that it fills."""
 
     parameter: str
-    entry: Entry
+    entry: TensorEntry
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     at: tuple[int, ...]
@@ -61,7 +152,7 @@ class LoadPlan:
     """Of the tensors in the files that the model takes, each counted once."""
     names: Mapping[str, Keys]
     """Of the model's tensors, and what each is called in the files; nothing, if it is not there."""
-    files: Mapping[str, Entry]
+    files: Mapping[str, TensorEntry]
     """All that they hold."""
 
     @property
@@ -72,7 +163,7 @@ class LoadPlan:
 
 def plan_load(
     model: nn.Module,
-    checkpoint: Checkpoint,
+    checkpoint: WeightFiles,
     *,
     rules: Sequence[Rule] = (),
     prefix: str | None = None,
@@ -95,7 +186,7 @@ def plan_load(
         CheckpointError: names or shapes that do not fit, or names that fit several parts of the model.
         ConfigError: a prefix that no parameter has, or placements that nothing can be loaded into.
     """
-    allowed = Allowed(allow_missing, allow_unexpected, strict)
+    allowed = AllowedNames(allow_missing, allow_unexpected, strict)
     match, entries = find_match(model, checkpoint, rules, prefix, allowed), checkpoint.entries
     tensors = match.tensors
     if not tensors.by_name:
@@ -103,13 +194,14 @@ def plan_load(
             f"no parameter of the model begins with prefix={match.taken!r}. "
             "Leave prefix out to have it found."
         )
-    require_used(rules, [name for names in tensors.aliases.values() for name in names])
+    check_rules_used(rules, [name for names in tensors.aliases.values() for name in names])
     missing, unexpected = match.refused(allowed)
-    require_names([match.sought(x) for x in missing], unexpected, checkpoint, match.taken)
+    check_names([match.sought(x) for x in missing], unexpected, checkpoint, match.taken)
     if not match.used:
         raise CheckpointError(
-            f"{checkpoint.shown} and the model have no name in common. In the files: {some(list(entries))}; "
-            f"in the model: {some(list(tensors.by_name))}. Give prefix= or keys=.{checkpoint.advice}"
+            f"{checkpoint.shown} and the model have no name in common. In the files: "
+            f"{first_names(list(entries))}; "
+            f"in the model: {first_names(list(tensors.by_name))}. Give prefix= or keys=.{checkpoint.advice}"
         )
     twins = (_slices({name: known}, match, entries) for name, known in match.twins(allowed))
     return LoadPlan(
@@ -127,7 +219,7 @@ def plan_load(
 
 
 def _slices(
-    chosen: Mapping[str, Known | None], match: Match, entries: Mapping[str, Entry]
+    chosen: Mapping[str, Known | None], match: Match, entries: Mapping[str, TensorEntry]
 ) -> tuple[Slice, ...]:
     tensors, rules = match.tensors, match.rules
     shapes = {
@@ -146,7 +238,7 @@ def _slices(
             rules_here = rules
         x = tensors.by_name[name]
         for source in sources_of(alias, shapes, entries, rules_here):
-            _require_kind(name, x, source.entry)
+            _check_dtype(name, x, source.entry)
             found += _boxes(name, source, tuple(x.shape), parts.of(name, x))
     return tuple(sorted(found, key=lambda one: (one.entry.file, one.entry.start, one.offsets)))
 
@@ -172,11 +264,82 @@ def _boxes(name: str, source: Source, shape: tuple[int, ...], runs: Sequence[Run
     return boxes
 
 
-def _require_kind(name: str, x: torch.Tensor, entry: Entry) -> None:
+def _check_dtype(name: str, x: torch.Tensor, entry: TensorEntry) -> None:
     """Dtypes may change between floating-point numbers, and nowhere else."""
     if x.dtype == entry.dtype or (x.is_floating_point() and entry.dtype.is_floating_point):
         return
     raise CheckpointError(
         f"{name} has dtype {x.dtype}, but {entry.name!r} in {entry.file.name} has {entry.dtype}. Only "
         "floating-point numbers are converted, to other ones."
+    )
+
+
+# Every rank loads the same: what each has found alone is compared before anything is allocated.
+
+
+_log = logging.getLogger("lightning_cp")
+
+Facts = dict[str, Mapping[str, str]]
+
+
+def check_same_plan(plan: LoadPlan, options: PretrainedOptions) -> None:
+    """Refuse ranks whose files, names, parts of the model or dtypes differ. Collective.
+
+    Machines may have copies of their own, of which one is older. What a rank reads of a tensor is its own
+    matter; which tensor that is, is not.
+
+    Raises:
+        CheckpointError: on every rank, naming what differs first, and between which ranks.
+    """
+    world, facts = World(), _facts(plan, options)
+    own = {what: fingerprint(sorted(said.items())) for what, said in facts.items()}
+    every = world.gather(own)
+    odd = next((rank for rank, others in enumerate(every) if others != every[0]), None)
+    if odd is not None:
+        shown = world.gather(facts if world.rank in (0, odd) else {})
+        what = next(name for name in facts if every[odd][name] != every[0][name])
+        _refuse(what, shown[0][what], shown[odd][what], odd)
+
+
+def warn_different_paths(path: str | os.PathLike[str]) -> None:
+    """Log on the first rank that another one loads from another path. Collective.
+
+    Machines may have copies of their own, so that is no error; but one that is of other training has the same
+    names and shapes, and its values are not compared.
+    """
+    world = World()
+    every = world.gather(str(local_path(path)))
+    odd = next((rank for rank, other in enumerate(every) if other != every[0]), None)
+    if odd is not None and world.rank == 0:
+        _log.warning(
+            "ranks load from different paths: %s on rank 0, %s on rank %d. Names, dtypes and shapes in their "
+            "files are the same; that their values are, too, is not looked at.",
+            without_home(every[0]),
+            without_home(every[odd]),
+            odd,
+        )
+
+
+def _facts(plan: LoadPlan, options: PretrainedOptions) -> Facts:
+    """By what they are of, in the order in which a difference is named."""
+    return {
+        "the files are": {
+            repr(key): f"{entry.dtype} {list(entry.shape)}" for key, entry in plan.files.items()
+        },
+        "the option dtype is": {"it": str(dtype_of(options.dtype))},
+        "the part of the model is": {"it": repr(plan.prefix)},
+        "the names in the files are": {
+            repr(name): " + ".join(map(repr, keys)) or "missing"
+            for name, keys in plan.names.items()
+        },
+    }
+
+
+def _refuse(what: str, first: Mapping[str, str], other: Mapping[str, str], odd: int) -> NoReturn:
+    name = min(x for x in {*first, *other} if first.get(x) != other.get(x))
+    said = [x.get(name, "not there") for x in (first, other)]
+    raise CheckpointError(
+        f"{what} not the same on ranks 0 and {odd}: {name} is {said[0]} on rank 0 and {said[1]} on rank "
+        f"{odd}. Every machine needs the same files, and every rank the same model and options. Nothing was "
+        "loaded."
     )

@@ -10,23 +10,80 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_cp.checkpoint.pretrained.boxes import Rows, rows_of
-from lightning_cp.checkpoint.pretrained.header import Entry, open_regular, state_of
+from lightning_cp.checkpoint.pretrained.files import TensorEntry, file_state, open_regular
 from lightning_cp.errors import CheckpointError
-from lightning_cp.faults.signs import sign_of_life
+from lightning_cp.watchdog.phase import sign_of_life
 
-STRAIGHT = 16 * 2**20
+# Where the bytes of a box of a tensor lie in its file: rows of the same length at equal distances.
+
+
+@dataclass(frozen=True)
+class ElementRun:
+    """Elements that lie side by side, in the file within each row, in the box (C order) altogether."""
+
+    start: int
+    """The first one's place in the tensor."""
+    count: int
+    length: int
+    """Of each row."""
+    step: int
+    """From one row's start to the next one's, in the tensor."""
+    at: int
+    """The first one's place in the box."""
+
+    @property
+    def numel(self) -> int:
+        return self.count * self.length
+
+    def cut(self, most: int) -> Iterator[ElementRun]:
+        """The same in order, no part of more than ``most`` elements."""
+        each = max(1, most // self.length)
+        for row in range(0, self.count, each):
+            count = min(each, self.count - row)
+            start, at = self.start + row * self.step, self.at + row * self.length
+            if count * self.length <= most:
+                yield ElementRun(start, count, self.length, self.step, at)
+                continue
+            for begin in range(0, self.length, most):
+                length = min(most, self.length - begin)
+                yield ElementRun(start + begin, 1, length, length, at + begin)
+
+
+def runs_of_box(
+    offsets: Sequence[int], lengths: Sequence[int], shape: Sequence[int]
+) -> Iterator[ElementRun]:
+    """The box at ``offsets`` with these ``lengths``, of a tensor of ``shape`` in C order."""
+    if not prod(lengths):
+        return
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    last = max((dim for dim in range(len(shape)) if lengths[dim] != shape[dim]), default=0)
+    first = last - 1  # rows go on at the same distance over dimensions of which the box has all
+    while first > 0 and lengths[first] == shape[first]:
+        first -= 1
+    first = max(0, first)
+    length, count = prod(lengths[last:]), prod(lengths[first:last])
+    step = strides[last - 1] if last else length
+    begin = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    for number, outer in enumerate(product(*(range(n) for n in lengths[:first]))):
+        skipped = sum(i * stride for i, stride in zip(outer, strides, strict=False))
+        yield ElementRun(begin + skipped, count, length, step, number * count * length)
+
+
+DIRECT_BYTES = 16 * 2**20
 """Bytes read into their place between two calls of ``done``."""
-BUFFER = 2**20
+BUFFER_BYTES = 2**20
 """Bytes that pass through the buffer at a time; it stays in a core's cache between being filled and read."""
-ALONG = 24 * 2**10
+READ_THROUGH_BYTES = 24 * 2**10
 """Bytes between two rows that are rather read along than skipped; about what a call costs."""
-VIEWS = 1024
+MAX_VIEWS = 1024
 """Places that one call may fill: ``IOV_MAX`` of Linux and macOS."""
 
 
@@ -45,7 +102,7 @@ class SliceReader:
     ) -> None:
         self._done, self._look = done, look
         self._buffer: torch.Tensor | None = None
-        self._unused = bytearray(ALONG)
+        self._unused = bytearray(READ_THROUGH_BYTES)
         self._file: Path | None = None
         self._fd = -1
 
@@ -61,7 +118,7 @@ class SliceReader:
             os.close(self._fd)
         self._fd, self._file, self._buffer = -1, None, None
 
-    def read(self, entry: Entry, offsets: Sequence[int], into: torch.Tensor) -> None:
+    def read(self, entry: TensorEntry, offsets: Sequence[int], into: torch.Tensor) -> None:
         """Fill ``into``, on any device, with the box of ``entry`` at ``offsets`` that has its shape.
 
         Raises:
@@ -72,30 +129,32 @@ class SliceReader:
         straight = into.device.type == "cpu" and into.dtype == entry.dtype
         for corner, part in _contiguous(into):
             place = [x + y for x, y in zip(offsets, corner, strict=True)]
-            for rows in rows_of(place, part.shape, entry.shape):
-                for some in rows.cut((STRAIGHT if straight else BUFFER) // size):
+            for rows in runs_of_box(place, part.shape, entry.shape):
+                for some in rows.cut((DIRECT_BYTES if straight else BUFFER_BYTES) // size):
                     target = part.view(-1)[some.at : some.at + some.numel]
                     self._rows(entry, some, target, straight)
                     self._look(target)
                     self._done(some.numel * size)
                     sign_of_life()
 
-    def _rows(self, entry: Entry, rows: Rows, target: torch.Tensor, straight: bool) -> None:
+    def _rows(
+        self, entry: TensorEntry, rows: ElementRun, target: torch.Tensor, straight: bool
+    ) -> None:
         if straight:
             self._fill(entry, rows, _memory(target))
             return
         if self._buffer is None:
-            self._buffer = torch.empty(BUFFER, dtype=torch.uint8)
+            self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
         packed = self._buffer[: rows.numel * entry.dtype.itemsize]
         self._fill(entry, rows, _memory(packed))
         target.copy_(packed.view(entry.dtype))
 
-    def _fill(self, entry: Entry, rows: Rows, memory: memoryview) -> None:
+    def _fill(self, entry: TensorEntry, rows: ElementRun, memory: memoryview) -> None:
         """Rows from the file into ``memory``, where they lie side by side."""
         item = entry.dtype.itemsize
         size, step, start = rows.length * item, rows.step * item, entry.start + rows.start * item
         unused = memoryview(self._unused)[: step - size]
-        at_once = VIEWS // 2 if step - size <= ALONG else 1
+        at_once = MAX_VIEWS // 2 if step - size <= READ_THROUGH_BYTES else 1
         for first in range(0, rows.count, at_once):
             last = min(first + at_once, rows.count)
             some = [memory[row * size : (row + 1) * size] for row in range(first, last)]
@@ -106,7 +165,7 @@ class SliceReader:
             for number, part in enumerate(some):  # a short read, which may happen at any place
                 self._fill_one(entry, begin + number * step, part)
 
-    def _fill_one(self, entry: Entry, start: int, into: memoryview) -> None:
+    def _fill_one(self, entry: TensorEntry, start: int, into: memoryview) -> None:
         at = 0
         while at < len(into):
             got = self._pread(entry, [into[at:]], start + at)
@@ -117,7 +176,7 @@ class SliceReader:
                 )
             at += got
 
-    def _pread(self, entry: Entry, views: list[memoryview], start: int) -> int:
+    def _pread(self, entry: TensorEntry, views: list[memoryview], start: int) -> int:
         try:
             return os.preadv(self._fd, views, start)
         except OSError as error:
@@ -126,7 +185,7 @@ class SliceReader:
                 "Look at its disk, or take another copy of the checkpoint."
             ) from None
 
-    def _open(self, entry: Entry) -> None:
+    def _open(self, entry: TensorEntry) -> None:
         if self._file == entry.file:
             return
         if self._fd >= 0:
@@ -134,7 +193,7 @@ class SliceReader:
             self._fd, self._file = -1, None
         with open_regular(entry.file) as stream:
             self._fd = os.dup(stream.fileno())
-        if state_of(self._fd) != entry.state:
+        if file_state(self._fd) != entry.state:
             raise CheckpointError(
                 f"{entry.file.name} is not the file any more whose header was checked: something replaced "
                 "or changed it since. Load it again when nothing writes there."

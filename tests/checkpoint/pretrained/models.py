@@ -19,9 +19,9 @@ from torch.distributed.tensor.parallel import (
 
 from lightning_cp import ContextParallelMesh
 from lightning_cp.checkpoint import load_pretrained
-from lightning_cp.checkpoint.pretrained.incomplete import require_complete
-from lightning_cp.comm.dtensor_caches import forget_meshes
+from lightning_cp.checkpoint.pretrained.options import check_complete
 from lightning_cp.errors import CheckpointError
+from lightning_cp.utils.dtensor import forget_meshes
 
 
 def config(**changes: Any) -> Any:
@@ -80,7 +80,7 @@ def refuse(model: nn.Module, path: Path, says: str, **options: Any) -> None:
         load(model, path, **options)
     for name, x in model.state_dict().items():
         assert x.is_meta or torch.equal(x, before[name])
-    require_complete(model)
+    check_complete(model)
 
 
 class Wrapped(nn.Module):

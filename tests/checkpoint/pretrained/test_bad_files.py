@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_cp.checkpoint import export_pretrained, load_pretrained
 from lightning_cp.checkpoint.__main__ import main
-from lightning_cp.checkpoint.pretrained.header import HEADER_LIMIT, read_header
+from lightning_cp.checkpoint.pretrained.files import HEADER_LIMIT, read_header
 from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.pretrained.bad_files import FILES, FOLDERS, pickle_only

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cp.checkpoint.pretrained.blank import blank_like
+from lightning_cp.checkpoint.pretrained.meta_init import placeholder_like
 
 HUGE = (2**30, 2**10)
 """4 TiB, which no machine has."""
@@ -18,7 +18,7 @@ HUGE = (2**30, 2**10)
 
 def huge() -> Any:
     x = nn.Parameter(torch.empty(HUGE, device="meta"), requires_grad=False)
-    return blank_like(x, torch.device("cpu"), "weight")
+    return placeholder_like(x, torch.device("cpu"), "weight")
 
 
 WRITES: dict[str, Callable[[Any], object]] = {

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from lightning_cp.checkpoint.pretrained.boxes import Rows, rows_of
+from lightning_cp.checkpoint.pretrained.reader import ElementRun, runs_of_box
 
 Sides = tuple[int, int, int]
 """Of one dimension: its size, where the box begins, and how long it is."""
@@ -16,7 +16,7 @@ Sides = tuple[int, int, int]
 SIDES = [(n, at, length) for n in (1, 2, 3) for at in range(n) for length in range(n - at + 1)]
 
 
-def places(rows: Iterator[Rows]) -> list[int]:
+def places(rows: Iterator[ElementRun]) -> list[int]:
     """Of a box's elements, in the box's order, in the tensor."""
     found: list[int] = []
     for some in rows:
@@ -34,7 +34,7 @@ def test_rows_are_the_elements_that_indexing_finds(dims: int) -> None:
         shape, offsets, lengths = zip(*sides, strict=True) if sides else ((), (), ())
         box = tuple(slice(at, at + n) for at, n in zip(offsets, lengths, strict=True))
         expected = np.arange(np.prod(shape, dtype=int)).reshape(shape)[box].ravel().tolist()
-        rows = list(rows_of(offsets, lengths, shape))
+        rows = list(runs_of_box(offsets, lengths, shape))
         assert places(iter(rows)) == expected, sides
         for most in (1, 2, 5):
             parts = [part for some in rows for part in some.cut(most)]
@@ -43,7 +43,7 @@ def test_rows_are_the_elements_that_indexing_finds(dims: int) -> None:
 
 
 def test_rows_at_one_distance_are_one() -> None:
-    (rows,) = rows_of((0, 0, 0), (4, 5, 2), (4, 5, 6))
-    assert rows == Rows(start=0, count=20, length=2, step=6, at=0)
-    (rows,) = rows_of((1, 0, 0), (2, 5, 6), (4, 5, 6))
+    (rows,) = runs_of_box((0, 0, 0), (4, 5, 2), (4, 5, 6))
+    assert rows == ElementRun(start=0, count=20, length=2, step=6, at=0)
+    (rows,) = runs_of_box((1, 0, 0), (2, 5, 6), (4, 5, 6))
     assert (rows.numel, rows.step) == (60, rows.length)

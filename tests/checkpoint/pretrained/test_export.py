@@ -16,10 +16,11 @@ from lightning.fabric import Fabric
 from safetensors.torch import load_file
 from torch import nn
 
-from lightning_cp.checkpoint import durable, export_pretrained, load_pretrained
-from lightning_cp.checkpoint.durable import this_machine
-from lightning_cp.checkpoint.pretrained import export_files as files_module
-from lightning_cp.checkpoint.pretrained.write import TensorFile
+from lightning_cp.checkpoint import atomic as durable
+from lightning_cp.checkpoint import export_pretrained, load_pretrained
+from lightning_cp.checkpoint.atomic import machine_id
+from lightning_cp.checkpoint.pretrained import export as files_module
+from lightning_cp.checkpoint.pretrained.writer import TensorFile
 from lightning_cp.errors import CheckpointError, ConfigError, RankFailure
 from tests.checkpoint.cases import cases
 from tests.checkpoint.pretrained.models import (
@@ -179,7 +180,7 @@ def pid_of_the_dead() -> int:
 def test_what_a_killed_export_left_is_put_back_or_goes(tmp_path: Path) -> None:
     model, target = nn.Linear(2, 2), tmp_path / "made"
     export_pretrained(model, target)
-    owner = f"{this_machine()}-{pid_of_the_dead()}-0"
+    owner = f"{machine_id()}-{pid_of_the_dead()}-0"
     target.rename(tmp_path / f".made.before-{owner}")  # killed between the two renames
     (tmp_path / f".made.saving-{owner}").mkdir()
     load_pretrained(nn.Linear(2, 2), target, progress=False)
@@ -293,7 +294,7 @@ def test_an_older_export_that_is_put_back_is_not_replaced_unasked(tmp_path: Path
     target = tmp_path / "made"
     export_pretrained(nn.Linear(2, 2), target)
     before = stored(target)
-    target.rename(tmp_path / f".made.before-{this_machine()}-{pid_of_the_dead()}-0")
+    target.rename(tmp_path / f".made.before-{machine_id()}-{pid_of_the_dead()}-0")
     with pytest.raises(ConfigError, match="the folder made is not empty"):
         export_pretrained(nn.Linear(2, 2), target)
     assert all(torch.equal(x, before[name]) for name, x in stored(target).items())

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lightning_cp.checkpoint.pretrained.local import LocalParts
-from lightning_cp.comm.dtensor_caches import forget_meshes
+from lightning_cp.checkpoint.pretrained.plan import LocalParts
 from lightning_cp.errors import ConfigError
+from lightning_cp.utils.dtensor import forget_meshes
 from tests.pool import run_ranks
 
 PLACEMENTS: list[list[Any]] = [

@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_cp.bench import loading
-from lightning_cp.bench.llama_files import Embedding, layers_for, make_checkpoint
+from benchmarks import loading
+from benchmarks.loading import Embedding, layers_for, make_checkpoint
 from lightning_cp.bench.processes import on_ranks
 from lightning_cp.checkpoint import load_pretrained
 from lightning_cp.checkpoint.pretrained import memory
-from lightning_cp.comm.local import local_part
+from lightning_cp.utils.dtensor import local_part
 
 
 def test_what_a_container_has_read_from_files_is_free(tmp_path: Path) -> None:
@@ -52,9 +52,9 @@ def with_values_looked_at(path: Path) -> tuple[int, int]:
         model = nn.Linear(1024, 150_000, bias=False, dtype=torch.bfloat16)
     torch.ones(8).isfinite()  # what PyTorch sets up once is not the loader's
     loading.reset_peak()
-    before = loading.status("VmRSS")
+    before = loading.process_memory("VmRSS")
     load_pretrained(model, path, check_finite=True, progress=False)
-    return model.weight.nbytes, loading.status("VmHWM") - before - model.weight.nbytes
+    return model.weight.nbytes, loading.process_memory("VmHWM") - before - model.weight.nbytes
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_values_are_looked_at_a_few_at_a_time(tmp_path: Path) -> None:
 ROWS, COLUMNS = 262_144, 2048
 
 
-def embedding_alone(path: Path) -> loading.Found:
+def embedding_alone(path: Path) -> loading.LoadResult:
     """Most of the model is one weight, beside a number that no file holds."""
     with torch.device("meta"):
         model = Embedding(ROWS, COLUMNS).to(torch.bfloat16)
@@ -76,10 +76,10 @@ def embedding_alone(path: Path) -> loading.Found:
     torch.empty(8).to(torch.bfloat16).normal_()  # what PyTorch sets up once is not the loader's
     dist.barrier()
     loading.reset_peak()
-    before, size = loading.status("VmRSS"), local_part(model.weight).nbytes
+    before, size = loading.process_memory("VmRSS"), local_part(model.weight).nbytes
     load_pretrained(model, path, progress=False)
-    peak = loading.status("VmHWM") - before
-    return loading.Found(size, size, peak, loading.Spent(0.0, 0.0))
+    peak = loading.process_memory("VmHWM") - before
+    return loading.LoadResult(size, size, peak, loading.ClockReading(0.0, 0.0))
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp import ContextParallelMesh
 from lightning_cp.checkpoint import load_pretrained
-from lightning_cp.comm.dtensor_caches import forget_meshes
 from lightning_cp.errors import CheckpointError
+from lightning_cp.utils.dtensor import forget_meshes
 from tests.checkpoint.cases import cases
 from tests.checkpoint.pretrained.models import (
     MESHES,

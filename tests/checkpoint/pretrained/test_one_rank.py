@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_cp.checkpoint import export_pretrained, load_pretrained
 from lightning_cp.checkpoint.pretrained import memory
-from lightning_cp.checkpoint.pretrained.incomplete import require_complete
-from lightning_cp.comm.outcome import outcome_texts
+from lightning_cp.checkpoint.pretrained.options import check_complete
+from lightning_cp.comm.consensus import gather_error_texts
 from lightning_cp.errors import CheckpointError, RankFailure
 from tests.checkpoint.pretrained.models import config, make, save
 from tests.checkpoint.pretrained.test_export import names_in
@@ -44,7 +44,7 @@ def initializes_on_one(rank: int, world: int, path: Path) -> str:
     model = make(device="meta")
     said = raised_by(lambda: load_pretrained(model, path, initialize=initialize, progress=False))
     with pytest.raises(CheckpointError, match="incomplete"):
-        require_complete(model)
+        check_complete(model)
     return said
 
 
@@ -180,7 +180,7 @@ def test_ranks_of_one_machine_share_its_memory(tmp_path: Path) -> None:
 
 def test_other_ranks_are_not_told_where_files_are() -> None:
     error = OSError(2, "No such file or directory", "/home/somebody/weights/x.safetensors")
-    assert outcome_texts(error, "cpu") == [
+    assert gather_error_texts(error, "cpu") == [
         "FileNotFoundError: No such file or directory (x.safetensors)"
     ]
-    assert outcome_texts(RankFailure("as it is"), "cpu") == ["RankFailure: as it is"]
+    assert gather_error_texts(RankFailure("as it is"), "cpu") == ["RankFailure: as it is"]

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lightning_cp.checkpoint.pretrained import prefix
+from lightning_cp.checkpoint.pretrained import matching as prefix
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.pretrained.models import load, make, refuse
 

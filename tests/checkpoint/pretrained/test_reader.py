@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from lightning_cp.checkpoint.pretrained import reader as reader_module
-from lightning_cp.checkpoint.pretrained.header import read_header
+from lightning_cp.checkpoint.pretrained.files import read_header
 from lightning_cp.checkpoint.pretrained.reader import SliceReader
 from lightning_cp.errors import CheckpointError
 
@@ -56,10 +56,10 @@ def at_most(count: int) -> Callable[..., int]:
     wanted=st.sampled_from(DTYPES),
     limits=st.fixed_dictionaries(
         {
-            "STRAIGHT": st.integers(8, 64),
-            "BUFFER": st.integers(8, 64),
-            "ALONG": st.integers(0, 64),
-            "VIEWS": st.integers(2, 9),
+            "DIRECT_BYTES": st.integers(8, 64),
+            "BUFFER_BYTES": st.integers(8, 64),
+            "READ_THROUGH_BYTES": st.integers(0, 64),
+            "MAX_VIEWS": st.integers(2, 9),
         }
     ),
     short=st.integers(1, 64),
@@ -85,7 +85,7 @@ def test_a_box_is_what_indexing_gives(
         place = tuple(slice(at, at + n) for at, n in zip(offsets, lengths, strict=True))
         assert torch.equal(into, whole[place].to(wanted))
         assert sum(counted) == into.numel() * stored.itemsize
-        assert max(counted, default=0) <= max(limits["STRAIGHT"], limits["BUFFER"])
+        assert max(counted, default=0) <= max(limits["DIRECT_BYTES"], limits["BUFFER_BYTES"])
 
 
 def _folder() -> Any:

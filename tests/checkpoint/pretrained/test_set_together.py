@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.checkpoint import load_pretrained
-from lightning_cp.checkpoint.pretrained import rest
-from lightning_cp.checkpoint.pretrained.whole import Whole
-from lightning_cp.comm.dtensor_caches import forget_meshes
+from lightning_cp.checkpoint.pretrained import buffers as rest
+from lightning_cp.checkpoint.pretrained.meta_init import WholeValues
+from lightning_cp.utils.dtensor import forget_meshes
 from tests.checkpoint.pretrained.models import load
 from tests.pool import run_ranks
 
@@ -63,7 +63,7 @@ def loaded(rank: int, world: int, path: Path, count: int, at_once: int) -> tuple
     calls: list[int] = []
     with (
         mock.patch.object(rest, "_TOGETHER", at_once),
-        mock.patch.object(rest.Rest, "set", counting(rest.Rest.set, calls)),
+        mock.patch.object(rest.UnsavedTensors, "set", counting(rest.UnsavedTensors.set, calls)),
     ):
         load_pretrained(model, path, allow_missing=["*.adapter"], progress=False)
     states = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -129,6 +129,8 @@ def test_many_modules_are_looked_at_once_each(tmp_path: Path) -> None:
     saved(tmp_path / "model.safetensors", count)
     with torch.device("meta"):
         model = stack(count)
-    with mock.patch.object(Whole, "numel", autospec=True, side_effect=Whole.numel) as looked:
+    with mock.patch.object(
+        WholeValues, "numel", autospec=True, side_effect=WholeValues.numel
+    ) as looked:
         load(model, tmp_path, allow_missing=["*.adapter"])
     assert looked.call_count == 2 * count  # to see whether there is room, and to set them

@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_cp.checkpoint import load_pretrained
-from lightning_cp.comm.dtensor_caches import forget_meshes
-from lightning_cp.comm.local import local_part
 from lightning_cp.errors import CheckpointError
+from lightning_cp.utils.dtensor import forget_meshes, local_part
 from tests.checkpoint.pretrained.models import load
 from tests.pool import run_ranks
 

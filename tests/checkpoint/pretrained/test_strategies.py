@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 
 from lightning_cp import UlyssesRingStrategy
 from lightning_cp.checkpoint import export_pretrained
-from lightning_cp.checkpoint.pretrained.export import refuse_save_pretrained
+from lightning_cp.checkpoint.pretrained.export import guard_save_pretrained
+from lightning_cp.checkpoint.pretrained.strategy_argument import Pretrained
 from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
-from lightning_cp.strategies.pretrained import Pretrained
 from tests.checkpoint.cases import cases
 from tests.checkpoint.pretrained.models import make, save, whole
 from tests.pool import run_ranks
@@ -128,7 +128,7 @@ def test_offloaded_parameters_are_loaded_where_they_live(monkeypatch: pytest.Mon
     """By what is asked for: there need be no other device."""
     homes = []
     monkeypatch.setattr(
-        "lightning_cp.strategies.pretrained.load_pretrained",
+        "lightning_cp.checkpoint.pretrained.strategy_argument.load_pretrained",
         lambda *_, device, **__: homes.append(device),
     )
     for offload in (False, True):
@@ -220,6 +220,6 @@ def test_save_pretrained_of_what_is_sharded_names_the_export(tmp_path: Path) -> 
 
 def test_save_pretrained_of_what_is_whole_again(tmp_path: Path) -> None:
     model = make()
-    refuse_save_pretrained(model)
+    guard_save_pretrained(model)
     copy.deepcopy(model).save_pretrained(tmp_path)
     assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()

@@ -10,19 +10,19 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lightning_cp.checkpoint.pretrained.index import open_checkpoint
+from lightning_cp.checkpoint.pretrained.files import open_weight_files
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.pretrained.models import load, make, save
 
 
 def test_tied_weights_are_read_once_and_stay_tied(tmp_path: Path) -> None:
     wanted = save(tmp_path, seed=6, tie_word_embeddings=True)
-    assert "lm_head.weight" not in open_checkpoint(tmp_path).entries
+    assert "lm_head.weight" not in open_weight_files(tmp_path).entries
     model = make(device="meta", tie_word_embeddings=True)
     loaded = load(model, tmp_path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert all(torch.equal(x, wanted[name]) for name, x in model.state_dict().items())
-    assert loaded.nbytes == open_checkpoint(tmp_path).nbytes
+    assert loaded.nbytes == open_weight_files(tmp_path).nbytes
 
 
 def test_a_tie_is_found_under_its_other_name(tmp_path: Path) -> None:

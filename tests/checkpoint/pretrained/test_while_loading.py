@@ -17,11 +17,11 @@ from torch import nn
 
 from lightning_cp.checkpoint import load_pretrained
 from lightning_cp.checkpoint.pretrained import load as load_module
-from lightning_cp.checkpoint.pretrained import progress as progress_module
-from lightning_cp.checkpoint.pretrained.incomplete import require_complete
-from lightning_cp.checkpoint.pretrained.index import open_checkpoint
+from lightning_cp.checkpoint.pretrained import load as progress_module
+from lightning_cp.checkpoint.pretrained.files import open_weight_files
+from lightning_cp.checkpoint.pretrained.load import LoadProgress
+from lightning_cp.checkpoint.pretrained.options import check_complete
 from lightning_cp.checkpoint.pretrained.plan import plan_load
-from lightning_cp.checkpoint.pretrained.progress import Progress
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.pretrained.models import Wrapped, make, save
 from tests.pool import run_ranks
@@ -54,9 +54,9 @@ def test_ctrl_c_leaves_a_model_that_refuses_to_be_called(
     with pytest.raises(CheckpointError, match="this model is incomplete"):
         model.model.layers[0].mlp(torch.zeros(1, 24))
     with pytest.raises(CheckpointError, match="this model is incomplete"):
-        require_complete(Wrapped(model))
+        check_complete(Wrapped(model))
     load(model, tmp_path)
-    require_complete(model)
+    check_complete(model)
     assert torch.equal(model(ids).logits, make()(ids).logits)
 
 
@@ -93,10 +93,10 @@ def test_no_memory_is_an_error_that_names_the_parameter_and_what_would_help(tmp_
 
 def test_the_line_is_about_the_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path)
-    plan = plan_load(make(device="meta"), open_checkpoint(tmp_path))
-    monkeypatch.setattr(progress_module, "EVERY", 3600.0)  # its own thread does not write
+    plan = plan_load(make(device="meta"), open_weight_files(tmp_path))
+    monkeypatch.setattr(progress_module, "INTERVAL", 3600.0)  # its own thread does not write
     out = io.StringIO()
-    with Progress(plan, plan.nbytes, stream=out) as progress:
+    with LoadProgress(plan, plan.nbytes, stream=out) as progress:
         for one in plan.slices:
             progress.now(one.parameter)
             progress.add(one.nbytes)
@@ -120,10 +120,10 @@ def test_the_line_says_what_else_takes_time(
     weights = {name: x.clone() for name, x in make().state_dict().items()}
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, tmp_path / "model.safetensors")
-    monkeypatch.setattr(progress_module, "EVERY", 3600.0)  # its own thread does not write
+    monkeypatch.setattr(progress_module, "INTERVAL", 3600.0)  # its own thread does not write
 
-    class Showing(Progress):
-        def __enter__(self) -> Progress:
+    class Showing(LoadProgress):
+        def __enter__(self) -> LoadProgress:
             self.show()
             return super().__enter__()
 
@@ -135,7 +135,7 @@ def test_the_line_says_what_else_takes_time(
             self.show()
             super().finish()
 
-    monkeypatch.setattr(load_module, "Progress", Showing)
+    monkeypatch.setattr(load_module, "LoadProgress", Showing)
     model = make(device="meta", tie_word_embeddings=True)
     loaded = load_pretrained(model, tmp_path)
     lines = capsys.readouterr().err.strip().splitlines()
@@ -158,10 +158,10 @@ def shares_of(lines: list[str]) -> list[int]:
 def slow_second(rank: int, world: int, path: Path) -> str:
     """Rank 1 begins to read once rank 0's line has been written with nothing left for rank 0 to do."""
     model, out = make(device="meta"), io.StringIO()
-    plan = plan_load(model, open_checkpoint(path))
-    progress_module.EVERY, before = 0.02, progress_module.EVERY
+    plan = plan_load(model, open_weight_files(path))
+    progress_module.INTERVAL, before = 0.02, progress_module.INTERVAL
     try:
-        with Progress(plan, world * plan.nbytes, stream=out) as progress:
+        with LoadProgress(plan, world * plan.nbytes, stream=out) as progress:
             if rank == 0:
                 progress.add(plan.nbytes)
                 progress.finish()
@@ -173,7 +173,7 @@ def slow_second(rank: int, world: int, path: Path) -> str:
                 progress.finish()
             dist.barrier()
     finally:
-        progress_module.EVERY = before
+        progress_module.INTERVAL = before
     return out.getvalue()
 
 

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning.fabric import Fabric
 
 from lightning_cp import Documents, UlyssesRingStrategy
-from lightning_cp.strategies.parity import runner
+from lightning_cp.parity import runner
 from tests.launch.scripts.model import QUIET, Tiny, fit_with_fabric, text
 
 

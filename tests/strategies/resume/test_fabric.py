@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from lightning_cp.errors import CheckpointError
-from lightning_cp.strategies.resume.fabric import RunState
-from lightning_cp.strategies.resume.record import Point
+from lightning_cp.resume.fabric import RunState
+from lightning_cp.resume.record import Point
 from tests.pool import run_ranks
 from tests.strategies.resume.fabric_runs import Script, run
 from tests.strategies.resume.runs import loader_of

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_cp.checkpoint.restore import templates_for
 from lightning_cp.errors import CheckpointError
-from lightning_cp.strategies.resume.order import require_same_order
-from lightning_cp.strategies.resume.place import Place, reopen
-from lightning_cp.strategies.resume.record import Point, _seed_anew
-from lightning_cp.strategies.saves.reading import spread_of
+from lightning_cp.loaders.position import LoaderPosition, reopen, require_same_order
+from lightning_cp.resume.record import Point, _seed_anew
 
 
 def loader_of(rows: int, seed: int = 3) -> DataLoader[Any]:
@@ -27,7 +26,7 @@ def loader_of(rows: int, seed: int = 3) -> DataLoader[Any]:
 
 def read(loader: DataLoader[Any], count: int) -> tuple[dict[str, Any], Iterator[Any]]:
     """The place after some batches, and what is left of the pass."""
-    place = Place()
+    place = LoaderPosition()
     place.begins(loader)
     batches = iter(loader)
     for _ in range(count):
@@ -82,7 +81,7 @@ def test_state_is_spread_by_the_names_that_were_saved() -> None:
     modules = {"a": nn.Linear(2, 3), "b": nn.Linear(4, 5)}
     optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()])
     names = ["b.weight", "b.bias", "a.weight", "a.bias"]
-    template = spread_of(modules, {("optimizer",): (optimizer, names)})
+    template = templates_for(modules, {("optimizer",): (optimizer, names)})
     assert template(("optimizer", "state", 0, "momentum_buffer")) is modules["b"].weight
     assert template(("optimizer", "state", 3, "momentum_buffer")) is modules["a"].bias
     assert template(("a", "weight")) is not None

@@ -1,0 +1,1 @@
+"""Other implementations of context parallelism, as methods that compute the same cases."""

@@ -1,0 +1,110 @@
+"""Old names of modules: they stay importable, and ``python -m`` of them works, at the same objects.
+
+Asked before Python's own finders: these would find the files of a moved package under its old name, and run
+them once more.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from types import CodeType, ModuleType
+from typing import Any
+
+MOVED = {
+    "lightning_cp.compare": "lightning_cp.apps.compare",
+    "lightning_cp.data": "lightning_cp.apps.data",
+    "lightning_cp.doctor": "lightning_cp.apps.doctor",
+    "lightning_cp.plan": "lightning_cp.apps.plan",
+    "lightning_cp.train": "lightning_cp.apps.train",
+    "lightning_cp.train.module": "lightning_cp.apps.train.model",
+    "lightning_cp.train.networks": "lightning_cp.apps.train.model",
+    "lightning_cp.optim.rows": "lightning_cp.optim.placement",
+    "lightning_cp.planner.measured_machine": "lightning_cp.planner.machines",
+    "lightning_cp.strategies.engines.tensor_parallel": "lightning_cp.engines.tensor_parallel",
+    "lightning_cp.strategies.engines": "lightning_cp.engines",
+    "lightning_cp.bench.balance": "benchmarks.balance",
+    "lightning_cp.bench.cpu_ratio": "benchmarks.cpu_ratio",
+    "lightning_cp.bench.gpu_check": "benchmarks.gpu_check",
+    "lightning_cp.bench.length": "benchmarks.length",
+    "lightning_cp.bench.loading": "benchmarks.loading",
+    "lightning_cp.bench.loss": "benchmarks.loss",
+    "lightning_cp.bench.memory": "benchmarks.attention_memory",
+    "lightning_cp.bench.rank_flops": "benchmarks.rank_flops",
+    "lightning_cp.bench.replay": "benchmarks.replay",
+    "lightning_cp.bench.side_by_side": "benchmarks.side_by_side",
+    "lightning_cp.bench.step_overhead": "benchmarks.step_overhead",
+    "lightning_cp.plan.measured_cost": "benchmarks.plan_validation.cost",
+}
+"""Old name -> present name, of a module or of a package with all that is in it."""
+
+
+def install() -> None:
+    """Have Python ask here first."""
+    if not any(isinstance(finder, _MovedFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _MovedFinder())
+
+
+def present_name(old: str) -> str | None:
+    """The present name of a module; ``None`` if it never had another one."""
+    if not old.startswith("lightning_cp."):
+        return None
+    package, rest = old, ""
+    while package:
+        if package in MOVED:
+            return MOVED[package] + rest
+        package, dot, last = package.rpartition(".")
+        rest = dot + last + rest
+    return None
+
+
+class _MovedFinder(importlib.abc.MetaPathFinder):
+    """Comes before Python's own finders."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        name = present_name(fullname)
+        if name is None:
+            return None
+        if name.startswith("benchmarks.") and importlib.util.find_spec("benchmarks") is None:
+            raise ModuleNotFoundError(
+                f"{fullname} is now {name}, which an installed package does not bring. Run "
+                f"python -m {name} in a checkout of the project.",
+                name=fullname,
+            )
+        found = importlib.util.find_spec(name)
+        if found is None:
+            return None
+        is_package = found.submodule_search_locations is not None
+        return importlib.machinery.ModuleSpec(
+            fullname, _MovedLoader(found), origin=found.origin, is_package=is_package
+        )
+
+
+class _MovedLoader(importlib.abc.InspectLoader):
+    """Hands out the module of the present name."""
+
+    def __init__(self, present: importlib.machinery.ModuleSpec) -> None:
+        self._present = present
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return import_module(self._present.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._present  # the import of the old name has put its own
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        loader: Any = self._present.loader
+        return loader.get_code(self._present.name)
+
+    def get_source(self, fullname: str) -> str | None:
+        loader: Any = self._present.loader
+        return loader.get_source(self._present.name)
+
+    def is_package(self, fullname: str) -> bool:
+        return self._present.submodule_search_locations is not None

@@ -1,0 +1,1 @@
+"""The doctor: the parity check of one step, as a program."""

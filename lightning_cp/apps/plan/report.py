@@ -1,0 +1,351 @@
+"""The report on a search of plans: tables and sentences, and a picture.
+
+The picture has the memory of a device by kind, plan beside plan, and the work of every ring rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from lightning_cp.layout import Documents, Mask, SequenceLayout, schedule
+from lightning_cp.planner.advice import (
+    advice,
+    find_out_of_memory,
+    find_poorly_sharded,
+    largest_stacked_parameter,
+)
+from lightning_cp.planner.comm_volume import CommVolume, comm_volumes
+from lightning_cp.planner.job import Job, PlanCase, TrainingMethod
+from lightning_cp.planner.machines import GIB, TERA
+from lightning_cp.planner.memory import Memory
+from lightning_cp.planner.search import MethodPlan, Rejected, SearchResult, model_flops
+from lightning_cp.utils.console import markdown_table
+
+MIB = 1 << 20
+PLANS = (
+    "plan",
+    "mesh",
+    "engine",
+    "mode",
+    "settings",
+    "GiB a device",
+    "s a step",
+    "tokens/s",
+    "MFU",
+)
+EXPOSED = ("ring", "ulysses", "tensor_parallel", "parameters", "offload")
+CONVENTION = (
+    "MFU: model FLOPs (6 for each parameter that multiplies a token, 12 x head dim for each visible pair and "
+    "head; what is computed again does not count) over"
+)
+
+
+def headline(job: Job) -> str:
+    """Return the planned job in one line."""
+    model = job.model
+    many = f"{job.devices:,} x {job.machine.name} ({job.machine.memory / GIB:,.0f} GiB)"
+    what = f"{model.name}, {model.num_parameters:,} parameters, on {many}, {job.precision}"
+    if not job.trains:
+        return f"{what}: loaded, not trained"
+    return f"{what}, {job.optimizer}: {job.global_batch} x {job.seq_len:,} tokens a step"
+
+
+def summary(found: SearchResult, show: int) -> str:
+    """Return the tables of plans that fit and that do not, and the best plan in detail."""
+    parts = [_plans(found.plans[:show], found)]
+    if found.plans:
+        parts += [costs(found.plans[:show]), *details(found.plans[0])]
+    else:
+        parts += list(closest(found.rejected))
+    if found.rejected:
+        parts.append(_rejected(found.rejected, show))
+    return "\n\n".join(parts)
+
+
+def settings_of(choice: TrainingMethod) -> str:
+    """Return the settings that differ from their defaults, by the strategy's names."""
+    given = [] if choice.checkpointing == "none" else [choice.checkpointing]
+    given += ["offload"] * choice.offload
+    given += ["chunked_loss"] * bool(choice.chunked_loss) + ["tiled_mlp"] * bool(choice.tiled_mlp)
+    return ", ".join(given) or "-"
+
+
+def _plans(plans: Sequence[MethodPlan], found: SearchResult) -> str:
+    looked = f"{found.looked_at:,} way{'s' * (found.looked_at != 1)} priced"
+    if not plans:
+        return f"Nothing fits ({looked})."
+    rows = [[str(at), *_row(plan)] for at, plan in enumerate(plans, 1)]
+    first = "fastest" if plans[0].case.job.trains else "least memory"
+    many = f"{len(found.plans)} mesh{'es' * (len(found.plans) > 1)}; {looked}"
+    return f"What fits, {first} first ({many}):\n\n{markdown_table(PLANS, rows)}"
+
+
+def _row(plan: MethodPlan) -> list[str]:
+    choice = plan.case.choice
+    price = ["-"] * 3
+    if plan.case.job.trains:
+        price = [
+            f"{plan.seconds.total:,.4g}",
+            f"{plan.tokens_per_second:,.0f}",
+            f"{plan.mfu:.1%}",
+        ]
+    size = _figure(plan.memory.total / GIB)
+    return [
+        str(choice.mesh) or "1 device",
+        choice.engine,
+        choice.mode if choice.mesh.cp > 1 else "-",
+        settings_of(choice),
+        size,
+        *price,
+    ]
+
+
+def details(plan: MethodPlan) -> Iterator[str]:
+    """Yield the best plan's messages, work, seconds, and remarks."""
+    if plan.case.job.trains:
+        sent = list(comm_volumes(plan.case, dict(plan.attention)))
+        if sent:
+            rows = [[f.what, f.axis.value, f.link, _figure(f.sent / 1e9)] for f in sent]
+            yield f"Plan 1.\n\n{markdown_table(('sent in a step', 'axis', 'link', '10^9 bytes'), rows)}"
+        yield work_of(plan)
+        yield seconds_of(plan)
+    yield from remarks(plan.case)
+
+
+def costs(plans: Sequence[MethodPlan]) -> str:
+    """Return the costs of each plan on a device, one column for each."""
+    names = ["of a device", *(f"plan {at}" for at in range(1, len(plans) + 1))]
+    rows: list[list[str]] = []
+
+    def add(name: str, values: Sequence[float], shown: str = "") -> None:
+        if any(values):
+            rows.append([name, *(f"{x:{shown}}" if shown else _figure(x) for x in values)])
+
+    memories = [plan.memory for plan in plans]
+    for kind in memories[0].by_kind:
+        add(f"GiB of {kind}", [memory.by_kind[kind] / GIB for memory in memories])
+    add("GiB of reserve (no tensor's)", [memory.reserve / GIB for memory in memories])
+    add("GiB in all", [memory.total / GIB for memory in memories])
+    add("GiB free", [(memory.capacity - memory.total) / GIB for memory in memories])
+    add("GiB while a checkpoint is loaded", [memory.loading / GIB for memory in memories])
+    add("GiB of its host", [memory.host / GIB for memory in memories])
+    if plans[0].case.job.trains:
+        sent = [list(comm_volumes(plan.case, dict(plan.attention))) for plan in plans]
+        for link in ("within a node", "between nodes"):
+            add(f"10^9 bytes sent {link}", [_sent(each, link) / 1e9 for each in sent])
+        add("TFLOP, recomputation aside", [_flops(plan) / 1e12 for plan in plans])
+        add(
+            "attention, busiest ring rank / mean, least even layers",
+            [_imbalance(plan) for plan in plans],
+            ".3f",
+        )
+        add("seconds computing", [plan.seconds.computing for plan in plans], ",.4g")
+        add("seconds waiting for messages", [plan.seconds.exposed for plan in plans], ",.3g")
+    return markdown_table(names, rows)
+
+
+def _sent(each: Sequence[CommVolume], link: str) -> float:
+    return sum(flow.sent for flow in each if flow.link == link)
+
+
+def _flops(plan: MethodPlan) -> float:
+    return model_flops(plan.case.job, plan.attention) / plan.case.choice.mesh.devices
+
+
+def _imbalance(plan: MethodPlan) -> float:
+    return max(cost.imbalance for cost in plan.attention.values())
+
+
+def work_of(plan: MethodPlan) -> str:
+    """Return the FLOPs of a step, and the balance of attention over ring ranks."""
+    case, model = plan.case, plan.case.job.model
+    total = model_flops(case.job, plan.attention)
+    heads = model.flops_per_pair * case.heads.local_heads * case.sequences
+    each = total / case.choice.mesh.devices
+    even = "; ".join(
+        f"attention {_figure(max(cost.pairs) * heads / 1e12)} TFLOP a layer{_of_window(window, plan)}, the "
+        f"busiest ring rank has {cost.imbalance:.3f} x the mean"
+        for window, cost in plan.attention.items()
+    )
+    ring = case.choice.mesh.ring
+    if ring > 1:
+        other = SequenceLayout(case.job.seq_len, ring, case.choice.mesh.ulysses, "contiguous")
+        plain = schedule(other, Documents.single(case.job.seq_len), Mask()).imbalance
+        even += (
+            f" ({case.layout.kind}; contiguous would have {plain:.3f} x{_of_window(None, plan)})"
+        )
+    return (
+        f"Work: {_figure(total / 1e15)} PFLOP a step, {_figure(each / 1e12)} TFLOP a device; of them "
+        f"{even}. {CONVENTION} {peak_of(case.job)}."
+    )
+
+
+def _of_window(window: int | None, plan: MethodPlan) -> str:
+    """Return the window that distinguishes layers, where there are several kinds."""
+    if set(plan.attention) == {None}:
+        return ""
+    return " without a window" if window is None else f" of window {window:,}"
+
+
+def peak_of(job: Job) -> str:
+    """Return the peak that MFU is a share of, in words."""
+    peak = f"{job.timed.peak_flops / TERA:,.4g}"
+    if job.machine.measured:
+        return f"the {peak} TFLOP/s that products were measured to reach in {job.machine.measured}"
+    if job.precision == "fp32":
+        return f"the data sheet's {peak} TFLOP/s in float32 without TF32 (PyTorch's default)"
+    return f"the data sheet's {peak} TFLOP/s in bfloat16"
+
+
+def seconds_of(plan: MethodPlan) -> str:
+    """Return the breakdown of a step's time."""
+    each = [(f.name.replace("_", " "), getattr(plan.seconds, f.name)) for f in fields(plan.seconds)]
+    rows = [
+        [name, "waiting" if name.replace(" ", "_") in EXPOSED else "computing", f"{value:,.3g}"]
+        for name, value in each
+        if value
+    ]
+    rows.append(["in all", "", f"{plan.seconds.total:,.4g}"])
+    share = plan.seconds.exposed / plan.seconds.total
+    fullest = f"Fullest moment: {plan.memory.moment.name}."
+    return (
+        markdown_table(("seconds of a step", "", ""), rows)
+        + f"\n\nExposed communication: {share:.1%}. {fullest}"
+    )
+
+
+def remarks(case: PlanCase) -> Iterator[str]:
+    """Yield warnings, hardly sharded tensors, and the largest tensor that is never made whole."""
+    assumed = (case.job.model.assumed, case.job.machine.assumed)
+    told = [*advice(case), *(one for one in assumed if one)]
+    if told:
+        yield "Note:\n" + "\n".join(f"  - {line}" for line in told)
+    for_copies = [
+        f"  - {part.name} {list(part.shape)}: {part.local / MIB:,.1f} MiB a device, "
+        f"{part.ranks * part.local / part.whole:.3g} x its size over {part.ranks} ranks"
+        for part in find_poorly_sharded(case)
+    ]
+    if for_copies:
+        yield "Hardly sharded (rows that do not divide, or no axis for them):\n" + "\n".join(
+            for_copies
+        )
+    name, size = largest_stacked_parameter(case)
+    yield (
+        f"Never made whole: {name} of all layers in one would be {size:,} bytes ({size / GIB:,.1f} GiB); "
+        f"a rank reads its own part of one tensor at a time."
+    )
+
+
+def closest(rejected: Sequence[Rejected]) -> Iterator[str]:
+    """Yield remarks on the mesh closest to fitting: the point at which loading would fail, and notes."""
+    priced = [one for one in rejected if one.case is not None]
+    if not priced:
+        return
+    case = priced[0].case
+    assert case is not None
+    choice = case.choice
+    mesh = str(choice.mesh) or "1 device"
+    yield f"Closest: {mesh}, {choice.engine}, {settings_of(choice)}: {priced[0].why}."
+    stop = find_out_of_memory(case)
+    if stop is not None:
+        part = stop.part
+        yield (
+            f"Loading alone would end at {part.name} {list(part.shape)}, {part.whole / MIB:,.0f} MiB, with "
+            f"{stop.read:.1%} read: {part.local / MIB:,.1f} MiB wanted, {stop.free / MIB:,.1f} MiB free."
+        )
+    yield from remarks(case)
+
+
+def _rejected(rejected: Sequence[Rejected], show: int) -> str:
+    rows = [[str(one.mesh) or "1 device", one.engine, one.why] for one in rejected[:show]]
+    more = len(rejected) - len(rows)
+    rest = f"\n\nand {more} more." if more > 0 else ""
+    return (
+        f"What does not, closest first:\n\n{markdown_table(('mesh', 'engine', 'why'), rows)}{rest}"
+    )
+
+
+def _figure(value: float) -> str:
+    """Format useful digits, for small models too."""
+    return f"{value:,.2f}" if value >= 0.1 or not value else f"{value:.2g}"
+
+
+Bar = tuple[str, Memory]
+MOST_BARS = 12
+"""Bars of plans that fit, and of those that do not: more are not readable."""
+CORNER: dict[str, Any] = {"fontsize": 8, "va": "bottom", "ha": "center"}
+
+
+def draw(found: SearchResult, headline: str, show: int, picture: Path) -> None:
+    """Write the picture; do nothing if no plan was priced."""
+    from matplotlib.figure import Figure  # needs no display
+
+    shown = min(show, MOST_BARS)
+    bars: list[Bar] = [(_name(plan.case), plan.memory) for plan in found.plans[:shown]]
+    for one in found.rejected[:shown]:
+        if one.case is not None and one.memory is not None:
+            bars.append((_name(one.case), one.memory))
+    if not bars:
+        return
+    best = found.plans[0].case if found.plans else None
+    panels = 1
+    if best is not None and best.job.trains and best.choice.mesh.ring > 1:
+        panels = 2
+    figure = Figure(figsize=(11, 1.6 + 0.45 * len(bars) + 2.6 * (panels - 1)), layout="constrained")
+    axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
+    figure.suptitle(headline, fontsize=10)
+    _memory(axes[0], bars)
+    if best is not None and panels > 1:
+        _work(axes[1], best)
+    figure.savefig(picture, dpi=130)
+
+
+def _name(case: PlanCase) -> str:
+    choice = case.choice
+    mesh = str(choice.mesh).replace(" x ", "\n", 0)
+    saved = [] if choice.checkpointing == "none" else [choice.checkpointing]
+    saved += ["offload"] * choice.offload
+    return f"{mesh or '1 device'}\n{', '.join([choice.engine, *saved])}"
+
+
+def _memory(axis: Any, bars: Sequence[Bar]) -> None:
+    """Draw one bar for each plan, the fastest on top; bars beyond the line do not fit."""
+    left = [0.0] * len(bars)
+    kinds = [*bars[0][1].by_kind, "reserve"]
+    at = range(len(bars))
+    for number, kind in enumerate(kinds):
+        sizes = [{**m.by_kind, "reserve": m.reserve}[kind] / GIB for _, m in bars]
+        color = "lightgray" if kind == "reserve" else f"C{number}"
+        if any(sizes):
+            axis.barh(at, sizes, left=left, label=kind, color=color)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    capacity = bars[0][1].capacity / GIB
+    axis.axvline(capacity, color="black", ls="--", lw=1)
+    axis.text(
+        capacity, 1.01, f"{capacity:,.0f} GiB", transform=axis.get_xaxis_transform(), **CORNER
+    )
+    axis.set_yticks(at, [name for name, _ in bars], fontsize=7)
+    axis.set_xlim(0, min(max(*left, capacity), 3 * capacity) * 1.05)
+    axis.invert_yaxis()
+    axis.set_xlabel("GiB of a device at the fullest moment of a step")
+    axis.legend(fontsize=7, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1), borderaxespad=2.5)
+
+
+def _work(axis: Any, case: PlanCase) -> None:
+    """Draw attention pairs of every ring rank over the mean, beside those of a contiguous layout."""
+    mesh, length = case.choice.mesh, case.job.seq_len
+    documents = Documents.single(length)
+    contiguous = SequenceLayout(length, mesh.ring, mesh.ulysses, "contiguous")
+    ranks = list(range(mesh.ring))
+    for layout, color, aside in ((contiguous, "lightgray", -0.2), (case.layout, "C0", 0.2)):
+        work = schedule(layout, documents, Mask()).work
+        mean, at = sum(work) / len(work), [rank + aside for rank in ranks]
+        axis.bar(at, [one / mean for one in work], width=0.4, color=color, label=layout.kind)
+    axis.set(xlabel="ring rank", ylabel="attention / mean", ylim=(0, None))
+    axis.set_xlim(-0.6, mesh.ring - 0.4)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.set_title(f"work of every ring rank: {mesh}, layers without a window", fontsize=9)
+    axis.legend(fontsize=8)

@@ -1,0 +1,192 @@
+"""The run itself: build what the config names, validate, train, report."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig
+
+from lightning_cp import error_display as console
+from lightning_cp.apps.data import ByteDataModule, data_parallel
+from lightning_cp.apps.train.callbacks import LossPicture, MuonReport, StepMetrics
+from lightning_cp.apps.train.model import LanguageModel
+from lightning_cp.apps.train.report import BITS, Outcome, RunFiles
+from lightning_cp.apps.train.resume import (
+    AUTO,
+    ContinuedCSV,
+    check_folder_named,
+    checkpoint_to_resume,
+    run_folder,
+)
+from lightning_cp.errors import ConfigError
+
+
+def train(
+    config: DictConfig, began: float | None = None, trainers: list[L.Trainer] | None = None
+) -> Outcome:
+    """Train and validate as configured. Every rank runs this.
+
+    Args:
+        config: see ``configs/train.yaml``.
+        began: the program's start by ``time.perf_counter``, for the reported time.
+        trainers: receives the Trainer before it starts processes, so that the caller can end them.
+
+    Raises:
+        CheckpointError: no checkpoint to resume from; raised before other ranks start.
+        ConfigError: settings or text that cannot be trained with; raised before other ranks start.
+    """
+    began = time.perf_counter() if began is None else began
+    check_extras(config)
+    check_folder_named(config.resume, list(HydraConfig.get().overrides.hydra))
+    files = RunFiles(Path(HydraConfig.get().runtime.output_dir))
+    kept = RunFiles(run_folder(files.folder)).checkpoints
+    resume = checkpoint_to_resume(config.resume, kept)
+    silence_expected_warnings()
+    torch.set_num_threads(config.threads_per_rank)
+    L.seed_everything(config.seed, verbose=False)
+
+    data: ByteDataModule = instantiate_part(config, "data")
+    model: LanguageModel = instantiate_part(config, "model")
+    steps = StepMetrics(data.tokens_per_batch)
+    continued = resume if config.resume == AUTO else None
+    logger = ContinuedCSV(files.folder, files.metrics.parent.name, continued)
+    trainer = make_trainer(config, logger, files, data, steps)
+    if trainers is not None:
+        trainers.append(trainer)
+    _say(str(data))
+
+    before = logger.first_with(BITS) or {}
+    if continued is None:  # known to all ranks, while only the first one has the lines
+        before = _validated(trainer, model, data, resume)
+    trainer.fit(model, datamodule=data, ckpt_path=resume)
+    after = dict(trainer.callback_metrics)
+    if BITS not in after:  # shorter than val_check_interval
+        after = _validated(trainer, model, data)
+
+    outcome = Outcome(
+        strategy=HydraConfig.get().runtime.choices["strategy"],
+        processes=trainer.world_size,
+        data_parallel_size=data_parallel(trainer)[0],
+        steps=trainer.global_step,
+        tokens=steps.tokens,
+        seconds=time.perf_counter() - began,
+        step_seconds=steps.seconds,
+        before=before,
+        after={name: float(value) for name, value in after.items()},
+        entropy=data.validation_entropy,
+    )
+    _say("\n" + outcome.table(files))
+    return outcome
+
+
+def _validated(
+    trainer: L.Trainer, model: LanguageModel, data: ByteDataModule, checkpoint: str | None = None
+) -> Mapping[str, float]:
+    return trainer.validate(model, datamodule=data, ckpt_path=checkpoint, verbose=False)[0]
+
+
+def make_trainer(
+    config: DictConfig, logger: CSVLogger, files: RunFiles, data: ByteDataModule, steps: StepMetrics
+) -> L.Trainer:
+    """Return the configured Trainer, with the callbacks and the logger of every run."""
+    callbacks: list[Callback] = [
+        steps,
+        MuonReport(),
+        LossPicture(files.metrics, files.picture, data.validation_entropy),
+        ModelCheckpoint(
+            dirpath=files.checkpoints,
+            filename="best",
+            monitor=BITS,
+            save_last=True,
+            enable_version_counter=False,
+        ),
+        TQDMProgressBar(refresh_rate=10),
+    ]
+    if config.throughput is not None:
+        callbacks.append(instantiate(config.throughput))
+    _keep_single(config)
+    return instantiate_part(config, "trainer", logger=logger, callbacks=callbacks)
+
+
+def _keep_single(config: DictConfig) -> None:
+    """Set ``strategy=single`` to one process, so that a sweep over devices can contain its baseline."""
+    for name in ("devices", "num_nodes"):
+        asked = config.trainer.get(name, 1)
+        if config.strategy == "auto" and isinstance(asked, int) and asked > 1:
+            _say(f"strategy=single is one process: trainer.{name}={asked} is left aside")
+            config.trainer[name] = 1
+
+
+@rank_zero_only
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def check_extras(config: DictConfig) -> None:
+    """Check that the model's package is installed, and that workers last longer than one stage.
+
+    Raises:
+        ConfigError: one of these fails; the message says how to install it, or how to start the ranks.
+    """
+    strategy = config.get("strategy")
+    method = strategy.get("start_method") if isinstance(strategy, DictConfig) else None
+    if method not in (None, "popen"):
+        raise ConfigError(
+            f"strategy.start_method={method} makes workers for one stage, but this job goes through several "
+            "with the same model. Leave it out: Lightning or torchrun starts the ranks."
+        )
+    target = str(config.model.network.get("_target_", ""))
+    if target.startswith("transformers.") and find_spec("transformers") is None:
+        raise ConfigError(
+            f"model.network is {target}, which needs transformers, and it is not installed. "
+            "Install it with: pip install 'lightning_cp[hf]'."
+        )
+
+
+def instantiate_part(config: DictConfig, part: str, **given: Any) -> Any:
+    """Instantiate one part of a config.
+
+    Args:
+        config: the whole config.
+        part: the part's key.
+        **given: more arguments.
+
+    Raises:
+        ConfigError: the part's settings do not fit its target.
+    """
+    try:
+        return instantiate(config[part], **given)
+    except InstantiationException as error:
+        if console.error_of(error) is not None:
+            raise
+        cause = error.__cause__ or error
+        raise ConfigError(
+            f"{part} cannot be made of its settings ({type(cause).__name__}: {cause}). Look at those that "
+            f"you gave ({part}.<name>=... on the command line), and at the file in configs/{part}."
+        ) from error
+
+
+def silence_expected_warnings() -> None:
+    """Silence Lightning's messages that every such run causes, and nothing else."""
+    # The text is in memory and a sample takes microseconds; worker processes would cost more.
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    # Lightning expects a loader with a state; here the sampler follows Lightning's own count.
+    warnings.filterwarnings("ignore", ".*checkpoint that ended before the epoch ended.*")
+    # Lightning uses a name that PyTorch has deprecated.
+    warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\).*", FutureWarning)
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addFilter(lambda record: "Tip: " not in record.getMessage())

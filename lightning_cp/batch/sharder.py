@@ -1,0 +1,257 @@
+"""Sharding of a whole batch: read it, agree on it with the other ranks, return this rank's part."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from lightning_cp import error_display as console
+from lightning_cp.batch import (
+    BatchRules,
+    ShardedBatch,
+    WholeBatch,
+    documents_of,
+    read_batch,
+    shard_batch,
+    valid_counts,
+)
+from lightning_cp.batch.step_state import PositionInfo, position_info
+from lightning_cp.comm.consensus import (
+    checksum,
+    find_difference,
+    fingerprint,
+    gather_lists,
+    tally,
+)
+from lightning_cp.errors import BatchMismatchError, ShapeError
+from lightning_cp.layout import CostModel, LayoutChoice, Mask, SequenceLayout, explain_layout
+from lightning_cp.layout.auto import DEFAULT_COST
+from lightning_cp.layout.axes import Flat
+from lightning_cp.layout.sequence import CAUSAL, LayoutKind
+from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.randomness.token_draws import TokenDraws, describe_difference
+from lightning_cp.utils.containers import memory_of, tensors_of
+
+_EMPTY = 2**24
+"""Base of the number that carries targets and ranks without targets: more than the second can be (all ranks x
+those that share a sample)."""
+
+_log = logging.getLogger("lightning_cp")
+
+
+@dataclass(frozen=True)
+class LayoutRule:
+    """Rule for the layout of batches, from facts known before the run.
+
+    It uses no results of earlier steps, so that a resumed run repeats its choices.
+    """
+
+    kind: str = "auto"
+    """``auto``, or a kind of layout."""
+    mask: Mask = CAUSAL
+    """Expected mask of the model's attention."""
+    cost: CostModel = DEFAULT_COST
+
+
+def layout_of(
+    whole: WholeBatch, rules: BatchRules, rule: LayoutRule, mesh: ContextParallelMesh
+) -> LayoutChoice:
+    """Return the layout of a batch, from its length, the mesh and its documents.
+
+    Raises:
+        ShapeError: sequences that are too short, or (padding=False) do not divide.
+    """
+    sizes = (whole.seq_len, mesh.ring_size, mesh.ulysses_size)
+    documents = documents_of(whole, rules)
+    if rule.kind == "auto":
+        choice = explain_layout(*sizes, documents, rule.mask, cost=rule.cost, padding=rules.padding)
+    else:
+        kind = cast(LayoutKind, rule.kind)
+        choice = LayoutChoice(SequenceLayout(*sizes, kind, documents, rule.mask), "as set")
+    if not rules.padding:
+        choice.layout.require_unpadded()
+    return choice
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Shard of a batch that the ranks have agreed on."""
+
+    part: ShardedBatch
+    positions: PositionInfo
+    """Facts of the whole batch, which ranks must not derive from their own tokens."""
+    some_rank_empty: bool
+    """Some rank of the ``loss`` group has no targets (in training; of the cp group elsewhere)."""
+    targets: int
+    """Targets of all data ranks in training; of this one elsewhere."""
+    trains: bool
+    """The step trains: ranks with other samples take it together."""
+    choice: LayoutChoice | None = None
+    """Choice of the layout with its reason, if the kind is ``auto``."""
+
+
+def shard_batch_checked(
+    batch: Any,
+    rules: BatchRules,
+    rule: LayoutRule,
+    mesh: ContextParallelMesh,
+    *,
+    training: bool,
+    together: bool,
+    before: ShardedBatch | None = None,
+    draws: TokenDraws | None = None,
+) -> Sharding:
+    """Return this rank's part of a batch that every rank of its cp group holds whole.
+
+    First the ranks agree that it is the same batch, so that an error on one rank is an error on all.
+    Tensor-parallel ranks get the same part of a batch, and agree as well.
+
+    Args:
+        batch: the whole batch.
+        rules: rules for reading it.
+        rule: rule for its layout.
+        mesh: the process groups.
+        training: labels are needed, and their number in all data ranks.
+        together: ranks with other samples take part in the agreement, as in training.
+        before: the last shard, which must not be sharded again.
+        draws: random numbers of the previous steps, which ranks that share a sample must have drawn alike.
+
+    Raises:
+        ConfigError: a batch that cannot be read.
+        ShapeError: sequences that are too short, unequal, sharded already, or (padding=False) do not divide.
+        BatchMismatchError: ranks of a cp group hold different batches.
+        RankFailure: another rank's batch was refused.
+    """
+    error: Exception | None = None
+    facts: dict[str, int] = {}
+    whole: WholeBatch | None = None
+    choice: LayoutChoice | None = None
+    valid: tuple[int, ...] = ()
+    try:
+        whole = read_batch(batch, rules, needs_labels=training)
+        _check_not_sharded(whole, before)
+        choice = layout_of(whole, rules, rule, mesh)
+        valid = valid_counts(whole, choice.layout)
+        facts = _facts(whole, choice.layout, valid)
+    except Exception as refused:  # any: a rank that raised alone would leave the others waiting
+        error = refused
+    texts = _texts(whole) if whole is not None else {}
+    targets, empty = _agree_on_batch(facts, texts, error, mesh, draws, together=together)
+    if not training and whole is not None:
+        targets, empty = facts["targets"], facts["ranks without targets"]
+    assert whole is not None
+    assert choice is not None
+    layout = choice.layout
+    if not facts["targets"]:
+        console.warn("a batch has no valid label at all: it adds nothing.")
+    part = shard_batch(whole, layout, mesh.cp_rank, rules, valid)
+    told = choice if rule.kind == "auto" else None
+    facts_of_positions = batch_position_info(whole, layout)
+    return Sharding(part, facts_of_positions, empty > 0, targets, training, told)
+
+
+def already_sharded(batch: Any, before: ShardedBatch | None) -> list[str]:
+    """Return the names of tensors in ``batch`` that share memory with the shard made ``before``."""
+    if before is None or before.layout.cp_size == 1:
+        return []
+    local_len = before.layout.local_len
+    shards = {memory_of(x) for _, x in tensors_of(before.batch) if local_len in x.shape}
+    return [name for name, x in tensors_of(batch) if memory_of(x) in shards]
+
+
+def _check_not_sharded(whole: WholeBatch, before: ShardedBatch | None) -> None:
+    again = [name for name in already_sharded(whole.batch, before) if name in whole.dims]
+    if again:
+        assert before is not None
+        raise ShapeError(
+            f"{again[0]!r} was sharded already: expected the whole sequence of {before.layout.seq_len} "
+            f"tokens, got this rank's {whole.seq_len}. Shard a batch once: by shard_dataloaders=True or by "
+            "strategy.shard_batch(batch), and keep the whole batch if it is needed again."
+        )
+
+
+def batch_position_info(whole: WholeBatch, layout: SequenceLayout) -> PositionInfo:
+    """Return facts of the positions of a whole batch."""
+    return position_info(whole.positions_in(dict(tensors_of(whole.batch))), layout)
+
+
+def _agree_on_batch(
+    facts: dict[str, int],
+    texts: dict[str, str],
+    error: Exception | None,
+    mesh: ContextParallelMesh,
+    draws: TokenDraws | None,
+    *,
+    together: bool,
+) -> tuple[int, int]:
+    """Return the targets of all ranks that take part, and the number of ranks without any. Collective.
+
+    In training all ranks agree: their gradients are averaged, so all must know of ranks without targets. The
+    same holds where parameters are sharded over data ranks. Elsewhere only a cp group agrees: data ranks may
+    have different numbers of batches.
+    """
+    size, of = mesh.data_size if together else 1, mesh.sample_size
+    group = mesh.control_group(Flat.LOSS if together else Flat.CP)
+    part = mesh.data_rank if together else 0
+    dissents = error is not None
+    number = 0 if error else _EMPTY * facts["targets"] + facts["ranks without targets"]
+    asked = [] if draws is None else draws.pop_calls()
+
+    def total_with(asked: list[str]) -> int | None:
+        own = (tuple(facts.items()), asked)
+        return tally("batch", group, dissents=dissents, number=number, of=(part, of), own=own)
+
+    total = total_with(asked)
+    if total is None:
+        groups = [range(at * of, (at + 1) * of) for at in range(size)]
+        find_difference(facts, group, what="batch", within=groups, error=error, texts=texts)
+        if draws is not None:
+            _warn_draws_differ(asked, group, groups, draws)
+        total = total_with([])
+    if total is None:
+        raise BatchMismatchError(
+            "batch: the ranks' votes differ, and nothing that they said does. Please report it, with the "
+            "shapes of the batch of every rank."
+        )
+    return total // _EMPTY // of, total % _EMPTY
+
+
+def _warn_draws_differ(
+    asked: list[str], group: dist.ProcessGroup, groups: Sequence[range], draws: TokenDraws
+) -> None:
+    """Warn once, on the first rank of the first group whose ranks drew different random numbers."""
+    every = gather_lists(asked, group)
+    said = ((ranks[0], describe_difference([every[rank] for rank in ranks])) for ranks in groups)
+    first, line = next(((rank, line) for rank, line in said if line), (0, None))
+    if line:
+        draws.stop_recording()
+        if group.rank() == first:
+            _log.warning(line)
+
+
+def _facts(whole: WholeBatch, layout: SequenceLayout, valid: tuple[int, ...]) -> dict[str, int]:
+    """Return the facts that ranks which share a sample must agree on."""
+    facts = {
+        "sequence length": whole.seq_len,
+        "ranks without targets": sum(1 for count in valid if not count),
+        "targets": sum(valid),
+        "documents": layout.documents.checksum if layout.documents else 0,
+        "layout": layout.checksum,
+    }
+    tensors = list(tensors_of(whole.batch))
+    for name, text in _texts(whole).items():
+        facts[name] = fingerprint(text)
+    for name, x in tensors[:15]:
+        facts[f"{name} (values)"] = checksum(x)
+    facts["further tensors"] = fingerprint([(name, checksum(x)) for name, x in tensors[15:]])
+    return facts
+
+
+def _texts(whole: WholeBatch) -> dict[str, str]:
+    """Return the texts shown in place of checksums."""
+    tensors = list(tensors_of(whole.batch))[:15]
+    return {f"{name} (shape and dtype)": f"{tuple(x.shape)} {x.dtype}" for name, x in tensors}

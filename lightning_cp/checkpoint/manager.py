@@ -1,0 +1,300 @@
+"""One run's saves: one at a time in the background, and nothing is removed before what replaces it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
+from torch import nn
+
+from lightning_cp import error_display as console
+from lightning_cp.checkpoint.atomic import (
+    display_path,
+    local_path,
+    remove,
+    replace_link,
+    save_error,
+)
+from lightning_cp.checkpoint.checkpoint_io import (
+    PlainCheckpointIO,
+    WriteFunction,
+    is_plugin,
+    remove_anywhere,
+    with_plain_core,
+)
+from lightning_cp.checkpoint.manifest import SaveInfo, check_replaceable, is_foreign
+from lightning_cp.checkpoint.pretrained.options import check_complete
+from lightning_cp.checkpoint.save import BackgroundSave, finish_save, plan_save
+from lightning_cp.checkpoint.store import SHARDED_ADVICE, is_store
+from lightning_cp.comm.consensus import World, error_summary
+from lightning_cp.errors import CheckpointError, ConfigError
+from lightning_cp.utils.containers import tensors_of
+from lightning_cp.utils.patching import PatchSet
+
+_log = logging.getLogger("lightning_cp")
+LARGE_BYTES = 4 * 2**30
+"""Bytes of weights that, with what optimizers have of them, may take a minute to gather and to write."""
+
+
+class Saver:
+    """Saves, links and removes checkpoints in the order in which it was asked to.
+
+    Args:
+        form: ``full`` or ``sharded``.
+        in_background: saves may go on while training does.
+    """
+
+    def __init__(self, form: str, *, in_background: bool) -> None:
+        self._form, self._in_background = form, in_background
+        self._running: BackgroundSave | None = None
+        self._later: list[Callable[[], bool]] = []
+        self._said: set[str] = set()
+
+    def save(
+        self,
+        tree: dict[str, Any],
+        path: str | Path,
+        about: SaveInfo,
+        ours: dict[str, Any],
+        *,
+        may_lack: Sequence[str] = (),
+        may_differ: Collection[str] = (),
+        elsewhere: WriteFunction | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Save a state. Collective.
+
+        Args:
+            tree: the state.
+            path: the checkpoint.
+            about: for its manifest.
+            ours: noted beside the state.
+            may_lack: keys whose entries are left out if they cannot be written, which is said once.
+            may_differ: keys in which ranks may have others; the first one's are saved.
+            elsewhere: writes it on the first rank, in another place than a file of this machine.
+            wait: not in the background, whatever was set.
+
+        Raises:
+            CheckpointError: on every rank: it cannot be written, or the last one in the background was not.
+        """
+        self.finish()
+        if elsewhere is not None and self._form == "sharded":
+            raise CheckpointError(f"cannot save {path}. {SHARDED_ADVICE}")
+        target = local_path(path) if elsewhere is None else Path(path)
+        self._say_large(tree, display_path(target))
+        planned, left_out = plan_save(
+            tree,
+            target,
+            form=self._form,
+            about=about,
+            ours=ours,
+            may_lack=may_lack,
+            may_differ=may_differ,
+            elsewhere=elsewhere,
+        )
+        self._say_left_out(left_out)
+        if self._in_background and not wait:
+            self._running = BackgroundSave(planned)
+        else:
+            finish_save(planned)
+
+    def _say_large(self, tree: dict[str, Any], name: str) -> None:
+        """Say it once, before what may last for minutes."""
+        weights = tensors_of(tree.get("state_dict", tree))
+        size = sum(x.numel() * x.element_size() for _, x in weights)
+        if size >= LARGE_BYTES and "large" not in self._said:
+            self._said.add("large")
+            rank_zero_info(f"saving {name}, weights of {size / 1e9:,.1f} GB: this may take minutes")
+
+    def finish(self) -> None:
+        """Wait for the save in the background, and do what had to wait for it. Collective.
+
+        Raises:
+            CheckpointError: on every rank: it failed on some.
+        """
+        if self._in_background:
+            running, self._running = self._running, None
+            if running is not None:
+                self._require_done(running)
+                # The others wait for what the first one does: they may look for a link, too.
+                self._together(running.target, self._do_later)
+                return
+        self._do_later()
+
+    def _together(self, target: Path, action: Callable[[], None]) -> None:
+        try:
+            World().run_on_all(action, lambda said: save_error(target, said))
+        except OSError as error:
+            raise save_error(target, error_summary(error)) from error
+
+    def _require_done(self, running: BackgroundSave) -> None:
+        def done() -> None:
+            running.wait()
+            error = running.error
+            if error is not None and running.is_first:
+                raise error
+
+        try:
+            self._together(running.target, done)
+        except CheckpointError:
+            self._later.clear()  # what was to be replaced is still needed
+            raise
+
+    def abandon(self, seconds: float = 60.0) -> None:
+        """Let the save in the background end, without asking the other ranks; that it failed was said."""
+        running, self._running = self._running, None
+        self._later.clear()
+        if running is not None and not running.wait(seconds):
+            _log.error(
+                "the save of %s did not end within %g s", display_path(running.target), seconds
+            )
+
+    def remove(self, path: str | Path, io: Any = None) -> None:
+        """Remove a checkpoint once nothing needs it any more; called on every rank, done by the first.
+
+        One that cannot be removed is no reason to end a run: that is said, once.
+
+        Args:
+            path: of the checkpoint.
+            io: a plugin that has written it, if any has.
+        """
+        self._soon(lambda: self._remove(path, io))
+
+    def link(self, to: str | Path, link: str | Path) -> None:
+        """Have a link point to a checkpoint once that is complete. Collective.
+
+        Raises:
+            CheckpointError: on every rank: it cannot be made.
+        """
+        target, linked = local_path(to), local_path(link)
+        if target != linked:
+            self._together(linked, lambda: self._soon(lambda: self._link(target, linked)))
+
+    def _soon(self, action: Callable[[], bool]) -> None:
+        if World().rank:
+            return
+        self._later.append(action)
+        if self._running is None:
+            self._do_later()
+
+    def _do_later(self) -> None:
+        before = None
+        while before != len(self._later):  # a removal may wait for a link that comes after it
+            before = len(self._later)
+            todo, self._later = self._later, []
+            for at, action in enumerate(todo):
+                try:
+                    done = action()
+                except BaseException:  # that one is not tried again
+                    self._later += todo[at + 1 :]
+                    raise
+                if not done:
+                    self._later.append(action)
+
+    def _remove(self, path: str | Path, io: Any) -> bool:
+        try:
+            return remove_anywhere(io, path) or self._removed(local_path(path))
+        except Exception as error:  # stores and plugins have their own
+            name = path if is_store(path) else display_path(Path(path))
+            self.say_once(f"{name} cannot be removed: {error_summary(error)}. The run goes on.")
+            return True
+
+    def _removed(self, target: Path) -> bool:
+        """True if it is done with; a checkpoint that a link still names has to wait, a link has not."""
+        if target.is_symlink():
+            remove(target)
+            return True
+        if not target.exists():
+            return True
+        if any(x.is_symlink() and x.resolve() == target.resolve() for x in target.parent.iterdir()):
+            return False
+        if is_foreign(target):
+            self.say_once(
+                f"{display_path(target)} is not removed: it has no manifest.json of ours, so it is no "
+                "complete "
+                "checkpoint of lightning_cp."
+            )
+            return True
+        remove(target)
+        return True
+
+    def _link(self, target: Path, link: Path) -> bool:
+        check_replaceable(link)
+        replace_link(link, target)
+        return True
+
+    def _say_left_out(self, names: Sequence[str]) -> None:
+        if names:
+            self.say_once(
+                f"{', '.join(names[:3])}{', ...' * (len(names) > 3)} cannot be saved and is left out of "
+                "checkpoints: they hold tensors, numbers, strings and plain containers. Nothing is lost "
+                "where the module is made by your own code; say save_hyperparameters(ignore=[...]) to agree."
+            )
+
+    def say_once(self, text: str, about: str = "") -> None:
+        """Warn on the first rank, once about a thing; else once with these words."""
+        if (about or text) not in self._said:
+            self._said.add(about or text)
+            rank_zero_only(console.warn)(text)
+
+
+# The part of saving that both strategies have: their settings, one saver, and no other plugin.
+
+
+class CheckpointingStrategy:
+    """Comes before a ``DDPStrategy``."""
+
+    _core: Any
+    _trains_on = False
+    _checkpoint_io: Any
+
+    _saver: Saver
+
+    def _prepare_saves(self) -> None:
+        settings = self._core.settings
+        self.checkpoint_io = self._checkpoint_io
+        self._saver = Saver(settings.checkpoint, in_background=settings.async_save)
+        self._adopted = PatchSet()
+        self._saved_names: dict[str, list[str]] = {}
+        self._saved_kinds: dict[str, list[str]] = {}
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """A user's plugin, which has full checkpoints; else what Lightning moves weights with."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = PlainCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        if is_plugin(io) and self._core.settings.checkpoint == "sharded":
+            raise ConfigError(
+                f"checkpoint='sharded' is written by all ranks, and {type(io).__name__} writes what one "
+                "process has. Leave the plugin out, or use checkpoint='full'."
+            )
+        self._checkpoint_io = with_plain_core(io)
+
+    @staticmethod
+    def _require_complete(modules: Iterable[nn.Module]) -> None:
+        """Refuse models whose pretrained weights are not all there; on every rank, if one has such."""
+
+        def complete() -> None:
+            for module in modules:
+                check_complete(module)
+
+        World().run_on_all(complete, lambda said: CheckpointError(f"nothing is saved: {said}"))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, after the one that replaces it is complete; called on every rank."""
+        self._saver.remove(filepath, self._checkpoint_io)
+
+    def wait_for_saves(self) -> None:
+        """Wait until the save in the background is complete. Collective.
+
+        Raises:
+            CheckpointError: on every rank: it failed on some.
+        """
+        self._saver.finish()

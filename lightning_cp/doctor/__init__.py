@@ -1,1 +1,0 @@
-"""``python -m lightning_cp.doctor``: does the configured model compute the same context parallel?"""

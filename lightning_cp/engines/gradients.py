@@ -1,0 +1,136 @@
+"""The norm of gradients that are spread over ranks, and clipping by it.
+
+PyTorch's own clipping stacks the norms of all parameters, which DTensors of different meshes and plain
+tensors do not do. Here every rank adds up what it holds, apart for each set of mesh axes that parameters are
+sharded over, and each of these sums is added over those axes' ranks: a replicated tensor counts once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from lightning_cp.comm.reduce import all_max, all_sum
+from lightning_cp.errors import NonFiniteError
+from lightning_cp.utils.dtensor import local_part
+
+_Key = tuple[str, tuple[dist.ProcessGroup, ...]]
+
+
+def gradient_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of all gradients, as of one vector: float64 [], equal on every rank, as in one process.
+
+    Every rank must come here, with the same parameters; those without a gradient count as 0.
+
+    Args:
+        parameters: plain ones and DTensors, on any meshes.
+        norm_type: p of the p-norm; ``inf`` for the largest element.
+    """
+    powers: dict[_Key, torch.Tensor] = {}
+    for parameter in parameters:
+        key = _shared_over(parameter)
+        power = _power(parameter.grad, norm_type)
+        before = powers.get(key)
+        powers[key] = power if before is None else _joined(before, power, norm_type)
+    if not powers:
+        return torch.zeros((), dtype=torch.float64)
+    totals = [_over_ranks(power, key, norm_type) for key, power in powers.items()]
+    device = next((x.device for x in totals if x.device.type != "cpu"), totals[0].device)
+    totals = [x.to(device) for x in totals]
+    if math.isinf(norm_type):
+        return torch.stack(totals).max()
+    return torch.stack(totals).sum() ** (1.0 / norm_type)
+
+
+def clip_norm(
+    parameters: Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients in place so that their norm is at most ``max_norm``; gives the norm before.
+
+    Raises:
+        NonFiniteError: with ``error_if_nonfinite``, the norm is NaN or infinite; on every rank.
+    """
+    each = list(parameters)
+    norm = gradient_norm(each, norm_type)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise NonFiniteError(
+            f"the norm of the gradients is {float(norm)}, so they cannot be clipped to {max_norm}. Look for "
+            "the first loss that is not finite, or pass error_if_nonfinite=False to go on."
+        )
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in each:
+        if parameter.grad is not None:
+            gradient = local_part(parameter.grad)
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    return norm
+
+
+def clip_value(parameters: Iterable[torch.Tensor], value: float) -> None:
+    """Clamp every element of the gradients to [-value, value], in place."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local_part(parameter.grad).clamp_(-value, value)
+
+
+def _shared_over(parameter: torch.Tensor) -> _Key:
+    """The device type and the groups over which a parameter's ranks hold different parts."""
+    if not isinstance(parameter, DTensor):
+        return "", ()
+    mesh = parameter.device_mesh
+    axes = [
+        at for at, placed in enumerate(parameter.placements) if not isinstance(placed, Replicate)
+    ]
+    return mesh.device_type, tuple(mesh.get_group(at) for at in axes if mesh.size(at) > 1)
+
+
+def _power(gradient: torch.Tensor | None, norm_type: float) -> torch.Tensor:
+    """The sum of ``|g|^p`` of what is here, or the largest ``|g|``: float64 []."""
+    if gradient is None or not local_part(gradient).numel():
+        return torch.zeros((), dtype=torch.float64)
+    norm = torch.linalg.vector_norm(local_part(gradient), norm_type, dtype=torch.float64)
+    return norm if math.isinf(norm_type) else norm**norm_type
+
+
+def _joined(a: torch.Tensor, b: torch.Tensor, norm_type: float) -> torch.Tensor:
+    a, b = (a.to(b.device), b) if b.device.type != "cpu" else (a, b.to(a.device))
+    return torch.maximum(a, b) if math.isinf(norm_type) else a + b
+
+
+def _over_ranks(power: torch.Tensor, key: _Key, norm_type: float) -> torch.Tensor:
+    """Joined over the groups' ranks, on the device that their messages travel from; given back on its own."""
+    device_type, groups = key
+    total = power.to(device_type) if groups else power
+    for group in groups:
+        total = (all_max if math.isinf(norm_type) else all_sum)(total, group)
+    return total.to(power.device)
+
+
+# Gradients that no wrapper averages, averaged over the ranks.
+
+
+def average_present(
+    parameters: Sequence[nn.Parameter], control: dist.ProcessGroup, group: dist.ProcessGroup
+) -> None:
+    """Average what there is of gradients; what is averaged already stays the same.
+
+    A rank without a gradient counts as zeros; where no rank has one it stays ``None``.
+
+    Args:
+        parameters: in the same order on all ranks.
+        control: carries, on the CPU, which of them have gradients.
+        group: the same ranks; carries the gradients.
+    """
+    flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
+    counts = all_sum(flags, control).tolist() if parameters else []
+    for parameter, count in zip(parameters, counts, strict=True):
+        if count:
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = all_sum(own, group) / group.size()

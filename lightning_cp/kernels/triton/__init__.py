@@ -1,0 +1,1 @@
+"""FlashAttention-2 in Triton: host code, tables of tiles, and device code."""

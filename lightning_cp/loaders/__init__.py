@@ -1,0 +1,1 @@
+"""Loaders that all ranks go through together, and their place in a run."""

@@ -1,0 +1,248 @@
+"""The state of everything that draws random numbers, at one moment, and as what a checkpoint may hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+
+from lightning_cp.comm.consensus import fingerprint, is_equal_on_all_ranks
+
+# Sources of random numbers that objects have of their own, of any kind: where they stand, and back to it.
+
+
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+"""The kinds."""
+
+
+def state_of(generator: Any) -> Any:
+    """Where one of ``GENERATORS`` stands, to be given to ``set_state``."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Have it go on from there."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def shared() -> list[Any]:
+    """The sources of all functions that are given none."""
+    sources: list[Any] = [torch.default_generator, random._inst, np.random.mtrand._rand]
+    if torch.cuda.is_initialized():
+        sources.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return sources
+
+
+def is_same(state: Any, other: Any) -> bool:
+    """True if two states of one generator are equal."""
+    if isinstance(state, dict):
+        return is_same(tuple(state.values()), tuple(other.values()))
+    if isinstance(state, tuple):
+        return all(map(is_same, state, other))
+    if isinstance(state, (np.ndarray, torch.Tensor)):
+        return np.array_equal(state, other)
+    return state == other
+
+
+_PARTS = ("", "batch_sampler", "sampler", "dataset")
+
+
+@dataclass
+class RandomStates:
+    """Generators of the process, and those that a loader, its samplers and its dataset have of their own.
+
+    Taking one is cheap; ``packed`` makes it what can be saved.
+    """
+
+    torch: torch.Tensor
+    python: Any
+    numpy: Any
+    own: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def now(cls, loader: Any = None) -> RandomStates:
+        """This moment's, with the loader's own generators."""
+        own = [state_of(found) for found in own_generators(loader)]
+        return cls(torch.get_rng_state(), random.getstate(), np.random.get_state(), own)
+
+    def restore(self, loader: Any = None) -> None:
+        """Have all of them go on from there; a loader with other generators keeps its own."""
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        self.restore_own(loader)
+
+    def restore_own(self, loader: Any) -> None:
+        """Only those of the loader."""
+        found = list(own_generators(loader))
+        if len(found) == len(self.own):
+            for generator, state in zip(found, self.own, strict=True):
+                set_state(generator, state)
+
+    def packed(self) -> dict[str, Any]:
+        """Numbers, strings, lists and tensors."""
+        return {
+            "torch": self.torch,
+            "python": _pack_python(self.python),
+            "numpy": _pack_numpy(self.numpy),
+            "own": [_pack(state) for state in self.own],
+        }
+
+    @classmethod
+    def unpacked(cls, packed: dict[str, Any]) -> RandomStates:
+        """The values that ``packed`` was made of."""
+        return cls(
+            packed["torch"],
+            _unpack_python(packed["python"]),
+            _unpack_numpy(packed["numpy"]),
+            [_unpack(state) for state in packed["own"]],
+        )
+
+
+def own_generators(loader: Any) -> Iterator[Any]:
+    """Generators that a loader, its samplers or its dataset have as attributes: each once, in fixed order."""
+    seen: set[int] = set()
+    for name in _PARTS:
+        part = getattr(loader, name, None) if name else loader
+        for attribute in sorted(_attributes(part)):
+            value = getattr(part, "__dict__", {}).get(attribute)
+            if isinstance(value, GENERATORS) and id(value) not in seen:
+                seen.add(id(value))
+                yield value
+
+
+def _attributes(part: Any) -> list[str]:
+    return [name for name in getattr(part, "__dict__", {}) if isinstance(name, str)]
+
+
+def _pack(state: Any) -> dict[str, Any]:
+    """A generator's state, by the form that it has."""
+    if isinstance(state, torch.Tensor):
+        return {"torch": state}
+    if isinstance(state, dict):
+        return {"bits": _plain(state)}
+    return (
+        {"numpy": _pack_numpy(state)} if state[0] == "MT19937" else {"python": _pack_python(state)}
+    )
+
+
+def _unpack(packed: dict[str, Any]) -> Any:
+    if "numpy" in packed:
+        return _unpack_numpy(packed["numpy"])
+    if "python" in packed:
+        return _unpack_python(packed["python"])
+    return packed["torch"] if "torch" in packed else _arrays(packed["bits"])
+
+
+def _pack_python(state: Any) -> dict[str, Any]:
+    version, numbers, gauss = state
+    return {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss}
+
+
+def _unpack_python(packed: dict[str, Any]) -> Any:
+    return packed["version"], tuple(packed["numbers"].tolist()), packed["gauss"]
+
+
+def _pack_numpy(state: Any) -> dict[str, Any]:
+    kind, keys, place, has_gauss, gauss = state
+    numbers = torch.from_numpy(keys.astype(np.int64))
+    return {"kind": kind, "numbers": numbers, "rest": [int(place), int(has_gauss), float(gauss)]}
+
+
+def _unpack_numpy(packed: dict[str, Any]) -> Any:
+    place, has_gauss, gauss = packed["rest"]
+    keys = packed["numbers"].numpy().astype(np.uint32)
+    return packed["kind"], keys, int(place), int(has_gauss), gauss
+
+
+def _plain(state: Any) -> Any:
+    """NumPy's bit generators have dicts of numbers and arrays; numbers of up to 128 bits as text."""
+    if isinstance(state, dict):
+        return {name: _plain(value) for name, value in state.items()}
+    if isinstance(state, np.ndarray):
+        return {"array": [str(int(x)) for x in state], "dtype": str(state.dtype)}
+    return f"int:{int(state)}" if isinstance(state, int | np.integer) else state
+
+
+def _arrays(state: Any) -> Any:
+    if isinstance(state, dict) and set(state) == {"array", "dtype"}:
+        return np.array([int(x) for x in state["array"]], dtype=state["dtype"])
+    if isinstance(state, dict):
+        return {name: _arrays(value) for name, value in state.items()}
+    return int(state[4:]) if isinstance(state, str) and state.startswith("int:") else state
+
+
+# Random numbers as in one process: drawn on, where Lightning begins anew and where one rank reads for all.
+#
+# One process draws the order of samples, and what transforms draw, from the generators from which its steps
+# draw as well. Ranks that were in the same state before a batch are in the same state after it.
+
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The draws of the reading rank: from which state to which."""
+
+    before: int
+    after: State | None
+    """``None``: nothing was drawn."""
+
+
+def random_state() -> State:
+    """The state of the generators of the CPU: torch's, Python's and NumPy's."""
+    return _collect_rng_states(include_cuda=False)
+
+
+def restore(state: State) -> None:
+    """Draw from that state on."""
+    _set_rng_states(state)
+
+
+def drawn_since(before: State) -> Draws:
+    """The draws since then."""
+    after, mark = random_state(), _mark(before)
+    return Draws(mark, None if _mark(after) == mark else after)
+
+
+def follow(draws: Draws) -> None:
+    """Draw the same; a rank that was in another state (seeded by its rank) keeps its own."""
+    if draws.after is not None and _mark(random_state()) == draws.before:
+        restore(draws.after)
+
+
+@contextmanager
+def going_on() -> Iterator[None]:
+    """Keep the state of all generators while processes are connected, if it is that of every rank.
+
+    Lightning then sets the state to ``seed_everything``'s seed, as ranks may have drawn differently before;
+    one process does not, so that what it shuffles after making its model would come in another order.
+    """
+    before = random_state()
+    yield
+    if is_equal_on_all_ranks(_mark(before)):
+        restore(before)
+
+
+def _mark(state: State) -> int:
+    kind, keys, *rest = state.get("numpy", ("", b""))
+    numbers = keys.tobytes() if hasattr(keys, "tobytes") else keys
+    return fingerprint(
+        (state["torch"].numpy().tobytes(), state["python"], kind, numbers, [float(x) for x in rest])
+    )

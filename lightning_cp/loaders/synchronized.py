@@ -1,0 +1,296 @@
+"""Loaders that the ranks go through together: nobody waits for a batch that another rank does not have.
+
+Before a batch is given to anybody, ranks tell each other whether they have one, are at the end, or failed.
+With ``batch_sync="broadcast"`` the first rank of each cp group reads, and the others are given its batches.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_cp.comm.consensus import agree
+from lightning_cp.config import StrategyConfig
+from lightning_cp.errors import ConfigError
+from lightning_cp.layout.axes import Flat
+from lightning_cp.loaders.iterator import RECEIVES, UNSIZED, SynchronizedIterator, refuse_lengths
+from lightning_cp.loaders.position import LoaderPosition
+from lightning_cp.loaders.samplers import agree_on_order, require_data_sharding
+from lightning_cp.mesh import ContextParallelMesh
+
+# A loader in front of another one: only the way through it is new.
+
+
+class LoaderProxy:
+    """Has everything that the loader has, also for those who read its ``__dict__``, as Fabric does.
+
+    What is set is set on the loader: Lightning ends workers by setting ``_iterator``.
+    """
+
+    __slots__ = ("_loader",)
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __bool__(self) -> bool:
+        return bool(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # half made, or half unpickled
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(type(self), name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader, name, value)
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        """The loader's own, at which Lightning and callbacks look with ``isinstance``.
+
+        Lists and dicts are not taken for such: what goes through collections would go through the batches.
+        """
+        loader = object.__getattribute__(self, "_loader")
+        return type(self) if isinstance(loader, (Sequence, Mapping)) else type(loader)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, and what comes of a pickle, is the loader itself: ranks are those of one run."""
+        return _itself, (self._loader,)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        return getattr(self._loader, "__dict__", {})
+
+
+def _itself(loader: Any) -> Any:
+    return loader
+
+
+class MeshOwner(Protocol):
+    """The run that a loader is of: its mesh, once there is one, and its settings."""
+
+    @property
+    def settings(self) -> StrategyConfig:
+        """The user's."""
+        ...
+
+    @property
+    def mesh(self) -> ContextParallelMesh:
+        """The mesh; raises ``ConfigError`` before there is one."""
+        ...
+
+
+class SharedLoader(LoaderProxy):
+    """A loader of one run.
+
+    Args:
+        loader: a ``DataLoader``, or anything that can be iterated.
+        core: who knows the mesh; a loader that outlives its strategy is the plain loader again.
+        number: which of the run's loaders this is, the same on all ranks.
+        trains: whether the next fetch is for training, where ranks with other samples take part as well: they
+            average gradients, so that all of them need the same number of batches.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_before_pass",
+        "_before_training",
+        "_core",
+        "_length",
+        "_number",
+        "_place",
+        "_trains",
+    )
+
+    def __init__(
+        self,
+        loader: Any,
+        core: MeshOwner,
+        number: int,
+        trains: Callable[[], bool],
+    ) -> None:
+        super().__init__(loader)
+        self._core = weakref.ref(core)
+        self._number, self._trains = number, trains
+        self._length: int | None = None
+        self._place = LoaderPosition()
+        self._before_pass: Callable[[], object] = bool
+        self._before_training: Callable[[], object] = bool
+
+    def saved_place(self, waiting: int = 0) -> dict[str, Any]:
+        """Where this rank's loader is, without ``waiting`` batches that were read and not used yet."""
+        return self._place.saved(self._loader, waiting)
+
+    @property
+    def place(self) -> LoaderPosition:
+        """The place up to which it was read."""
+        return self._place
+
+    def tell(
+        self,
+        *,
+        before_pass: Callable[[], object] = bool,
+        before_training: Callable[[], object] = bool,
+    ) -> None:
+        """Have them called before each pass, and before each batch to train on is read."""
+        self._before_pass, self._before_training = before_pass, before_training
+
+    def __iter__(self) -> Iterator[Any]:
+        mesh = self._mesh()
+        if mesh is None:
+            return iter(self._loader)
+        if self._length is None:
+            self.agree_on_length()
+        self._before_pass()
+        return SynchronizedIterator(
+            self._loader,
+            mesh,
+            number=self._number,
+            broadcasts=self._broadcasts,
+            trains=self._trains,
+            together=self._together,
+            is_stream=is_stream(self._loader),
+            place=self._place,
+            before_training=self._before_training,
+        )
+
+    def __len__(self) -> int:
+        if not self._broadcasts or self._length is None:
+            return len(self._loader)
+        if self._length == UNSIZED:
+            raise TypeError(f"{type(self._loader).__name__} of the reading rank has no length")
+        return self._length
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's own, if it has one; Lightning looks for this method on the class."""
+        own = getattr(self._loader, "state_dict", None)
+        return own() if own is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Have a loader with a state of its own go on from there."""
+        if state_dict:
+            self._loader.load_state_dict(state_dict)
+
+    def agree_on_length(self, *, training: bool = False, at_most: int | None = None) -> None:
+        """Compare the numbers of batches; those who only receive take over the reading rank's.
+
+        Args:
+            training: all ranks need the same number, and not just those that share samples.
+            at_most: batches of a pass that are used.
+
+        Raises:
+            ConfigError: a sampler that shards over something other than data ranks.
+            BatchMismatchError: the lengths differ.
+            RankFailure: another rank's loader was refused.
+        """
+        mesh = self._mesh()
+        if mesh is None:
+            return
+        reads = not self._broadcasts or mesh.sample_rank == 0
+        error: Exception | None = None
+        own = RECEIVES
+        try:
+            if reads:
+                require_data_sharding(self._loader, mesh.data_size, mesh.data_rank)
+                length = sized_len(self._loader)
+                own = UNSIZED if length is None else length
+        except Exception as refused:
+            error = refused
+        group = mesh.control_group(Flat.LOSS)
+        table = agree({"batches": own}, group, what="loader's length", within=[], error=error)
+        lengths = [row["batches"] for row in table]
+        refuse_lengths(lengths, group, mesh.sample_size, training=training, at_most=at_most)
+        self._length = lengths[mesh.data_rank * mesh.sample_size]
+
+    @property
+    def _together(self) -> bool:
+        core = self._core()
+        return core is not None and core.settings.forward_is_shared
+
+    @property
+    def _broadcasts(self) -> bool:
+        core = self._core()
+        return core is not None and core.settings.batch_sync == "broadcast"
+
+    def _mesh(self) -> ContextParallelMesh | None:
+        """``None`` where ranks do not share samples: without a strategy, or (Fabric) before the model."""
+        core = self._core()
+        try:
+            return None if core is None else core.mesh
+        except ConfigError:
+            if self._broadcasts:
+                raise
+            return None
+
+
+def unshared(loader: Any) -> Any:
+    """The loader itself: Lightning keeps what it was given back in a user's ``CombinedLoader``."""
+    return loader._loader if isinstance(loader, SharedLoader) else loader
+
+
+def cp_group_of(core: MeshOwner) -> Callable[[], dist.ProcessGroup | None]:
+    """The ranks that draw the order of samples together: the cp group, or this one where it reads for all."""
+    known = weakref.ref(core)
+
+    def group() -> dist.ProcessGroup | None:
+        core = known()
+        if core is None or core.settings.batch_sync == "broadcast":
+            return None
+        try:
+            return core.mesh.control_group(Flat.CP)
+        except ConfigError:  # Fabric, before the model
+            return None
+
+    return group
+
+
+def is_stream(loader: Any) -> bool:
+    """True if no sampler says which samples come."""
+    return not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
+
+
+# Loaders of both strategies: gone through by all ranks together, their workers seeded alike.
+
+
+class LoadsTogether:
+    """Comes before a ``DDPStrategy``."""
+
+    _loaders = 0
+
+    def _seed_workers(self: Any, dataloader: object, *, overwrite: bool) -> None:
+        """Lightning seeds by the global rank; ranks that share a sample must draw the same numbers."""
+        if not isinstance(dataloader, DataLoader) or not int(
+            os.environ.get("PL_SEED_WORKERS", "0")
+        ):
+            return
+        if overwrite or dataloader.worker_init_fn is None:
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank)
+
+    def _share(
+        self: Any,
+        dataloader: Any,
+        trains: Callable[[], bool],
+        *,
+        training: bool = False,
+        at_most: int | None = None,
+    ) -> Any:
+        """The loader, to be gone through by all ranks together; it knows how far it was read."""
+        if self.data_parallel_size == 1 and isinstance(dataloader, DataLoader):
+            agree_on_order(dataloader, cp_group_of(self._core))
+        self._loaders += 1
+        shared = SharedLoader(dataloader, self._core, self._loaders, trains)
+        shared.agree_on_length(training=training, at_most=at_most)
+        return shared

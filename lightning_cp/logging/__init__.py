@@ -1,0 +1,1 @@
+"""``self.log`` on many ranks as on one process."""

@@ -1,0 +1,350 @@
+"""A module's ``log`` under context parallelism: every value is what one process would log.
+
+Calls inside a step, and in the hooks from there to the end of its batch, and in the hooks that end an
+epoch, wait in a ``StepLog`` until the ranks come together at the end of that step or hook. Calls anywhere
+else are shown at once, and compared when ranks next come together.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torchmetrics import MeanMetric, Metric
+
+from lightning_cp import error_display as console
+from lightning_cp.comm.consensus import gather_lists_by_vote
+from lightning_cp.comm.reduce import all_sum
+from lightning_cp.layout.axes import Flat
+from lightning_cp.logging.pending import StepRanks, tell_refused
+from lightning_cp.logging.reduce import (
+    ARGUMENTS,
+    STEP_LOSS,
+    Kind,
+    LogCall,
+    StepLog,
+    as_given,
+    kind_of,
+    numbers_in,
+    show_metric,
+    whole,
+)
+from lightning_cp.loss.averages import RATIO_HOOK, Options, log_token_ratio, stage_means
+from lightning_cp.utils.module_hooks import replace_method
+
+# Functions put in front of a module's own methods, and the hooks in which something may be logged.
+
+
+BATCH_ENDS = ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end")
+EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
+_BETWEEN = (
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "configure_gradient_clipping",
+    "backward",
+)
+"""Hooks of a training batch after its step."""
+
+
+class Patches:
+    """Attributes of instances that are put back by ``undo``."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def put(self, owner: object, name: str, value: Callable[..., Any]) -> None:
+        """Have ``owner.name`` be ``value``, for this one instance: a copy of it has its own again."""
+        self._undo.append(replace_method(owner, name, value))
+
+    def undo(self) -> None:
+        """Leave everything as it was."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def hooks_may_log(trainer: Trainer, module: LightningModule) -> bool:
+    """True if somebody has hooks after the step of a batch; Lightning's own callbacks do not log there."""
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    own = (
+        "lightning.",
+        "lightning_cp.callback",
+        "lightning_cp.launch.",
+        "lightning_cp.strategies.",
+    )
+    theirs = [x for x in callbacks if not type(x).__module__.startswith(own)]
+    owners = [(module, LightningModule), *((callback, Callback) for callback in theirs)]
+    return any(
+        hasattr(parent, hook) and is_overridden(hook, owner, parent)
+        for owner, parent in owners
+        for hook in (*_BETWEEN, *BATCH_ENDS)
+    )
+
+
+LOOKS = 8
+"""So often a metric that averages numbers is compared between ranks."""
+
+
+class ModuleLog:
+    """Stands between one module and Lightning until it is released; made on all ranks together."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, core: StepRanks) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._core = core
+        self._own_log = module.log
+        self._patches = Patches()
+        self._looked: Counter[str] = Counter()
+        self._calls = StepLog(rank_zero_only(console.warn), self._join)
+        self._hooks_log = self._agree(hooks_may_log(trainer, module))
+        self._install()
+
+    # -- from the module ---------------------------------------------------------------------------
+
+    def log(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        """One call of ``self.log``."""
+        value = whole(value)
+        kind = kind_of(value, options)
+        self._look_at(name, value)
+        shown = self._step_value(value, options) if kind is Kind.METRIC else value
+        if kind is None or shown is None or self._module._current_fx_name is None:
+            self._own_log(name, value, **options)
+            return
+        if not isinstance(shown, torch.Tensor):
+            shown = torch.tensor(float(shown), dtype=torch.float64)
+        values = [shown.reshape(())]
+        if self._waits(options):
+            emit = self._emitter(name, value, options)
+            self._calls.add(LogCall(name, kind, values, emit, self._where))
+            return
+        self._own_log(name, value, **self._grouped(options))
+        if not options.get("rank_zero_only"):
+            self._calls.add(LogCall(name, Kind.SHOWN, values, _nothing, self._where))
+
+    def _look_at(self, name: str, value: Any) -> None:
+        """Have ranks compare a metric that averages numbers, the first few times."""
+        if (
+            not isinstance(value, MeanMetric)
+            or not self._calls.is_open
+            or self._looked[name] >= LOOKS
+        ):
+            return
+        self._looked[name] += 1
+        self._calls.add(LogCall(name, Kind.MEAN_METRIC, [numbers_in(value)], _nothing, self._where))
+
+    def log_ratio(
+        self, name: str, total: torch.Tensor, count: torch.Tensor, options: Options
+    ) -> None:
+        """One call of ``cp_log``."""
+        if self._calls.is_open:
+            self._calls.add(self._ratio(self._where, name, total, count, options))
+        else:
+            self._show_ratio(name, total, count, (total, count), options)
+
+    def note_loss(self, loss: torch.Tensor, show: Callable[[torch.Tensor], None]) -> None:
+        """Note a step's loss, to be made one value along with what it logged.
+
+        Args:
+            loss: this rank's.
+            show: told one process's value; not called if some rank has no such loss.
+        """
+
+        def emit(value: torch.Tensor | None = None) -> None:
+            if value is not None:
+                show(value.to(loss))
+
+        name = f"of shape {tuple(loss.shape)}"
+        where = STEP_LOSS if loss.requires_grad else f"{STEP_LOSS}, without a graph"
+        self._calls.add(LogCall(name, Kind.MEAN, [loss], emit, where))
+
+    # -- from the strategy and the callback --------------------------------------------------------
+
+    @contextmanager
+    def during_step(self) -> Iterator[None]:
+        """While a step function runs: its calls are settled when it ends."""
+        training = bool(self._trainer.training)
+        to_backward = training and self._module.automatic_optimization
+        self._calls.open()
+        try:
+            with self._core.gathering():
+                yield
+        except BaseException as error:
+            self._calls.drop()
+            refused = self._core.take_refused()
+            if to_backward and refused is not None and error is refused:
+                tell_refused(refused, self._core)
+            raise
+        self._settle_step(training, to_backward)
+        self._calls.is_open = training and self._hooks_log
+
+    def _settle_step(self, training: bool, to_backward: bool) -> None:
+        try:
+            self._calls.settle(
+                self._core, of_a_batch=True, together=training, to_backward=to_backward
+            )
+        except BaseException:
+            self._calls.drop()
+            raise
+
+    def begin_hook(self, hook: str) -> None:
+        """The first callback's turn in a hook that ends a batch or an epoch."""
+        if hook in EPOCH_ENDS:
+            self._calls.open()
+        elif self._hooks_log:
+            if self._calls.is_open:  # what was logged since the step, for callbacks that monitor it
+                self._calls.settle(self._core, of_a_batch=True, together=True)
+            self._calls.open()
+
+    def end_hook(self, hook: str) -> None:
+        """The module's turn, the last one, is over."""
+        if not self._calls.is_open:
+            return
+        training = hook.startswith("on_train")
+        self._calls.settle(self._core, of_a_batch=hook in BATCH_ENDS, together=training)
+        self._calls.is_open = False
+        if hook in EPOCH_ENDS:
+            self._settle_means()
+
+    def drop(self) -> None:
+        """Forget what waits."""
+        self._calls.drop()
+
+    def release(self) -> None:
+        """Leave the module as it was."""
+        self._patches.undo()
+
+    # -- helpers -----------------------------------------------------------------------------------
+
+    @property
+    def _where(self) -> str:
+        return str(self._module._current_fx_name)
+
+    def _waits(self, options: dict[str, Any]) -> bool:
+        """At an epoch's end, rank 0's own value is meant by ``rank_zero_only``."""
+        alone = options.get("rank_zero_only") and self._where in EPOCH_ENDS
+        return self._calls.is_open and not alone
+
+    def _install(self) -> None:
+        module, connector = self._module, self._trainer._logger_connector
+        own_end = connector.epoch_end_reached
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            self.log(name, value, {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs})
+
+        def log_ratio(*args: Any) -> None:
+            self.log_ratio(*args)
+
+        def epoch_end_reached() -> None:
+            own_end()
+            self._settle_means()  # before Lightning, or anybody in a hook, asks for them
+
+        self._patches.put(module, "log", log)
+        self._patches.put(module, RATIO_HOOK, log_ratio)
+        self._patches.put(connector, "epoch_end_reached", epoch_end_reached)
+        for hook in (*BATCH_ENDS, *EPOCH_ENDS):
+            self._patches.put(module, hook, self._ending(hook))
+
+    def _ending(self, hook: str) -> Callable[..., Any]:
+        own = getattr(self._module, hook)
+
+        @functools.wraps(own)
+        def ending(*args: Any, **kwargs: Any) -> Any:
+            result = own(*args, **kwargs)
+            self.end_hook(hook)
+            return result
+
+        return ending
+
+    def _agree(self, mine: bool) -> bool:
+        flag = torch.tensor(float(mine))
+        return bool(all_sum(flag, self._core.mesh.control_group(Flat.LOSS)))
+
+    def _emitter(self, name: str, value: Any, options: dict[str, Any]) -> Callable[..., None]:
+        where, options = self._where, self._grouped(options)
+        cache = value._forward_cache if isinstance(value, Metric) else None
+        if isinstance(value, torch.Tensor) and not options.get("enable_graph"):
+            value = value.detach().clone()  # a step may reuse it
+
+        def emit(shown: torch.Tensor | None = None) -> None:
+            with self._in_hook(where):
+                if isinstance(value, Metric):
+                    show_metric(self._own_log, name, value, cache, shown, options)
+                elif shown is None:
+                    self._own_log(name, value, **options)
+                else:
+                    self._own_log(name, as_given(shown, value), **options)
+
+        return emit
+
+    def _ratio(
+        self, where: str, name: str, total: torch.Tensor, count: torch.Tensor, options: Options
+    ) -> LogCall:
+        def emit(*sums: torch.Tensor) -> None:
+            with self._in_hook(where):
+                self._show_ratio(name, total, count, sums, options)
+
+        return LogCall(name, Kind.RATIO, [total, count], emit, where, options)
+
+    def _show_ratio(self, name: str, *values: Any) -> None:
+        log_token_ratio(self._module, self._own_log, name, *values, sync_on_compute=False)
+
+    def _settle_means(self) -> None:
+        """Sums and counts over all ranks; one that never logged a name waits for nobody, and adds nothing."""
+        mesh, own = self._core.mesh, {str(k): x for k, x in stage_means(self._trainer).items()}
+        group = mesh.control_group(Flat.LOSS)
+        names = sorted(set().union(*gather_lists_by_vote(sorted(own), group, what="means")))
+        if not names:
+            return
+        sums = torch.zeros(len(names), 2, dtype=torch.float64, device=mesh.device_type)
+        for at, name in enumerate(names):
+            if name in own:
+                sums[at] = torch.stack([own[name].total, own[name].count])
+        for name, both in zip(names, all_sum(sums, mesh.group(Flat.LOSS)), strict=True):
+            if name in own:
+                own[name].of_all = both
+
+    def _join(self, where: str, name: str, options: Options) -> LogCall:
+        nothing = torch.zeros((), dtype=torch.float64, device=self._module.device)
+        return self._ratio(where, name, nothing, nothing, options)
+
+    def _step_value(self, metric: Metric, options: dict[str, Any]) -> torch.Tensor | None:
+        """The value that a metric shows at this step, if it does."""
+        cache, on_step = metric._forward_cache, options.get("on_step")
+        if on_step is None:
+            on_step = self._trainer.training and self._where not in EPOCH_ENDS
+        shown = on_step and isinstance(cache, torch.Tensor) and cache.numel() == 1
+        return cache if shown and self._calls.is_open else None
+
+    def _grouped(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The rest to synchronise once the cp group agrees: ranks with other samples."""
+        if options.get("sync_dist_group") is not None:
+            return options
+        mesh = self._core.mesh
+        if mesh.data_size == 1:  # nothing is left, and Lightning need not recommend it
+            options = {**options, "sync_dist": True}
+        # By its name: Lightning keeps it with the Trainer, of which there are copies.
+        return {**options, "sync_dist_group": Flat.DATA}
+
+    @contextmanager
+    def _in_hook(self, where: str) -> Iterator[None]:
+        """Lightning keeps values by the hook that logged them."""
+        now = self._module._current_fx_name
+        self._module._current_fx_name = where
+        try:
+            yield
+        finally:
+            self._module._current_fx_name = now
+
+
+def _nothing() -> None:
+    """It was shown when it was logged."""

@@ -1,1 +1,0 @@
-"""Logging: the values of ranks become the one that one process would show."""

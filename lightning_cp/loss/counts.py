@@ -1,0 +1,383 @@
+"""Checks of losses before the optimizer's step: target counts against weights, padding, equal shared values.
+
+Numbers stay on the device. The result is one flag, which the vote on a step reads together with the flag of
+finite gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from lightning_cp.comm.consensus import gather_lists
+from lightning_cp.errors import ConfigError
+from lightning_cp.loss.terms import DECLARE, LossFactors, LossTerms
+from lightning_cp.utils.autograd_notes import Count
+
+COUNTS = "count_targets was given a mask, or weights, that counts padding"
+TRAINS = "a loss trains on padding"
+NUMBER = "count_targets was given a number, of which it cannot be seen that it leaves out padding,"
+MORE_TOKENS = (
+    ": a sequence whose length does not divide among ranks is padded there, and one process has no such "
+    "tokens. Leave them out of what the loss counts and adds up: mask = mask & self.token_mask(mask) (of "
+    "ContextParallelMixin, or of the strategy), before count_targets(mask)."
+)
+
+JOINED = (
+    "a term of the loss is made of parameters and of another tensor, which differs between ranks that share "
+    "a sample (its norm is {:g} on rank {} and {:g} on rank {}), so "
+)
+"""Start of a message that ``ASK`` completes."""
+
+GATHERED = (
+    "the loss combines values of unshard with something that each rank computes of its own tokens (the norm "
+    "of their gradient, by target, is {:g} on rank {} and {:g} on rank {}), which has to come from unshard, "
+    "too; so "
+)
+"""Start of a message that ``ASK`` completes."""
+
+FACTORS = (
+    "a loss by hand is multiplied or divided by {:g} on rank {} and by {:g} on rank {}, which share a "
+    "sample, and their numbers of targets do not explain that, so "
+)
+"""Start of a message that ``ASK`` completes."""
+
+ASK = (
+    "it is not known what this loss is a mean over: it is more than cross-entropies of PyTorch "
+    "(reduction='mean'), times numbers of Python, and values of unshard, so that its gradient could be wrong "
+    "silently. Call {count}(mask or number) before its backward, if every term of the loss is a sum over "
+    "that mask, divided by its count; or {check}. A loss of sums per sequence (DPO, rewards) is computed "
+    "from {unshard}(values), which are the same on all ranks."
+)
+"""Message about a loss of no known kind."""
+
+RATIOS = 16
+"""Maximum number of known ratios between factors and weights."""
+
+
+@dataclass
+class ProbeLoss:
+    """Facts about the loss of the last probe step, which is not a step of the run."""
+
+    counts: TargetCounts
+    is_known: bool = True
+    """It is a mean over targets or of whole sequences, or the loss of a rank without targets."""
+    is_declared: bool = False
+    """The step declared its count."""
+    zeros: tuple[bool, ...] = ()
+    """One flag per factor of the loss: it is 0; see ``factors_of``."""
+    leaves_out: bool = False
+    """Its loss functions ignore some labels."""
+
+    @property
+    def needs_fewer_labels(self) -> bool:
+        """True if the loss may be right by chance where every token has a target."""
+        return not (self.is_known or self.is_declared)
+
+
+@dataclass
+class SharedValues:
+    """Values of one loss that must be equal on ranks that share a sample; norms stay on the device."""
+
+    weighted: Count
+    """This rank's targets; 0: its loss adds nothing."""
+    joined: Sequence[torch.Tensor] = ()
+    """float64 [2] each: of values that terms of parameters compute with another tensor."""
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    """float64 [2] each: of gradients of values of ``unshard``, divided by targets."""
+    factors: Sequence[float | torch.Tensor] = ()
+    """Numbers and one-element tensors that a loss by hand is multiplied or divided by."""
+    digits: int = 17
+    """Compared digits of gradients in every step; joined values must be equal to the last digit."""
+    is_followed: bool = False
+    """True if the loss has any of these."""
+
+    def take_gradient(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Record the gradient of a value of ``unshard`` (a hook): it is proportional to the rank's weight."""
+        x = gradients[0]
+        if x is not None and not isinstance(x, DTensor):
+            self.gradients.append(norm_and_projection(x) / self.weighted)
+            self.digits = 5 if torch.finfo(x.dtype).eps < 1e-6 else 2
+
+    @property
+    def votes(self) -> tuple[list[str], list[str]]:
+        """Texts that are compared in every step; waits for the device."""
+        gradients = self.gradients if self.gradients and float(self.weighted) else []
+        return format_values(self.joined, 17), format_values(gradients, self.digits)
+
+    def factors_by(self, ratios: Iterable[float]) -> list[str]:
+        """Return the factors as texts for a vote; the weight times a known ratio is written as the ratio."""
+        weight, values, limit = self.weighed_factors
+        return [
+            next((f"* {x}" for x in ratios if _is_near(value, x * weight, limit)), f"{value:.4e}")
+            for value in values
+        ]
+
+    @property
+    def weighed_factors(self) -> tuple[float, list[float], float]:
+        """This rank's targets, the factors, and their rounding limit; waits for the device for tensors."""
+        weight = float(self.weighted) if self.factors else 0.0
+        tensors = [x.double().reshape(1) for x in self.factors if isinstance(x, torch.Tensor)]
+        read = iter(
+            torch.cat([x.to(tensors[0].device) for x in tensors]).tolist() if tensors else ()
+        )
+        values = [float(next(read) if isinstance(x, torch.Tensor) else x) for x in self.factors]
+        is_short = any(x.is_floating_point() and x.itemsize < 4 for x in tensors)
+        return weight, values, 2e-2 if is_short else 1e-5
+
+
+def _is_near(a: float, b: float, limit: float) -> bool:
+    return a == b or abs(a - b) <= limit * abs(b) or (math.isnan(a) and math.isnan(b))
+
+
+def format_values(values: Sequence[torch.Tensor], digits: int) -> list[str]:
+    numbers = torch.cat([x.to(values[0].device) for x in values]).tolist() if values else []
+    return [f"{x:.{digits - 1}e}" for x in numbers]
+
+
+def norm_and_projection(x: torch.Tensor) -> torch.Tensor:
+    """Return float64 [2]: the norm, and a sum weighted by position, which shows a small local difference."""
+    x = x.detach() if x.is_floating_point() else x.detach().double()
+    x = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
+    norm = torch.linalg.vector_norm(x, dtype=torch.float64)
+    rows, columns = (x.sum(dim, dtype=torch.float64) for dim in (1, 0))
+    return torch.stack(
+        [norm, rows @ _position_weights(rows) + columns @ _position_weights(columns)]
+    )
+
+
+def _position_weights(x: torch.Tensor) -> torch.Tensor:
+    """Return distinct weights in (0, 1]."""
+    return torch.arange(1, len(x) + 1, dtype=x.dtype, device=x.device) / len(x)
+
+
+def first_difference(
+    own: Sequence[str], others: Sequence[str], digits: int
+) -> tuple[float, float] | None:
+    """Return the norms of the first finite value that differs by more than rounding, or ``None``."""
+    limit = 0.05 if digits < 3 else 1e-5 if digits > 5 else 1e-4
+    pairs = [(float(a), float(b)) for a, b in zip(own, others, strict=False)]
+    for (norm, other), *more in (pairs[at : at + 2] for at in range(0, len(pairs), 2)):
+        apart = max(abs(a - b) for a, b in [(norm, other), *more])
+        if math.isfinite(apart) and apart > limit * abs(other):
+            return norm, other
+    return None
+
+
+class TargetCounts:
+    """Counts of all losses since the last step of an optimizer."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._numbers: list[tuple[Count, list[float] | None]] = []
+        self._padding: list[tuple[str, torch.Tensor]] = []
+        self._shared: list[SharedValues] = []
+        self._ratios = {1.0: None}
+        """Known ratios between factors of losses by hand and the weights of their ranks."""
+        self.are_asked = False
+        """A loss went backward whose counts matter; all ranks know this, while a mean is known locally."""
+        self.beside_other_terms = False
+        """The loss has means over targets, and another term."""
+        self.asks = False
+        """A loss of no known kind went backward without a check."""
+
+    def note(self, means: LossTerms, weighted: Count, *, aside: bool = False) -> None:
+        """Record a loss, before its backward, with its means and its weight of ``weighted`` targets.
+
+        Means beside other terms count in a probe step (``aside``) only.
+        """
+        self.are_asked = True
+        self._numbers.append((weighted, None if means.other_terms else means.numbers))
+        self.beside_other_terms = bool(means.counts) and means.other_terms
+        for count in means.counts if aside or not means.other_terms else ():
+            of_mean = torch.as_tensor(count)
+            self._pairs.append((of_mean, torch.as_tensor(weighted).to(of_mean.device)))
+
+    def are_of(self, rows: int) -> bool:
+        """True if each count that differs from its weight is the number of rows."""
+        return all(float(count) == rows for count, weight in self._pairs if _differ(count, weight))
+
+    def note_shared(
+        self, weighted: Count, means: LossTerms | None, factors: LossFactors | None = None
+    ) -> None:
+        """Record the values of a loss that must be equal on ranks that share a sample, before its backward.
+
+        Every rank records every loss, so that the same ones are compared; ``None``: no values.
+        """
+        values = SharedValues(weighted)
+        if factors is not None:
+            values.factors = [*factors.values, *factors.divisors]
+            values.is_followed = bool(values.factors)
+        self._shared.append(values)
+        if means is not None:
+            values.is_followed |= bool(means.joined or means.gathered)
+            values.joined = [norm_and_projection(x) for x in means.joined]
+            for node in means.gathered:
+                node.register_prehook(values.take_gradient)
+
+    @property
+    def shares(self) -> bool:
+        """True if a loss has values that must be equal on ranks."""
+        return any(each.is_followed for each in self._shared)
+
+    def note_padding(self, how: str, found: torch.Tensor | None) -> None:
+        """Record the flag of padding in the count or in the gradient of a loss; ``None``: no padding."""
+        if found is not None:
+            self._padding.append((how, found))
+
+    def take(self) -> TargetCounts:
+        """Remove and return all counts."""
+        taken = TargetCounts()
+        taken._pairs, self._pairs = self._pairs, []
+        taken._numbers, self._numbers = self._numbers, []
+        taken._padding, self._padding = self._padding, []
+        taken._shared, self._shared = self._shared, []
+        taken._ratios = self._ratios
+        taken.are_asked, self.are_asked = self.are_asked, False
+        taken.asks, self.asks = self.asks, False
+        return taken
+
+    @property
+    def numbers(self) -> list[Any]:
+        """Values that must be equal on ranks that share a sample: numeric factors of each loss, and norms.
+
+        Waits for the device for the norms.
+        """
+        shared = [(*each.votes, each.factors_by(self._ratios)) for each in self._shared]
+        return [numbers for _, numbers in self._numbers] + shared
+
+    def shared_difference(self, group: dist.ProcessGroup, sample_size: int) -> str | None:
+        """Return the start of a message if shared values differ by more than rounding. Collective."""
+        own = [each.votes for each in self._shared]
+        for at, (first, of_ranks) in gather_by_sample(own, group, sample_size):
+            for kind, said, digits in ((0, JOINED, 17), (1, GATHERED, self._shared[at].digits)):
+                found = [(first + rank, x[kind]) for rank, x in enumerate(of_ranks) if x[kind]]
+                for rank, values in found[1:]:
+                    apart = first_difference(found[0][1], values, digits)
+                    if apart is not None:
+                        return said.format(apart[0], found[0][0], apart[1], rank)
+        return None
+
+    def factor_difference(self, group: dist.ProcessGroup, sample_size: int) -> str | None:
+        """Return the start of a message if a factor of a loss by hand differs between ranks. Collective.
+
+        A factor proportional to the ranks' weights is accepted.
+        """
+        own = [each.weighed_factors for each in self._shared]
+        for _, (first, of_ranks) in gather_by_sample(own, group, sample_size):
+            found = [(first + at, *each) for at, each in enumerate(of_ranks) if each[0]]
+            if len({len(factors) for _, _, factors, _ in found}) != 1:
+                continue  # another loss on some rank
+            limit = max(limit for *_, limit in found)
+            for values in zip(*(factors for _, _, factors, _ in found), strict=True):
+                ratios = [x / each[1] for x, each in zip(values, found, strict=True)]
+                if all(_is_near(x, ratios[0], limit) for x in ratios):
+                    self._ratios.update({ratios[0]: None} if len(self._ratios) < RATIOS else {})
+                    continue
+                other = [at for at, x in enumerate(values) if not _is_near(x, values[0], limit)]
+                if other:
+                    shown = values[0], found[0][0], values[other[0]], found[other[0]][0]
+                    return FACTORS.format(*shown)
+        return None
+
+    def check_numbers(self, step: int, group: dist.ProcessGroup, sample_size: int) -> None:
+        """Check that losses are multiplied by the same numbers on ranks that share a sample. Collective.
+
+        A rank without targets may have another loss; a loss of no known kind is not compared.
+
+        Raises:
+            ConfigError: on every rank, with both numbers.
+        """
+        own = [numbers if float(weighted) else None for weighted, numbers in self._numbers]
+        for _, (first, of_ranks) in gather_by_sample(own, group, sample_size):
+            found = [(first + at, x) for at, x in enumerate(of_ranks) if x is not None]
+            for rank, numbers in found[1:]:
+                if repr(numbers) != repr(found[0][1]):
+                    raise ConfigError(_numbers_text(step, *found[0], rank, numbers))
+
+    @property
+    def differ(self) -> torch.Tensor | None:
+        """True if a mean counted something else, or padding; on the device. ``None`` without any counts."""
+        flags = [_differ(*pair) for pair in self._pairs] + [found for _, found in self._padding]
+        if not flags:
+            return None
+        device = next((flag.device for flag in flags if not flag.is_cpu), flags[0].device)
+        return torch.stack([flag.to(device) for flag in flags]).any()
+
+    def check(self, step: int, group: dist.ProcessGroup | None) -> None:
+        """Check that the losses of all ranks counted their targets, and no padding. Collective.
+
+        Raises:
+            ConfigError: on every rank, with both numbers of each rank where they differ.
+        """
+        padding = self.padding(group)
+        if padding is not None:
+            raise ConfigError(f"step {step}: {padding} No rank has stepped.")
+        found = self.difference(group)
+        if found is not None:
+            raise ConfigError(
+                f"step {step}: {found}. {DECLARE} Do not shift or cut labels in the step. No rank has "
+                "stepped."
+            )
+
+    def padding(self, group: dist.ProcessGroup | None) -> str | None:
+        """Return the message about the first rank on which padding counts, or ``None``. Collective."""
+        own = [how for how, found in self._padding if found][:1]
+        every = [own] if group is None else gather_lists(own, group)
+        said = next(((how, rank) for rank, hows in enumerate(every) for how in hows), None)
+        if said is None:
+            return None
+        how, rank = said
+        return f"{how} on rank {rank}{MORE_TOKENS}"
+
+    def difference(self, group: dist.ProcessGroup | None) -> str | None:
+        """Return a message with both numbers of each rank where they differ, or ``None``. Collective."""
+        own = [(float(a), float(b)) for a, b in self._pairs if _differ(a, b)][:1]
+        every = [own] if group is None else gather_lists(own, group)
+        found = [
+            f"{counted:g} on rank {rank}, which is weighted by {weight:g}"
+            for rank, pairs in enumerate(every)
+            for counted, weight in pairs
+        ]
+        if not found:
+            return None
+        more = f" ({len(found)} ranks in all)" if len(found) > 4 else ""
+        return (
+            "a loss counted other targets than its rank is weighted by: "
+            f"{'; '.join(found[:4])}{more}"
+        )
+
+
+def gather_by_sample(
+    own: list[Any], group: dist.ProcessGroup, sample_size: int
+) -> Iterator[tuple[int, tuple[int, tuple[Any, ...]]]]:
+    """Gather values per loss: yield its index, a sample's first rank, and its values. Collective."""
+    every = gather_lists(own, group)
+    for first in range(0, len(every), sample_size):
+        of_ranks = zip(*every[first : first + sample_size], strict=False)
+        yield from enumerate((first, each) for each in of_ranks)
+
+
+def _numbers_text(step: int, rank: int, own: list[float], other: int, others: list[float]) -> str:
+    pairs = zip_longest(own, others, fillvalue=1)
+    a, b = next((a, b) for a, b in pairs if repr(a) != repr(b))
+    return (
+        f"step {step}: a loss is multiplied or divided by {a:g} on rank {rank} and by {b:g} on rank {other}, "
+        "which share a sample, so that their tokens would not weigh the same. Take out what a rank counts "
+        "or computes of its own tokens: the strategy weights a mean by them. A number of the whole sample "
+        "comes from unshard(...), such as (unshard(labels) != -100).sum().item(). No rank has stepped."
+    )
+
+
+def _differ(count: torch.Tensor, weighted: torch.Tensor) -> torch.Tensor:
+    """True if a count differs from its weight; only sums of class weights may differ by rounding."""
+    if not count.is_floating_point():
+        return count.double() != weighted.double()
+    return (count.double() - weighted.double()).abs() > 1e-5 * weighted.double().abs()

@@ -1,0 +1,430 @@
+"""Terms of a loss, read from its autograd graph: means over counted targets, and values of whole sequences.
+
+Losses, attention and ``unshard`` put a note on the node of their result. A loss is known if it consists of
+such terms only::
+
+    loss ──┬── * 0.1 ─── cross_entropy  (a mean over 512 targets)
+           └── logsigmoid ── sum ── unshard  (the same number on all ranks)
+
+The graph contains only what takes part in backward: no metric under ``no_grad``, no detached loss.
+Nothing here waits for a device, and no note outlives its graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.utils.autograd_notes import Count, Origin, origin_of
+
+
+class LossTerms(NamedTuple):
+    """Terms of a loss: the means over targets that it is a linear combination of, and other terms."""
+
+    counts: list[Count]
+    own_factor: bool
+    """A factor is a tensor, which may differ between ranks: the number of its targets, for example."""
+    numbers: list[float]
+    """Python numbers that are factors or divisors, in the order of the graph; then those within terms of
+    parameters."""
+    other_terms: bool = False
+    """The loss has another term: a sum or a mean by hand, or a function of a mean."""
+    joined: tuple[torch.Tensor, ...] = ()
+    """Saved values of parameter terms to which another tensor is added; a function of parameters alone is
+    equal on all ranks."""
+    gathered: tuple[Any, ...] = ()
+    """Nodes of values of ``unshard`` that terms are computed from."""
+
+
+def loss_terms(loss: torch.Tensor) -> LossTerms:
+    """Return the terms of a loss; terms of whole sequences do not count as other terms."""
+    counts: list[Count] = []
+    numbers: list[float] = []
+    own_factor = other_terms = False
+    shared: list[Any] = []
+    ahead: list[Any] = [_producer(loss.grad_fn, loss.output_nr)]
+    while ahead:
+        node = ahead.pop()
+        if node is None:
+            continue
+        count = _count_of(node)
+        if count is not None:
+            if not _is_of_sequence(_sources(node)):
+                counts.append(count)
+        elif _operator(node) in _LINEAR:
+            numbers += [node._saved_alpha] if getattr(node, "_saved_alpha", 1) != 1 else []
+            ahead.extend(_sources(node))
+        elif _operator(node) in ("Mul", "Div"):
+            factors = [x for x in _sources(node) if not _is_shared(x)]
+            if len(factors) > 1 or (factors and _divides(node, factors[0])):
+                other_terms = True
+                continue
+            other_terms |= not factors and not _is_shared(node)
+            shared += [x for x in (_sources(node) if factors else [node]) if x not in factors]
+            constants = _constants(node)
+            numbers += [] if _is_of_parameters(node) else _numbers_of(node)
+            own_factor |= bool(factors) and not all(map(_is_number, constants))
+            ahead.extend(factors)
+        elif _is_shared(node):
+            shared.append(node)
+        else:
+            other_terms = True
+    numbers += _numbers_within(shared)
+    return LossTerms(
+        counts, own_factor, numbers, other_terms, _joined_values(shared), _gathered(shared)
+    )
+
+
+def ignores_label(loss: torch.Tensor, label: int) -> bool:
+    """True if the graph has a PyTorch loss function that ignores ``label``."""
+    ahead, seen = [loss.grad_fn], set()
+    while ahead:
+        node: Any = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if _operator(node) in _NLL and _ignored(node) == label:
+            return True
+        ahead.extend(_sources(node))
+    return False
+
+
+class LossFactors(NamedTuple):
+    """Numbers and one-element tensors that terms of a loss are multiplied by, in the order of the graph.
+
+    A term times 0 does not affect the gradient: a penalty before its warm-up, for example.
+    """
+
+    values: list[float | torch.Tensor]
+    divisors: list[float | torch.Tensor]
+    """Divisors of terms, and sizes of means."""
+
+    @property
+    def zeros(self) -> tuple[bool, ...]:
+        """One flag per factor: it is 0; waits for the device."""
+        return tuple(not x for x in self.values)
+
+    def have(self, zeros: tuple[bool, ...]) -> bool:
+        """True if all factors that ``zeros`` marks are 0; waits for the device for tensors only."""
+        if not any(zeros):
+            return True
+        pairs = zip(zeros, self.values, strict=False)
+        return len(zeros) == len(self.values) and all(not x for zero, x in pairs if zero)
+
+
+def factors_of(loss: torch.Tensor, tokens: int) -> LossFactors:
+    """Return the factors of a loss, down to values with one number for each of ``tokens``, without features.
+
+    Further down, reading a factor could make autograd recompute a checkpointed layer.
+    """
+    found = LossFactors([], [])
+    ahead, seen = [loss.grad_fn], set()
+    while ahead:
+        node: Any = ahead.pop()
+        if node is None or node in seen or prod(node._input_metadata[0].shape) > tokens:
+            continue
+        seen.add(node)
+        ahead.extend(_sources(node))
+        operator = _operator(node)
+        if operator in ("Mul", "Div"):
+            single = [x for x in _constants(node) if x.numel() == 1 and not x.requires_grad]
+            numbers = [_value_of(x) if _is_number(x) else x.detach() for x in single]
+            (found.values if operator == "Mul" else found.divisors).extend(numbers)
+        elif operator == "Mean" or (operator not in _NLL and _reduces_by_mean(node)):
+            sizes = [prod(x._input_metadata[0].shape) for x in (*_sources(node), node)]
+            found.divisors.append(sizes[0] / max(1, sizes[-1]))
+    return found
+
+
+def _reduces_by_mean(node: Any) -> bool:
+    return getattr(node, "_saved_reduction", None) == 1
+
+
+DECLARE = (
+    "For targets that the step draws or leaves out, and for weights of classes, call count_targets(mask or "
+    "number) in the step (of ContextParallelMixin, or of the strategy); compute a further loss of other "
+    "targets from unshard(...)."
+)
+"""Advice for a loss that counts other targets than the labels."""
+
+_LINEAR = {
+    *("Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Stack", "Cat", "Clone", "Alias", "ToCopy"),
+    "NanToNum",
+    *("View", "ReshapeAlias", "UnsafeView", "Squeeze", "Unsqueeze", "Select", "Slice", "Unbind"),
+    *("_WithValue", "_ToTorchTensor", "_FromTorchTensor", "Redistribute"),
+}
+"""Linear operators, and Python autograd functions that return their input."""
+_NLL = ("NllLoss", "NllLoss2D")
+_IDENTITIES = {"_DDPSink", "BackwardHookFunction", "RegisterPostBackwardFunction"}
+"""Python autograd functions that return each of several tensors: an output depends on one input only."""
+_UNARY = {
+    *("Pow", "Abs", "Sqrt", "Exp", "Log", "Sigmoid", "Softplus", "Norm", "LinalgVectorNorm"),
+    *("T", "Transpose", "Permute"),
+}
+"""Functions of one tensor."""
+_PARAMETER_OPERATORS = _UNARY | _LINEAR - {"Slice"}
+"""Operators of parameter terms; without Slice, whose size may be that of a rank's tokens."""
+_OPAQUE = {"CheckpointFunction", "CompiledFunction"}
+"""Functions whose inner operations have no nodes in the graph."""
+
+
+def targets_of(
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    classes: int = 0,
+) -> torch.Tensor:
+    """Return the divisor of a mean of ``cross_entropy`` or ``nll_loss``.
+
+    Args:
+        target: class numbers, or probabilities of classes.
+        weight: of each class.
+        ignore_index: class number that is ignored.
+        classes: number of classes; needed for probabilities.
+    """
+    if target.is_floating_point():
+        return torch.tensor(target.numel() // classes, device=target.device)
+    counts = target != ignore_index
+    if weight is None:
+        return counts.sum()
+    return _wide_sum(weight[target.where(counts, 0)].where(counts, 0))
+
+
+def _wide_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum weights in at least float32: bfloat16 has 8 bits, and float16 ends at 65504."""
+    wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else None
+    return x.sum(dtype=wide)
+
+
+def _sources(node: Any) -> list[Any]:
+    found = (_producer(*edge) for edge in node.next_functions)
+    return [source for source in found if source is not None]
+
+
+def _producer(node: Any, number: int) -> Any:
+    """Return the node that computed an output of this one, behind functions that return their inputs."""
+    while node is not None and _operator(node) in _IDENTITIES and origin_of(node) is None:
+        node, number = node.next_functions[number]
+    return node
+
+
+def _count_of(node: Any) -> Count | None:
+    """Return the count of a node that is a mean over targets, or ``None``."""
+    origin = origin_of(node)
+    if origin is not None and not isinstance(origin, Origin):
+        return origin
+    if _operator(node) in _NLL and node._saved_reduction == 1:
+        return targets_of(node._saved_target, node._saved_weight, _ignored(node))
+    return None
+
+
+def _ignored(node: Any) -> int:
+    ignored = node._saved_ignore_index
+    return ignored - 2**64 * (ignored >= 2**63)  # shown without its sign
+
+
+def _operator(node: Any) -> str:
+    return node.name().rstrip("0123456789").removesuffix("Backward")
+
+
+def _divides(node: Any, factor: Any) -> bool:
+    return _operator(node) == "Div" and _producer(*node.next_functions[0]) is not factor
+
+
+def _constants(node: Any) -> list[torch.Tensor]:
+    """Return the factors of a product or a quotient that have no graph."""
+    names = ("_saved_self", "_saved_other", "_saved_mat2")
+    saved = (getattr(node, name, None) for name in names)
+    return [x for x in saved if x is not None] if len(_sources(node)) < 2 else []
+
+
+def _is_number(x: torch.Tensor) -> bool:
+    """True for a Python number that autograd has wrapped: it does not promote a tensor's dtype."""
+    if x.dtype not in (torch.float64, torch.int64):
+        return False
+    narrow = torch.tensor(1, dtype=torch.float16 if x.is_floating_point() else torch.int8)
+    return not x.dim() and torch.result_type(narrow, x) == narrow.dtype
+
+
+def _numbers_of(node: Any) -> list[float]:
+    """Return the Python numbers among the factors of a product or a quotient."""
+    return [_value_of(x) for x in _constants(node) if _is_number(x)]
+
+
+def _value_of(number: torch.Tensor) -> float:
+    """Read a wrapped number, without the user's dispatch modes (a FLOP counter), which would unwrap it."""
+    with _disable_current_modes():
+        return number.item()
+
+
+def _is_shared(node: Any) -> bool:
+    """True if the value is equal on all ranks: made of whole sequences and parameters only."""
+    if _is_of_parameters(node):
+        return True
+    if not _is_of_sequence([node]):
+        return False
+    whole = _made_of_sequence(node)
+    besides = {source for each in whole for source in _inputs(each)} - whole
+    return all(map(_is_of_parameters, besides))
+
+
+def _inputs(node: Any) -> list[Any]:
+    """Return the sources of a node; none for a value of ``unshard``."""
+    return [] if origin_of(node) is Origin.SEQUENCE else _sources(node)
+
+
+def _made_of_sequence(node: Any) -> set[Any]:
+    """Return the nodes on the paths from values of ``unshard`` to a node."""
+    users: dict[Any, list[Any]] = {node: []}
+    ahead = [node]
+    while ahead:
+        user = ahead.pop()
+        for source in _inputs(user):
+            if source not in users:
+                ahead.append(source)
+            users.setdefault(source, []).append(user)
+    found = {each for each in users if origin_of(each) is Origin.SEQUENCE}
+    ahead = list(found)
+    while ahead:
+        more = [user for user in users[ahead.pop()] if user not in found]
+        found.update(more)
+        ahead.extend(more)
+    return found
+
+
+def _is_of_parameters(node: Any) -> bool:
+    """True if a value is computed from parameters and numbers only, as a regulariser is.
+
+    A tensor of a parameter's size, such as its value before training, is assumed equal on all ranks.
+    """
+    ahead, seen = [node], set()
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if origin_of(node) is not None:
+            return False
+        if hasattr(node, "variable"):
+            if not isinstance(node.variable, torch.nn.Parameter):
+                return False
+        elif _operator(node) in ("Mul", "Div", "Mm"):
+            if not all(map(_is_number, _constants(node))):
+                return False
+            ahead.extend(_sources(node))
+        elif (
+            _operator(node) in _PARAMETER_OPERATORS and _sources(node) and not _joins_another(node)
+        ):
+            ahead.extend(_sources(node))
+        else:
+            return False
+    return True
+
+
+def _joined_values(terms: Iterable[Any]) -> tuple[torch.Tensor, ...]:
+    """Return the saved values of parameter terms to which a tensor without a graph is added.
+
+    Their gradients depend on nothing else. DTensors are excluded, as their parts differ between ranks.
+    """
+    found: list[torch.Tensor] = []
+    for term in filter(_is_of_parameters, terms):
+        ahead, seen, joins = [term], dict[Any, None](), False
+        while ahead:
+            node = ahead.pop()
+            if node not in seen and not hasattr(node, "variable"):
+                seen[node] = None
+                joins |= _operator(node) in ("Add", "Sub", "Rsub") and len(_sources(node)) < 2
+                ahead.extend(_sources(node))
+        if joins:
+            found += [x for node in seen for x in _saved_tensors(node)]
+    return tuple({id(x): x for x in found}.values())
+
+
+def _numbers_within(terms: Iterable[Any]) -> list[float]:
+    """Return the numbers that parameters are multiplied or divided by within parameter terms."""
+    ahead, seen, found = [*filter(_is_of_parameters, terms)], set(), []
+    while ahead:
+        node = ahead.pop()
+        if node not in seen and not hasattr(node, "variable"):
+            seen.add(node)
+            found += _numbers_of(node) if _operator(node) in ("Mul", "Div") else []
+            ahead.extend(_sources(node))
+    return found
+
+
+def _gathered(terms: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the nodes of ``unshard`` values that terms are computed from, in the order of the graph."""
+    ahead, seen, found = list(terms), set(), []
+    while ahead:
+        node = ahead.pop()
+        if node not in seen:
+            seen.add(node)
+            found += [node] if origin_of(node) is Origin.SEQUENCE else []
+            ahead.extend(_inputs(node))
+    return tuple(found)
+
+
+def _saved_tensors(node: Any) -> list[torch.Tensor]:
+    # Imported here: imported before a mesh is made, it makes PyTorch keep the mesh's groups until exit.
+    from torch.distributed.tensor import DTensor
+
+    names = ("_saved_self", "_saved_other", "_saved_result")
+    saved = [getattr(node, name, None) for name in names]
+    tensors = [x for x in saved if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)]
+    return [x for x in tensors if x.is_floating_point() and not _is_number(x)]
+
+
+def _joins_another(node: Any) -> bool:
+    """True if an operand of a sum, or of a concatenation, has no graph, and may differ between ranks."""
+    operands = node.next_functions
+    if all(source is not None for source, _ in operands):
+        return False
+    (source, number), *_ = [operand for operand in operands if operand[0] is not None]
+    sizes = [x._input_metadata[at].shape for x, at in ((node, 0), (source, number))]
+    return _operator(node) not in ("Add", "Sub") or sizes[0] != sizes[1] or not sizes[0]
+
+
+def _is_of_sequence(nodes: Iterable[Any]) -> bool:
+    """True if nodes depend on ``unshard``, and not on a rank's own tokens in another way."""
+    ahead, seen, found = list(nodes), set(), False
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        origin = origin_of(node)
+        if origin is Origin.SEQUENCE:
+            found = True
+        elif origin is Origin.TOKENS or _operator(node) in _OPAQUE:
+            return False
+        else:
+            ahead.extend(_sources(node))
+    return found
+
+
+def declared_count(counted: torch.Tensor | float) -> torch.Tensor:
+    """Return the number of targets of a mask, of weights of tokens, or of a number.
+
+    Raises:
+        ConfigError: a number that is negative or NaN.
+    """
+    if isinstance(counted, torch.Tensor):
+        return _wide_sum(counted.detach())
+    if not counted >= 0:
+        raise ConfigError(
+            f"count_targets({counted}) declares no number of targets. Pass a mask of this rank's tokens, "
+            "or how many targets the loss of this rank counts, at least 0."
+        )
+    return torch.tensor(counted)
+
+
+def divisor(count: Any) -> Any:
+    """Return the count, or 1 where it is 0: a sum divided by it is then 0, and not NaN."""
+    if isinstance(count, torch.Tensor):
+        return torch.where(count > 0, count, torch.ones_like(count))
+    return max(count, 1)

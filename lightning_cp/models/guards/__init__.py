@@ -1,0 +1,1 @@
+"""Checks that refuse models and steps which context parallelism cannot compute exactly."""

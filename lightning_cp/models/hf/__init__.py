@@ -1,0 +1,1 @@
+"""Hugging Face models: their attention, positions, masks and labels in a step."""

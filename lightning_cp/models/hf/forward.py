@@ -1,0 +1,282 @@
+"""Checks and completion of a Hugging Face model's calls: positions, labels, cache, and outputs.
+
+Some outputs are made of a whole sequence, and a rank would make them of its own tokens. Heads with one value
+per sequence and pooled outputs are refused by name. Other outputs without a dimension along the sequence (a
+second head's values, the logits of the last tokens) are allowed as long as no gradient reaches them. Losses
+among them are checked in ``lightning_cp.models.hf.labels``.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from lightning_cp.batch.step_state import StepState
+from lightning_cp.errors import ConfigError
+from lightning_cp.models.handle import SwapHandle
+from lightning_cp.models.hf.labels import (
+    LossWatch,
+    check_loss_inside,
+    complete_labels,
+    is_trained,
+    label_alignment,
+)
+from lightning_cp.models.hf.positions import (
+    check_call,
+    check_positions,
+    check_takes_positions,
+    counts_positions_locally,
+    parameters_of,
+    position_counter,
+    positions_for,
+)
+from lightning_cp.utils.module_hooks import add_hook, replace_method
+from lightning_cp.utils.tracing import exclude_from_compile
+
+_HEADS = re.compile(r"For(SequenceClassification|MultipleChoice|NextSentencePrediction)$")
+_POOLED = "pooler_output"
+
+
+def check_head(model: Any, given: Mapping[str, Any]) -> None:
+    """Check, before a call, that the model has no value per sequence and no loss by a softmax over tokens.
+
+    Raises:
+        ConfigError: naming the class.
+    """
+    name = type(model).__name__
+    of_loss = getattr(getattr(model, "loss_function", None), "__name__", "")
+    if _HEADS.search(name) or of_loss == "ForSequenceClassificationLoss":
+        raise ConfigError(
+            f"{name} makes one value of a sequence, from one of its tokens, which only one rank has. What "
+            "works: a value for each token (ForTokenClassification, ForCausalLM, ForMaskedLM, or the model "
+            "without its head), with a label for each, -100 where there is none."
+        )
+    if given.get("start_positions") is not None or given.get("end_positions") is not None:
+        raise ConfigError(
+            f"{name} is called with start_positions or end_positions: its loss is a softmax over tokens, of "
+            "which a rank has a part. Call it without, in predict_step; train without context parallelism."
+        )
+
+
+def watch_output(model: Any, output: Any, local_len: int) -> None:
+    """Check the output of the outermost call for pooled values, and hook those without a token dimension.
+
+    Args:
+        model: the model that the step called.
+        output: of the call.
+        local_len: tokens of a rank.
+
+    Raises:
+        ConfigError: a model without a head returns its pooled token; or later, a gradient reaches an output
+            without a dimension along the sequence.
+    """
+    name = type(model).__name__
+    if isinstance(output, tuple):
+        pooled = getattr(model, "pooler", None) is not None
+        fields = {str(place): value for place, value in enumerate(output)}
+    else:
+        fields = dict(output) if isinstance(output, Mapping) else {}
+        pooled = isinstance(fields.get(_POOLED), torch.Tensor)
+    if pooled:
+        raise ConfigError(
+            f"{name} returns {_POOLED}, made from one of a rank's own tokens, where one process takes one of "
+            "the whole sequence. If nothing needs it, leave the pooling layer out: model.pooler = None, or "
+            "add_pooling_layer=False. Otherwise use a strategy without context parallelism."
+        )
+    for key, value in fields.items():
+        if not isinstance(value, torch.Tensor) or not value.requires_grad or not value.dim():
+            continue
+        if local_len not in value.shape:
+            value.register_hook(partial(_raise_unsharded_output, name, key, tuple(value.shape)))
+
+
+def _raise_unsharded_output(
+    name: str, key: str, shape: tuple[int, ...], gradient: torch.Tensor
+) -> NoReturn:
+    raise ConfigError(
+        f"the loss uses {key} {shape} of {name}, which has no dimension along the sequence, so that each "
+        "rank makes it of its own tokens. What works: a loss of values of each token (all logits, "
+        "last_hidden_state)."
+    )
+
+
+class CallCheck:
+    """Check and completion of a model's calls: positions, targets and their count are added.
+
+    Args:
+        handle: holds the active step, if there is one.
+        models: one Hugging Face model, and all models inside it.
+        before: the attention implementation that one process uses.
+    """
+
+    def __init__(self, handle: SwapHandle, models: list[Any], before: str) -> None:
+        self._handle = handle
+        self._before = before
+        self._own_positions = position_counter(models[0])
+        self._counts_alone = counts_positions_locally(models)
+        # The inner models are called next, and their calls are checked.
+        self._outer = {model for model in models if set(models) & set(model.modules()) - {model}}
+        with_loss = [model for model in models if "labels" in parameters_of(model)]
+        self._watches = {model: LossWatch(handle, model) for model in with_loss}
+        self._models = set(models)
+        self._announced: set[Any] = set()
+        """Models whose hooks ran, and whose forward runs next."""
+        self._depth = 0
+        """Number of nested calls in progress."""
+        for model in models:
+            complete = exclude_from_compile(self._complete)
+            handle.on_undo(add_hook(model.register_forward_pre_hook, complete, with_kwargs=True))
+            handle.on_undo(_replace(model, "forward", self._in_place_of_forward))
+            if hasattr(model, "generate"):
+                handle.on_undo(_replace(model, "generate", self._in_place_of_generate))
+        handle.on_activate(lambda: self._forget)
+        for watch in self._watches.values():
+            watch.attach()
+
+    def _in_place_of_forward(
+        self, model: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the hooks' work if the forward was called past them, and check the output."""
+        past_hooks, args, kwargs = self._enter(model, args, kwargs)
+        try:
+            output = own(*args, **kwargs)
+        except BaseException:  # a recomputation ends with one, as soon as it has its tensors
+            self._left()
+            raise
+        self._leave(model, past_hooks, output)
+        return output
+
+    @exclude_from_compile
+    def _enter(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[bool, tuple[Any, ...], dict[str, Any]]:
+        if self._handle.state is None:
+            return False, args, kwargs
+        past_hooks = model not in self._announced
+        if past_hooks:
+            args, kwargs = self._complete(model, args, kwargs)
+        self._announced.discard(model)
+        self._depth += 1
+        return past_hooks, args, kwargs
+
+    @exclude_from_compile
+    def _leave(self, model: Any, past_hooks: bool, output: Any) -> None:
+        state = self._handle.state
+        if state is None:
+            return
+        self._left()
+        if not self._depth:
+            watch_output(model, output, state.layout.local_len)
+        if past_hooks and model in self._watches:
+            self._watches[model].check(output)
+
+    @exclude_from_compile
+    def _left(self) -> None:
+        self._depth = max(0, self._depth - 1)
+
+    def _in_place_of_generate(self, model: Any, own: Any, args: Any, kwargs: Any) -> Any:
+        if self._handle.active:
+            raise ConfigError(_GENERATE.format(type(model).__name__))
+        return own(*args, **kwargs)
+
+    def _forget(self) -> None:
+        """Reset the state that an error left behind."""
+        self._announced.clear()
+        self._depth = 0
+
+    def _complete(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Check and complete a call (a forward pre-hook); ranks agree, as checks depend on local tokens."""
+        state = self._handle.state
+        if state is None:
+            return None
+        if model not in self._models:
+            raise ConfigError(_COPY.format(type(model).__name__))
+        args, given = arguments_by_name(model, args, kwargs)
+        check = partial(self._check_and_fill, model, given, state)
+        what, follow = f"call of {type(model).__name__}", model in self._outer
+        self._handle.checks.run(what, check, more_follow=follow)
+        self._announced.add(model)
+        if model in self._watches:
+            self._watches[model].expect(given)
+        return args, given
+
+    def _check_and_fill(self, model: Any, given: dict[str, Any], state: StepState) -> None:
+        _check_no_cache_or_weights(model, given)
+        check_head(model, given)
+        if self._counts_alone:
+            check_takes_positions(model, given)
+        check_call(state, model, given, self._before)
+        check_positions(state, self._own_positions)
+        names = parameters_of(model)
+        if "use_cache" in names:
+            given["use_cache"] = False
+        if given.get("position_ids") is None and "position_ids" in names:
+            given["position_ids"] = positions_for(state, given)
+        if given.get("labels") is not None:
+            complete_labels(model, given, state)
+        elif label_alignment(model) == "shift" and _trains(model, given):
+            check_loss_inside(state)
+
+
+def _trains(model: Any, given: dict[str, Any]) -> bool:
+    """True if a loss of this call's outputs may train something."""
+    return torch.is_grad_enabled() and is_trained(model, given)
+
+
+def _replace(model: Any, name: str, instead: Callable[..., Any]) -> Callable[[], None]:
+    """Replace a method by ``instead(model, own method, args, kwargs)`` until the swap is undone.
+
+    The replacement stays between steps, or code would be compiled again for each step. It is needed beside
+    hooks because ``forward`` may be called past them: by older releases of peft, by
+    ``checkpoint(model.forward, ...)`` and by any ``model.forward(...)``.
+    """
+    own = getattr(model, name)
+
+    @functools.wraps(own)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return instead(model, own, args, kwargs)
+
+    return replace_method(model, name, method)
+
+
+def _check_no_cache_or_weights(model: Any, given: dict[str, Any]) -> None:
+    if any(given.get(name) is not None for name in ("past_key_values", "cache")):  # since 5.24
+        raise ConfigError(
+            "a key/value cache cannot be used under context parallelism. Pass none in a step, and generate "
+            "outside of one, where the model is the plain model."
+        )
+    asked = given.get("output_attentions")
+    if getattr(model.config, "output_attentions", False) if asked is None else asked:
+        raise ConfigError(
+            f"{type(model).__name__} is called with output_attentions=True, but no rank has the attention "
+            "weights: they are never made. Call it without, or with a strategy without context parallelism."
+        )
+
+
+def arguments_by_name(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call, all by name where the signature allows it."""
+    parameters = parameters_of(model)
+    named = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(named):
+        return args, dict(kwargs)
+    return (), {**dict(zip(named, args, strict=False)), **kwargs}
+
+
+_COPY = (
+    "a copy of a {} is called within a step, which was made after training began, so that its attention is "
+    "not sharded. Make it before, as a part of the module (in __init__ or configure_model), or call it with "
+    "whole batches outside of steps."
+)
+
+_GENERATE = (
+    "{}.generate was called within a step: it makes one token after another from a key/value cache, and a "
+    "rank has a part of the prompt. Generate with cp_size=1, or outside of steps (on_validation_epoch_end, "
+    "say), where the model is the plain model and takes whole prompts."
+)

@@ -1,0 +1,268 @@
+"""Loss of a Hugging Face model: shifted targets, their count, and checks that the loss used them.
+
+transformers names a loss function for every class, also for those that never call it. The name is therefore
+trusted only once the function was called with the targets and their count, and the model returned its result
+unchanged (``LossWatch``).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+
+from lightning_cp.batch.step_state import StepState
+from lightning_cp.errors import ConfigError
+from lightning_cp.loss.terms import divisor, targets_of
+from lightning_cp.models.handle import SwapHandle
+from lightning_cp.models.hf.positions import parameters_of, takes_extra
+from lightning_cp.utils.autograd_notes import Count, note_mean
+from lightning_cp.utils.labels import IGNORED_LABEL
+from lightning_cp.utils.module_hooks import add_hook, replace_method
+from lightning_cp.utils.tracing import exclude_from_compile
+
+
+def label_alignment(model: Any) -> str | None:
+    """Return the model's reading of ``labels``: "shift" (next token), "aligned", or ``None``: unknown.
+
+    A model without a head takes no labels: the user computes the loss. "shift" is also transformers' default
+    for classes that it does not know; ``LossWatch`` verifies it at the call.
+    """
+    if "labels" not in parameters_of(model):
+        return None
+    loss = getattr(model, "loss_function", None)
+    kinds = {
+        "ForCausalLMLoss": "shift",
+        "ForMaskedLMLoss": "aligned",
+        "ForTokenClassification": "aligned",
+    }
+    return kinds.get(getattr(loss, "__name__", ""))
+
+
+def complete_labels(model: Any, given: dict[str, Any], state: StepState) -> None:
+    """Add shifted labels and the count of targets, so that the model's own loss is a mean over targets.
+
+    Raises:
+        ConfigError: labels that are not the batch's, that the model reads in another way than declared, or
+            a count that differs from this rank's targets.
+    """
+    name, kind = type(model).__name__, label_alignment(model)
+    if not takes_extra(model):
+        raise ConfigError(
+            f"{name}.forward takes no extra arguments, so its loss cannot be told which targets its tokens "
+            "have. Call it without labels, and compute the loss in the step from batch['shift_labels']."
+        )
+    _check_alignment(name, kind, given, state)
+    targets = _shifted(given, state) if kind == "shift" else given["labels"]
+    known = state.aligned_labels
+    # A count declared in the step is compared with the loss's count before the optimizer's step.
+    changed = known is not None and state.counted is None and not is_same_labels(targets, known)
+    if changed and _count(targets) != state.valid_local:
+        raise ConfigError(_CHANGED)
+    # A mean over no targets is 0/0; a sum divided by 1 is 0, as it must be.
+    items = divisor(state.targets)
+    asked = given.get("num_items_in_batch")
+    if asked is not None and float(asked) != items:
+        raise ConfigError(
+            f"{name} is called with num_items_in_batch={float(asked):g}, but this rank has {items} targets: "
+            "its loss would be no mean over them, and the mean is what ranks weight. Leave "
+            "num_items_in_batch away: the count is filled in."
+        )
+    given["num_items_in_batch"] = items if asked is None else asked
+    state.labels_taken |= is_trained(model, given) or not state.trains
+
+
+def is_trained(model: Any, given: dict[str, Any]) -> bool:
+    """True if a loss of this call may train something, now or in a recomputation."""
+    inputs = (x for x in given.values() if isinstance(x, torch.Tensor))
+    return any(x.requires_grad for x in chain(model.parameters(), inputs))
+
+
+def check_labels_used(state: StepState) -> None:
+    """Check, at the end of a step, that a model got the labels; the step may have shifted them itself."""
+    if not state.labels_taken:
+        check_loss_inside(state)
+
+
+def check_loss_inside(state: StepState) -> None:
+    """Refuse a loss of shifted labels that the step computes itself, without a declaration of the labels.
+
+    Raises:
+        ConfigError: naming what to declare.
+    """
+    if state.loss_outside or not state.needs_loss:
+        return
+    if state.labels_read == "shift" and state.aligned_labels is not None:
+        raise ConfigError(_OUTSIDE)
+
+
+_OUTSIDE = (
+    "the model was called without labels, so the loss is computed outside of it, where shifting "
+    "labels (logits[:, :-1], labels[:, 1:]) would be silently wrong at every seam between ranks. Pass "
+    "labels=batch['labels'] to the model; or take the targets from batch['shift_labels'] without shifting, "
+    "and declare labels='shift'; or shift in the dataset and declare labels='aligned'."
+)
+
+
+def _check_alignment(name: str, kind: str | None, given: dict[str, Any], state: StepState) -> None:
+    if state.labels_read == "aligned" and kind == "shift" and given.get("shift_labels") is None:
+        raise ConfigError(
+            f"labels='aligned' is declared, but {name} shifts its labels by itself: they would be shifted "
+            "twice. Call it without labels and compute the loss in the step, or leave the dataset's labels "
+            "unshifted and the declaration away."
+        )
+    if state.labels_read == "shift" and kind != "shift":
+        raise ConfigError(
+            f"labels='shift' is declared, but {name} does not shift its labels: the loss is weighted by "
+            "other targets than it reads. Declare labels='aligned', or call it without labels and compute "
+            "the loss in the step from batch['shift_labels']."
+        )
+
+
+_CHANGED = (
+    "labels= are not the batch's, or were changed after it was sharded: shifting them now would be wrong "
+    "at every seam between ranks, and the loss is weighted by the targets that were counted then. Pass "
+    "the labels of the batch, and change them before (in on_after_batch_transfer or the dataset). Targets "
+    "that the step draws: call count_targets(mask) before the model; one that shifts takes them as "
+    "shift_labels=, the target of each token."
+)
+
+
+def _shifted(given: dict[str, Any], state: StepState) -> torch.Tensor:
+    """Return the targets of a model that shifts: the step's own, or the batch's if labels are unchanged."""
+    own, ours = given.get("shift_labels"), state.aligned_labels
+    if own is not None and not is_same_labels(own, ours):
+        return own
+    if ours is None or not is_same_labels(given["labels"], state.labels):
+        raise ConfigError(_CHANGED)
+    given["shift_labels"] = ours
+    return ours
+
+
+def _count(targets: torch.Tensor) -> int:
+    return int((targets != IGNORED_LABEL).sum())
+
+
+def is_same_labels(labels: torch.Tensor, sharded: torch.Tensor | None) -> bool:
+    if sharded is None:
+        return False
+    return labels.shape == sharded.shape and torch.equal(labels, sharded)
+
+
+class LossWatch:
+    """Check that one model's loss is the result of its loss function on the given targets."""
+
+    def __init__(self, handle: SwapHandle, model: Any) -> None:
+        self._handle = handle
+        self._model = model
+        self._given: dict[str, Any] | None = None
+        self._made: torch.Tensor | None = None
+
+    def attach(self) -> None:
+        """Watch in every step, until the swap is undone."""
+        self._handle.on_activate(self._replace)
+        leave = exclude_from_compile(self._leave)
+        self._handle.on_undo(add_hook(self._model.register_forward_hook, leave))
+
+    def expect(self, given: dict[str, Any]) -> None:
+        """Record the arguments of the model's next call."""
+        self._given = given if given.get("labels") is not None else None
+        self._made = None
+
+    def _replace(self) -> Callable[[], None]:
+        """Wrap the model's loss function for one step; return the undo function."""
+        model = self._model
+        static = inspect.getattr_static(type(model), "loss_function", None)
+        key = "_loss_function" if isinstance(static, property) else "loss_function"
+        own, note = model.loss_function, exclude_from_compile(self._note)
+
+        @functools.wraps(own)
+        def loss_function(*args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = own(*args, **kwargs)
+            note(loss, kwargs)
+            return loss
+
+        restore = replace_method(model, key, loss_function, plain=own)
+
+        def put_back() -> None:
+            self._given = self._made = None
+            restore()
+
+        return put_back
+
+    def _note(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        if self._is_ours(kwargs):
+            self._made = loss.detach().clone()
+            note_mean(loss, self._count())
+
+    def _count(self) -> Count:
+        """Return the number of targets: that of the batch, unless the step has declared one."""
+        state, given = self._handle.state, self._given
+        assert state is not None
+        assert given is not None
+        if state.counted is None:  # labels were compared with the batch's when the model was called
+            return state.valid_local
+        shifts = label_alignment(self._model) == "shift"
+        return targets_of(given["shift_labels" if shifts else "labels"])
+
+    def _is_ours(self, kwargs: dict[str, Any]) -> bool:
+        if self._given is None:
+            return False
+        names = ("shift_labels", "num_items_in_batch")
+        passed = [kwargs.get(name) is self._given.get(name) for name in names]
+        return all(passed) or label_alignment(self._model) != "shift"
+
+    def _leave(self, model: Any, args: Any, output: Any) -> None:
+        if model is self._model:  # not a copy of it
+            self.check(output)
+
+    def check(self, output: Any) -> None:
+        """Check the output of the call that ``expect`` announced.
+
+        Raises:
+            ConfigError: its loss is not the result of the loss function.
+        """
+        model = self._model
+        given, self._given = self._given, None
+        made, self._made = self._made, None
+        if given is None or not self._handle.active:
+            return
+        if made is not None:
+            check = functools.partial(
+                _check_returned_loss, type(model).__name__, made, _loss_of(output)
+            )
+            self._handle.checks.run_deferred(f"loss of {type(model).__name__}", check)
+        elif label_alignment(model) == "shift":
+            raise ConfigError(
+                f"{type(model).__name__} computes its loss by itself: transformers' loss function was not "
+                "called with the shifted targets and their count, so the loss would be wrong at every seam "
+                f"between ranks. {INSTEAD}"
+            )
+
+
+INSTEAD = (
+    "Call the model without labels, compute the loss in the step from batch['shift_labels'] (the target of "
+    "each token), and declare labels='shift'."
+)
+
+
+def _loss_of(output: Any) -> Any:
+    """Return the loss in a model's output: a field, or the first entry of a tuple."""
+    return output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
+
+
+def _check_returned_loss(name: str, made: torch.Tensor, returned: Any) -> None:
+    equal = isinstance(returned, torch.Tensor) and torch.equal(
+        made.nan_to_num(), returned.detach().to(made.device).nan_to_num()
+    )
+    if not equal:
+        raise ConfigError(
+            f"{name} returns another loss than the mean over targets that its loss function made: it adds "
+            "something of its own, such as the auxiliary loss of a router or of further heads, which a rank "
+            "would compute from its own tokens, and which is no mean over targets. For routers, "
+            f"output_router_logits=False or router_aux_loss_coef=0 works. Otherwise: {INSTEAD}"
+        )

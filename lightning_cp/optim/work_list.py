@@ -1,0 +1,229 @@
+"""The matrices of a step: who holds which part of each, who owns it, and in which round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from lightning_cp.comm.consensus import World, gather_lists
+from lightning_cp.optim.newton_schulz import newton_schulz_flops
+from lightning_cp.optim.placement import Grid, Grids, LocalBlock, contiguous_runs, held_indices
+
+# Who orthogonalises which matrix, and when. Plain integers, the same on every rank.
+#
+# Each matrix has one owner. The costliest is given first, each to whoever has least to do (longest
+# processing time first; Graham 1969), so that ranks have about equal work whatever the shapes. What owners
+# hold at once is bounded: they go through their matrices in rounds.
+
+
+class MatrixCost(NamedTuple):
+    """Of a matrix."""
+
+    flops: int
+    nbytes: int
+
+
+def assign_owners(
+    sizes: Sequence[MatrixCost], ranks: Sequence[int], loads: MutableMapping[int, int]
+) -> list[int]:
+    """The owner of each matrix, as a place in ``ranks``.
+
+    Args:
+        sizes: of the matrices.
+        ranks: who may own them.
+        loads: FLOPs that ranks have been given already; these are added.
+    """
+    owners = [0] * len(sizes)
+    for at in sorted(range(len(sizes)), key=lambda at: (-sizes[at].flops, at)):
+        place = min(range(len(ranks)), key=lambda place: (loads.get(ranks[place], 0), place))
+        owners[at] = place
+        loads[ranks[place]] = loads.get(ranks[place], 0) + sizes[at].flops
+    return owners
+
+
+def split_into_rounds(
+    sizes: Sequence[MatrixCost], owners: Sequence[int], chunk_bytes: int
+) -> list[dict[int, list[int]]]:
+    """Matrices of each round, by owner: together at most ``chunk_bytes`` of one owner, or one matrix.
+
+    The costliest first, so that owners are about equally long at work in each round.
+    """
+    found: list[dict[int, list[int]]] = []
+    of_owner: dict[int, list[int]] = {}
+    for at in sorted(range(len(sizes)), key=lambda at: (-sizes[at].flops, at)):
+        of_owner.setdefault(owners[at], []).append(at)
+    for owner, matrices in of_owner.items():
+        number, held = 0, 0
+        for at in matrices:
+            if held and held + sizes[at].nbytes > chunk_bytes:
+                number, held = number + 1, 0
+            held += sizes[at].nbytes
+            if number == len(found):
+                found.append({})
+            found[number].setdefault(owner, []).append(at)
+    return found
+
+
+class Piece(NamedTuple):
+    """A parameter, or one of the projections in it."""
+
+    name: str
+    of: torch.Tensor
+    dim: int = 0
+    """Along which it is cut out."""
+    start: int = 0
+    size: int | None = None
+    """Rows or columns; ``None``: it is the whole."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the matrix."""
+        rows, columns = self.of.shape
+        if self.size is None:
+            return rows, columns
+        return (rows, self.size) if self.dim else (self.size, columns)
+
+    def own_part(self) -> LocalBlock:
+        """What this rank holds of it."""
+        runs = [
+            contiguous_runs(
+                held_indices(self.of, dim),
+                None
+                if self.size is None or dim != self.dim
+                else torch.arange(self.start, self.start + self.size),
+            )
+            for dim in (0, 1)
+        ]
+        return LocalBlock(*runs)
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """One that is orthogonalised by itself."""
+
+    piece: Piece
+    parts: tuple[LocalBlock, ...]
+    """What each part of a grid holds of it."""
+    flops: int
+
+    @property
+    def numel(self) -> int:
+        """Entries."""
+        rows, columns = self.piece.shape
+        return rows * columns
+
+
+@dataclass(frozen=True)
+class Round:
+    """Matrices that are gathered, orthogonalised and given back together."""
+
+    grid: Grid
+    wire: torch.dtype
+    """In which they are gathered: no wider than they are, nor than they are computed in."""
+    device: torch.device
+    """Where messages travel from, and where matrices are computed; parameters may be offloaded."""
+    owned: Mapping[int, Sequence[Matrix]] = field(default_factory=dict)
+    """By owner, a place in ``grid.flat``."""
+
+    def of(self, copy: int, part: int) -> Sequence[Matrix]:
+        """The matrices of one owner."""
+        return self.owned.get(copy * self.grid.parts + part, ())
+
+    def of_copy(self, copy: int) -> list[Matrix]:
+        """Those of all owners of a copy, in order."""
+        return [x for part in range(self.grid.parts) for x in self.of(copy, part)]
+
+    @property
+    def mine(self) -> Sequence[Matrix]:
+        """Those that this rank owns."""
+        return self.of(self.grid.copy, self.grid.part)
+
+
+def plan_rounds(
+    pieces: Iterable[Piece], grids: Grids, dtype: torch.dtype, steps: int, chunk_bytes: int
+) -> list[Round]:
+    """What every rank does in a step; all ranks come here, with the same pieces.
+
+    Args:
+        pieces: all matrices, in one order.
+        grids: who holds them.
+        dtype: in which they are orthogonalised.
+        steps: of Newton-Schulz.
+        chunk_bytes: of whole matrices that an owner holds in a round.
+    """
+    classes: dict[tuple[Grid, torch.dtype, torch.device], list[Piece]] = {}
+    for piece in pieces:
+        wire = min(dtype, piece.of.dtype, key=lambda one: one.itemsize)
+        kind = grids.of(piece.of), wire, message_device(piece.of)
+        classes.setdefault(kind, []).append(piece)
+    loads: dict[int, int] = {}
+    world = World().size
+    found: list[Round] = []
+    # Ranks must come to the same owners, and know only of grids that they are in. So first what is on all of
+    # them; and no small grid counts for another one.
+    for (grid, wire, device), some in sorted(
+        classes.items(), key=lambda item: -len(item[0][0].flat)
+    ):
+        matrices = _matrices(some, grid, steps)
+        sizes = [MatrixCost(x.flops, x.numel * dtype.itemsize) for x in matrices]
+        owners = assign_owners(sizes, grid.flat, loads if len(grid.flat) == world else dict(loads))
+        for each in split_into_rounds(sizes, owners, chunk_bytes):
+            owned = {owner: [matrices[at] for at in places] for owner, places in each.items()}
+            found.append(Round(grid, wire, device, owned))
+    return found
+
+
+def message_device(x: torch.Tensor) -> torch.device:
+    """Where messages of a parameter travel from."""
+    if not isinstance(x, DTensor) or x.device_mesh.device_type == x.device.type:
+        return x.device
+    return torch.device(x.device_mesh.device_type)
+
+
+def _matrices(pieces: Sequence[Piece], grid: Grid, steps: int) -> list[Matrix]:
+    """With the parts of all ranks that hold this copy, who tell each other."""
+    own = [piece.own_part() for piece in pieces]
+    told = [own] if grid.parts_group is None else gather_lists(own, grid.parts_group)
+    by_part = [told[grid.part_at.index(part)] for part in range(grid.parts)]
+    return [
+        Matrix(piece, tuple(of_part[at] for of_part in by_part), _flops(piece, steps))
+        for at, piece in enumerate(pieces)
+    ]
+
+
+def _flops(piece: Piece, steps: int) -> int:
+    return newton_schulz_flops(*piece.shape, steps)
+
+
+def flops_of_ranks(every: Iterable[Round]) -> dict[int, int]:
+    """Of orthogonalising, by global rank."""
+    found: dict[int, int] = {}
+    for each in every:
+        for place, rank in enumerate(each.grid.flat):
+            own = sum(x.flops for x in each.owned.get(place, ()))
+            found[rank] = found.get(rank, 0) + own
+    return found
+
+
+def sent_bytes_of_ranks(every: Iterable[Round], dtype: torch.dtype) -> dict[int, int]:
+    """What each rank sends in a step, by global rank: parts to owners, results to all that hold a part.
+
+    A broadcast to c copies counts as c - 1 messages of who has the result.
+    """
+    found: dict[int, int] = {}
+    for each in every:
+        grid = each.grid
+        for place, rank in enumerate(grid.flat):
+            copy, part = divmod(place, grid.parts)
+            own = each.of(copy, part)
+            gathered = sum(x.parts[part].numel for x in each.of_copy(copy))
+            gathered -= sum(x.parts[part].numel for x in own)
+            scattered = sum(x.numel - x.parts[part].numel for x in own)
+            copied = sum(x.parts[part].numel for x in each.of_copy(copy)) * (grid.copies - 1)
+            sent = gathered * each.wire.itemsize + (scattered + copied) * dtype.itemsize
+            found[rank] = found.get(rank, 0) + sent
+    return found

@@ -1,0 +1,178 @@
+"""The beginning of a batch: as many tokens as can be run on one device, read as the whole batch is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_cp.batch import BatchRules, WholeBatch, completed, read_batch
+from lightning_cp.batch.declarations import SEGMENTS, has_boundaries
+from lightning_cp.batch.tracked_batch import TARGETS
+from lightning_cp.models.hf.labels import is_same_labels
+from lightning_cp.models.swap import hf_models
+from lightning_cp.utils.containers import map_tensors, tensors_of
+from lightning_cp.utils.labels import IGNORED_LABEL
+from lightning_cp.utils.module_hooks import add_hook
+
+
+def prefix_of(batch: Any, rules: BatchRules, tokens: int, divisor: int) -> Any:
+    """A window of the batch's sequence, in all rows; the batch itself where it is short enough.
+
+    It is the first window that holds targets: a prompt without any would compare a loss of nothing.
+
+    Args:
+        batch: the whole batch.
+        rules: how it is read.
+        tokens: of all rows together.
+        divisor: tokens that a row has at least, so that each rank has some.
+
+    Raises:
+        ConfigError: a batch that cannot be read.
+        ShapeError: sequences of several lengths.
+    """
+    whole = read_batch(batch, rules, needs_labels=False)
+    length = max(tokens // max(1, whole.rows), divisor)
+    if not rules.padding:
+        length = _as_divisible(length, whole.seq_len, divisor)
+    if length >= whole.seq_len:
+        return batch
+    start = _first_with_targets(whole, length)
+    return map_tensors(batch, lambda name, x: _cut(name, x, whole, start, length))
+
+
+def _as_divisible(length: int, seq_len: int, divisor: int) -> int:
+    """At most ``length``, and a multiple of as much as the whole is one of: nothing may be padded."""
+    unit = math.gcd(seq_len, divisor * MOST)
+    while unit > length and unit % 2 == 0:
+        unit //= 2
+    shorter = length // unit * unit
+    return shorter if shorter >= divisor else length
+
+
+MOST = 64
+"""Chunks that a rank's tokens are made of, at most."""
+
+
+def _first_with_targets(whole: WholeBatch, length: int) -> int:
+    """Where the window begins: multiples of its length, and where none has a target, at 0."""
+    if whole.aligned_labels is None:
+        return 0
+    targets = (whole.aligned_labels != IGNORED_LABEL).movedim(whole.label_dim, -1)
+    counts = targets.flatten(0, -2).sum(0) if targets.dim() > 1 else targets
+    at = counts.nonzero()
+    if not len(at):
+        return 0
+    return min(int(at[0]) // length * length, whole.seq_len - length)
+
+
+def _cut(name: str, x: torch.Tensor, whole: WholeBatch, start: int, length: int) -> torch.Tensor:
+    if name in whole.dims:
+        return x.narrow(whole.dims[name], start, length)
+    if has_boundaries(name):
+        return _boundaries(x, start, length)
+    return x
+
+
+def _boundaries(x: torch.Tensor, start: int, length: int) -> torch.Tensor:
+    """Those of documents within the window, for each line [documents + 1]."""
+    lines = [line - start for line in x.reshape(-1, x.shape[-1])]
+    inside = [line.clamp(0, length) for line in lines]
+    if x.dim() == 1:
+        return torch.unique_consecutive(inside[0])
+    return torch.stack(inside).to(x)
+
+
+def without_documents(batch: Any, rules: BatchRules) -> Any | None:
+    """The same tokens as one document per row; ``None`` if there are no documents."""
+    names = dict(tensors_of(batch))
+    packed = [name for name in names if has_boundaries(name) or name in SEGMENTS]
+    restarts = "position_ids" in names and bool((names["position_ids"].diff(dim=-1) < 0).any())
+    if not (packed or restarts) or not isinstance(batch, dict):
+        return None
+    kept = {name: x for name, x in batch.items() if name not in packed}
+    if restarts:
+        positions = names["position_ids"]
+        kept["position_ids"] = torch.arange(
+            positions.shape[-1], device=positions.device, dtype=positions.dtype
+        ).expand_as(positions)
+    return kept
+
+
+def without_padding(batch: Any) -> Any | None:
+    """The same tokens, none of them padding; ``None`` if none is."""
+    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+    if not isinstance(mask, torch.Tensor) or bool(mask.all()):
+        return None
+    return {**batch, "attention_mask": torch.ones_like(mask)}
+
+
+def with_another_first_token(batch: Any, rules: BatchRules) -> Any:
+    """The same batch, but for what its first token is: what else changes in a model looks at it.
+
+    Labels, positions, masks and documents stay.
+    """
+    whole = read_batch(batch, replace(rules, labels="ignore"), needs_labels=False)
+    others = ("labels", "shift_labels", "position_ids", "attention_mask", *SEGMENTS)
+    fixed = {rules.label_key, *others}
+
+    def visit(name: str, x: torch.Tensor) -> torch.Tensor:
+        if name not in whole.dims or name in fixed or x.dtype == torch.bool:
+            return x
+        changed = x.clone()
+        first = changed.narrow(whole.dims[name], 0, 1)
+        if x.is_floating_point():
+            first.mul_(-1).add_(1)
+        else:  # an id that there is
+            first.copy_(torch.where(first == x.amax(), x.amin(), x.amax()))
+        return changed
+
+    return map_tensors(batch, visit)
+
+
+# A batch as one process is given it.
+
+
+def copied(batch: Any) -> Any:
+    """A batch that a step may change: others are given the same."""
+    return map_tensors(batch, lambda _, x: x.clone())
+
+
+def as_one_process_has_it(batch: Any, rules: BatchRules) -> Any:
+    """A copy, with the positions and targets that a shard of it would have."""
+    return copied(completed(batch, rules))
+
+
+@contextmanager
+def shifting_by_themselves(model: nn.Module, batch: Any, given: Any) -> Iterator[None]:
+    """Within: Hugging Face models that are called with labels and our targets shift the labels themselves.
+
+    What one process is compared with is the model's own; a step may pass all of its batch on.
+
+    Args:
+        model: that has them inside.
+        batch: may have targets of its own, which are taken.
+        given: what the step is given instead.
+    """
+    ours = given[TARGETS].clone() if _has_targets(given) and not _has_targets(batch) else None
+
+    def leave_out(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        targets = kwargs.get(TARGETS)
+        if targets is None or kwargs.get("labels") is None or not is_same_labels(targets, ours):
+            return None
+        return args, {name: x for name, x in kwargs.items() if name != TARGETS}
+
+    with ExitStack() as stack:
+        for root in hf_models(model) if ours is not None else ():
+            options = {"with_kwargs": True, "prepend": True}
+            stack.callback(add_hook(root.register_forward_pre_hook, leave_out, **options))
+        yield
+
+
+def _has_targets(batch: Any) -> bool:
+    return isinstance(batch, MutableMapping) and TARGETS in batch

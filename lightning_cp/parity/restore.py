@@ -1,0 +1,235 @@
+"""A model and its run, left as they were by what happens in between: a check must not change the training."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._C._autograd import _toggle_collection_dynamic
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity
+
+from lightning_cp.loss.averages import RATIO_HOOK
+from lightning_cp.models.swap import config_value, hf_models
+from lightning_cp.parity.replay import is_strided
+from lightning_cp.parity.snapshot import Snapshot, put_into
+from lightning_cp.randomness.functions import without_dropout
+from lightning_cp.utils.dtensor import local_part
+
+_LOGS = ("log", "log_dict", RATIO_HOOK)
+
+
+@contextmanager
+def untouched(
+    model: nn.Module, step: Any = None, *, seed: int | None = None, evaluation: bool = False
+) -> Iterator[None]:
+    """Within: no dropout, no gradients yet, nothing is logged. Afterwards all is as it was.
+
+    That are gradients, buffers, modes, metrics, random numbers and other attributes of modules, and what they
+    and the step refer to, as far as a ``Snapshot`` sees it.
+
+    Args:
+        model: all of whose modules are looked at.
+        step: the user's, which may close over more.
+        seed: added to the run's, for other random numbers.
+        evaluation: of all modules, instead of the mode that they are in.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_same_random_numbers(model, seed))
+        stack.enter_context(_unprofiled(model))
+        # Nothing is compiled for a prefix's lengths, in what backward recomputes neither.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        found = Snapshot(model.modules(), step)
+        stack.callback(found.put_back)
+        parameters = _parameters_of(found.modules)
+        stack.callback(_keep_values(model, parameters))
+        stack.callback(_keep_caches(model))
+        stack.callback(_keep_modes(found.modules))
+        stack.callback(_keep_parameters(parameters))
+        stack.callback(_unmute(model))
+        if evaluation:
+            model.eval()
+        stack.enter_context(without_dropout())
+        stack.enter_context(_NoDropout())
+        yield
+
+
+class _NoDropout(TorchFunctionMode):
+    """Drop nothing out within, also where PyTorch's functions are not replaced.
+
+    ``float(loss)`` does not warn within: the step itself will, with the user's line.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else given["input"]
+        if func in _NUMBERS:
+            return func(args[0].detach())
+        return func(*args, **given)
+
+
+_NUMBERS = {torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__complex__}
+_KINDS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout")
+_DROPOUTS = {
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(getattr(torch, f"{kind}{end}") for kind in _KINDS for end in ("", "_")),
+}
+
+
+@contextmanager
+def _same_random_numbers(model: nn.Module, seed: int | None) -> Iterator[None]:
+    """Have random numbers that are drawn within drawn again afterwards."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(_cuda_devices(model)):
+            if seed is not None:
+                torch.manual_seed(torch.initial_seed() + seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextmanager
+def _unprofiled(model: nn.Module) -> Iterator[None]:
+    """A profiler of PyTorch that records now leaves out what is done within."""
+    kinds = {ProfilerActivity.CPU} | ({ProfilerActivity.CUDA} if _cuda_devices(model) else set())
+    if not torch.autograd._profiler_enabled():
+        yield
+        return
+    _toggle_collection_dynamic(False, kinds)
+    try:
+        yield
+    finally:
+        _toggle_collection_dynamic(True, kinds)
+
+
+class Drawn:
+    """A record of the random numbers that are drawn within."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._devices = sorted(_cuda_devices(model))
+        self.on_cpu = torch.empty(0)
+        """Where the source stands at the end: that of as many numbers is equal."""
+        self.on_cuda = False
+        """Any were; how many cannot be told."""
+
+    def __enter__(self) -> Drawn:
+        self._before = self._states()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.on_cpu, after = torch.get_rng_state(), self._states()
+        self.on_cuda = any(not torch.equal(a, b) for a, b in zip(after, self._before, strict=True))
+
+    def _states(self) -> list[torch.Tensor]:
+        return [torch.cuda.get_rng_state(index) for index in self._devices]
+
+
+def _cuda_devices(model: nn.Module) -> set[int]:
+    return {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+
+
+def _parameters_of(modules: list[nn.Module]) -> list[nn.Parameter]:
+    """Each once."""
+    found = (p for module in modules for p in module._parameters.values() if p is not None)
+    return list({id(p): p for p in found}.values())
+
+
+def _keep_values(model: nn.Module, parameters: list[nn.Parameter]) -> Any:
+    """What parameters hold, which a step may change by itself: noise on weights, a teacher that follows.
+
+    Of those that are not trained as many numbers as are, the model's own first and then the smallest:
+    adapters leave what is below them alone, and a large teacher in a list takes no room from the model's.
+    Those that are trained wait on the host: a later check finds the device full of an optimizer's state.
+    """
+    own = set(map(id, model.parameters()))
+    frozen = [p for p in parameters if not p.requires_grad and is_strided(p)]
+    frozen.sort(key=lambda p: (id(p) not in own, p.numel()))
+    room = sum(p.numel() for p in parameters if p.requires_grad)
+    sizes = itertools.accumulate(p.numel() for p in frozen)
+    frozen = [p for p, size in zip(frozen, sizes, strict=True) if size <= room]
+    kept = [(p, local_part(p).detach().clone()) for p in frozen]
+    trained = (p for p in parameters if p.requires_grad and is_strided(p))
+    kept += [(p, local_part(p).detach().to("cpu", copy=True)) for p in trained]
+
+    def put_back() -> None:
+        for p, then in kept:
+            put_into(local_part(p).detach(), then.to(local_part(p).device))
+
+    return put_back
+
+
+def _keep_caches(model: nn.Module) -> Any:
+    """transformers makes no key/value cache in training that recomputes; in evaluation it would."""
+    kept: list[tuple[Any, bool]] = []
+    for root in hf_models(model):
+        config = root.config.get_text_config()
+        parts = [part for part in root.modules() if getattr(part, "gradient_checkpointing", False)]
+        if any(part.training for part in parts) and config_value(config, "use_cache"):
+            kept.append((config, config.use_cache))
+            config.use_cache = False
+
+    def put_back() -> None:
+        for config, used in kept:
+            config.use_cache = used
+
+    return put_back
+
+
+def _keep_modes(modules: list[nn.Module]) -> Any:
+    kept = [(module, module.training) for module in modules]
+
+    def put_back() -> None:
+        for module, training in kept:
+            module.training = training
+
+    return put_back
+
+
+def _keep_parameters(parameters: list[nn.Parameter]) -> Any:
+    """Their gradients, which of them are trained, and what is called when a gradient has come."""
+    kept = [(p, p.grad, p.requires_grad) for p in parameters]
+    hooks = [p._post_accumulate_grad_hooks for p in parameters]
+    called = [(each, dict(each)) for each in hooks if each]
+    for p, *_ in kept:
+        p.grad = None
+    for each, _ in called:
+        each.clear()
+
+    def put_back() -> None:
+        for p, gradient, trained in kept:
+            p.grad = gradient
+            p.requires_grad_(trained)
+        for each, then in called:
+            each.update(then)
+
+    return put_back
+
+
+def _unmute(model: nn.Module) -> Any:
+    """Ignore what is logged while the model is looked at."""
+    own = vars(model)
+    kept = {name: own[name] for name in _LOGS if name in own}
+    for name in _LOGS:
+        if name in kept or hasattr(type(model), name):
+            own[name] = _nothing
+
+    def put_back() -> None:
+        for name in _LOGS:
+            own.pop(name, None)
+        own.update(kept)
+
+    return put_back
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None

@@ -1,0 +1,464 @@
+"""A snapshot of what modules and a step have noted in Python, to be put back: the same objects get it again.
+
+It is taken from the modules outwards: attributes, containers, objects of the user's classes, what functions
+close over. Containers and objects are not copied: a list of what they refer to is, so that large data costs
+one reference an entry. An iterator cannot be turned back. One that can be copied is copied in its place, and
+others are replayed: what was drawn comes again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import io
+import operator
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import types
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future
+from multiprocessing.pool import Pool
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import Strategy as FabricStrategy
+from lightning.fabric.wrappers import _FabricModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from lightning_cp.error_display import is_library
+from lightning_cp.loaders.rng import GENERATORS, set_state, state_of
+from lightning_cp.parity.replay import Replay, has_numbers, is_strided, stand_in_for
+
+_PARTS = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict)}
+"""Dicts that every module has: of its hooks, submodules, parameters and buffers."""
+_OF_EVERY_MODULE = ({*vars(nn.Module()), *vars(LightningModule()), "training"} - _PARTS) | {
+    "_parameters",
+    "_buffers",
+}
+"""Attributes that are not looked at; all others are put back: hooks, and a module's own, such as counters."""
+_SIMPLE = {int, float, complex, bool, str, bytes, type(None), range, torch.dtype, torch.device}
+"""Kinds of values that have nothing inside."""
+_CONTAINERS = {list, deque, dict, defaultdict, OrderedDict, Counter, set}
+_TYPES = (list, deque, dict, set)
+_NAMESPACES = {types.SimpleNamespace, argparse.Namespace}
+_OF_A_RUN = (Trainer, Strategy, FabricStrategy, Fabric, DataLoader, Optimizer)
+"""What a run is made of, with classes of the user's too: others put these back."""
+_WRAPPERS = (DistributedDataParallel, _FabricModule)
+"""Modules around a user's."""
+_ALIVE = (
+    *(threading.Thread, BaseProcess, io.IOBase, socket.socket, queue.Queue, threading.Event),
+    *(type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore),
+    *(threading.Barrier, queue.SimpleQueue, Executor, Future, Pool, subprocess.Popen),
+)
+"""An object that holds one is left alone: threads and files cannot be put back, nor what belongs to them."""
+_HOLDERS = (list, tuple, deque, dict, set)
+_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+"""They answer for another object, or raise where it is gone."""
+LARGEST, TENSORS = 2**26, 2**28
+"""Bytes of a tensor that is copied, and of all: what a step changes in place is small; data is not."""
+OBJECTS = 2**14
+"""Containers and objects that are looked into, the nearest to the modules first."""
+
+
+class Snapshot:
+    """What modules, and all that they refer to, have noted.
+
+    Args:
+        modules: of the model.
+        step: the user's, which may close over more.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], step: Any = None) -> None:
+        self._seen: dict[int, Any] = {}  # which keeps objects alive, so that no id comes twice
+        self._held: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
+        self._put_back: list[Callable[[], None]] = []
+        self._iterators: dict[int, tuple[Any, Any]] = {}
+        self._generators: list[Any] = []
+        self._alive: dict[int, bool] = {}
+        self._kinds: dict[type, Callable[[Any], None] | None] = dict.fromkeys(_SIMPLE)
+        self._slots: dict[type, dict[str, Any]] = {}
+        self._left, self._bytes = OBJECTS, TENSORS
+        self.modules: list[nn.Module] = []
+        """All that were found, in containers and objects as well."""
+        self._next: deque[Any] = deque([*modules, step])
+        while self._next:
+            self._look(self._next.popleft())
+        self._kinds.clear()  # which refers to this object
+        self._alive.clear()
+
+    def put_back(self) -> None:
+        """Give everything the contents that it had, once; the snapshot is empty then."""
+        for write, x, had in reversed(self._held):
+            write(x, had)
+        for run in self._put_back:
+            run()
+        for each in (self._held, self._put_back, self._seen, self._iterators, self.modules):
+            each.clear()
+        self._generators.clear()
+
+    # -- kinds of values ---------------------------------------------------------------------------------
+
+    def _look(self, x: Any) -> None:
+        kind = type(x)
+        if kind not in self._kinds:
+            self._kinds[kind] = self._reader_of(kind)
+        reader = self._kinds[kind]
+        if reader is not None and id(x) not in self._seen:
+            self._seen[id(x)] = x
+            reader(x)
+
+    def _reader_of(self, kind: type) -> Callable[[Any], None] | None:
+        if issubclass(kind, (*_OF_A_RUN, *_ALIVE, *_WRAPPERS, *_PROXIES)):
+            return None
+        is_container = kind in _CONTAINERS or (_is_users(kind) and issubclass(kind, _TYPES))
+        readers: list[tuple[bool, Callable[[Any], None]]] = [
+            (issubclass(kind, (torch.Tensor, np.ndarray)), self._look_at_numbers),
+            (issubclass(kind, GENERATORS), self._look_at_generator),
+            (kind is Replay, self._replay),
+            (issubclass(kind, nn.Module), self._look_at_module),
+            (is_container, self._look_at_container),
+            (issubclass(kind, (tuple, frozenset)), self._follow),
+            (issubclass(kind, type), self._look_at_class),
+            (kind in _FUNCTIONS, self._look_at_function),
+        ]
+        return next((reader for fits, reader in readers if fits), self._look_at_object)
+
+    def _look_at_numbers(self, x: Any) -> None:
+        """A tensor or an array; parameters are the engine's matter."""
+        if not has_numbers(x) or x.nbytes > min(LARGEST, self._bytes):
+            return
+        if isinstance(x, np.ndarray):
+            had, write = x.copy(), _fill
+        else:
+            had, write = x.clone(), put_into
+        self._bytes -= x.nbytes
+        self._held.append((write, x, had))
+
+    def _look_at_generator(self, x: Any) -> None:
+        self._held.append((set_state, x, state_of(x)))
+        self._generators.append(x)
+
+    def _look_at_container(self, x: Any) -> None:
+        if self._is_alive(x):
+            return
+        self._hold(*_container(x))
+        if type(x) not in _CONTAINERS:
+            self._look_at_object(x)
+
+    def _look_at_module(self, module: nn.Module) -> None:
+        """A module's own attributes, buffers, and the states of a metric; and those of modules in it."""
+        self.modules.append(module)
+        own = vars(module)
+        states = _states_of(module) if isinstance(module, Metric) else {}
+        parameters = set(module._parameters)  # their values are the engine's matter
+
+        def put_back() -> None:
+            own.update(states)
+            for name in module._parameters.keys() - parameters:
+                del module._parameters[name]
+
+        self._put_back += [keep_buffers(module), put_back]
+        self._hold(own, _of_module(own), _write_attributes_of_module, counted=False)
+        self._next.extend(base for base in type(module).__mro__ if _is_users(base))
+
+    def _look_at_object(self, x: Any) -> None:
+        """An object of the user's, or one that has nothing but simple values."""
+        kind, own = type(x), getattr(x, "__dict__", None)
+        values = own.values() if type(own) is dict else ()
+        if _is_users(kind):
+            if kind not in self._slots:
+                self._slots[kind] = _slots_of(kind)
+            slots = self._slots[kind]
+            in_slots = _read(x, slots)
+            if any(map(self._is_alive, (*values, *in_slots.values()))):
+                return
+            self._next.extend(base for base in kind.__mro__ if _is_users(base))
+            if slots:
+                self._hold(x, in_slots, functools.partial(_write_slots, slots=slots))
+        elif kind not in _NAMESPACES and not _is_simple(kind, values):
+            return
+        if type(own) is dict:
+            self._hold(own, dict(own), _write_attributes)
+
+    def _look_at_class(self, cls: type) -> None:
+        """The values of a class, and what its functions close over."""
+        if not _is_users(cls):
+            return
+        functions = [x.__func__ if type(x) in _METHODS else x for x in vars(cls).values()]
+        properties = [x for x in functions if issubclass(type(x), property)]
+        functions += [of for x in properties for of in (x.fget, x.fset) if of is not None]
+        self._follow([x for x in functions if type(x) is types.FunctionType])
+        names = set(vars(cls))
+        notes = {
+            name: x
+            for name, x in vars(cls).items()
+            if not name.startswith("__") and not callable(x) and not hasattr(type(x), "__get__")
+        }
+        self._hold(cls, notes, functools.partial(_write_class, names=names))
+
+    def _look_at_function(self, x: Any) -> None:
+        """What functions close over, have for defaults, and have been given as attributes."""
+        if isinstance(x, functools.partial):
+            self._follow((x.func, x.args, x.keywords))
+        elif isinstance(x, types.MethodType):
+            self._follow((x.__self__, x.__func__))
+        elif isinstance(x, types.CellType):
+            self._hold(x, _read(x, _CELL), functools.partial(_write_slots, slots=_CELL))
+        elif _is_users_module(x.__globals__.get("__name__")):
+            self._follow((x.__closure__, x.__defaults__, x.__kwdefaults__))
+            self._hold(x.__dict__, dict(x.__dict__), _write_attributes)
+        else:
+            self._follow([getattr(x, "__wrapped__", None)])
+
+    # -- what they refer to ------------------------------------------------------------------------------
+
+    def _hold(
+        self, x: Any, had: Any, write: Callable[[Any, Any], None], *, counted: bool = True
+    ) -> None:
+        """Note what ``x`` refers to, which ``write`` gives it again; copies of iterators take their place."""
+        values = had.values() if isinstance(had, dict) else had
+        kinds = set(map(type, values))
+        if any(map(_is_iterator, kinds)) and not isinstance(had, set):
+            write(x, _mapped(had, self._within))
+            self._held.append((lambda x, had: write(x, _mapped(had, self._after)), x, had))
+        else:
+            self._held.append((write, x, had))
+        if not kinds <= _SIMPLE:
+            self._follow(values, counted=counted)
+
+    def _is_alive(self, x: Any) -> bool:
+        """True if a thread or the like, or a container with one in it."""
+        if issubclass(type(x), _ALIVE):
+            return True
+        if not issubclass(type(x), _HOLDERS):
+            return False
+        if id(x) not in self._alive:
+            values = dict.values(x) if isinstance(x, dict) else x
+            self._alive[id(x)] = any(issubclass(kind, _ALIVE) for kind in set(map(type, values)))
+        return self._alive[id(x)]
+
+    def _follow(self, values: Iterable[Any] | None, *, counted: bool = True) -> None:
+        for value in values or ():
+            if type(value) in _SIMPLE or id(value) in self._seen:
+                continue
+            if counted and self._left <= 0:
+                return
+            self._left -= counted
+            self._next.append(value)
+
+    def _within(self, x: Any) -> Any:
+        """What is in the place of a value until it is put back."""
+        if not _is_iterator(type(x)):
+            return x
+        if id(x) not in self._iterators:
+            self._iterators[id(x)] = x, stand_in_for(x) if _is_its_iterator(x) else x
+        stand_in = self._iterators[id(x)][1]
+        if type(stand_in) is Replay:
+            self._replay(stand_in)
+        elif stand_in is not x:
+            self._follow(x.__reduce__()[1])  # what it runs over
+        return stand_in
+
+    def _replay(self, x: Replay) -> None:
+        if id(x) not in self._iterators:
+            self._iterators[id(x)] = x, x
+            x.begin(self._generators)
+            self._put_back.append(x.rewind)
+
+    def _after(self, x: Any) -> Any:
+        """What is put back for a value: the object itself, unless it was drawn from."""
+        stand_in = self._iterators.get(id(x), (x, x))[1]
+        return stand_in if type(stand_in) is Replay and stand_in.is_ahead else x
+
+
+_METHODS = {staticmethod, classmethod}
+_FUNCTIONS = {types.FunctionType, types.MethodType, types.CellType, functools.partial}
+_CELL = {"cell_contents": vars(types.CellType)["cell_contents"]}
+
+
+# -- whose classes -------------------------------------------------------------------------------------
+
+
+def _is_users(cls: type) -> bool:
+    """True if instances of a class are looked into: not those of Python and installed packages."""
+    return _is_users_module(cls.__module__)
+
+
+@functools.cache
+def _is_users_module(name: Any) -> bool:
+    top = str(name).partition(".")[0]
+    if is_library(str(name)) or top == "lightning_cp" or top in sys.stdlib_module_names:
+        return False
+    path = getattr(sys.modules.get(str(name)), "__file__", None)
+    return top == "__main__" if path is None else "-packages" not in path
+
+
+def _is_simple(kind: type, values: Iterable[Any]) -> bool:
+    """True if an object of an installed package has nothing but numbers: an average, say."""
+    if is_library(kind.__module__) or kind.__module__.startswith("lightning_cp."):
+        return False
+    return {type(x) for x in values} <= _SIMPLE | {torch.Tensor}
+
+
+def _is_iterator(kind: type) -> bool:
+    """True if an iterator that does not keep its place in attributes of the user's class."""
+    if not hasattr(kind, "__next__") or not hasattr(kind, "__iter__") or kind is Replay:
+        return False
+    if issubclass(kind, (io.IOBase, *_OF_A_RUN, *_PROXIES)):
+        return False
+    return not _is_users(kind) and not kind.__module__.startswith(
+        ("lightning", "pytorch_lightning")
+    )
+
+
+def _is_its_iterator(x: Any) -> bool:
+    """True if a loop over it draws from it, not from another: a proxy of a package answers for an object."""
+    try:
+        return iter(x) is x
+    except Exception:  # any: it is the user's
+        return False
+
+
+# -- reading and writing -------------------------------------------------------------------------------
+
+
+def _mapped(had: Any, of: Callable[[Any], Any]) -> Any:
+    """The same list or dict, of other values."""
+    if isinstance(had, dict):
+        return {name: of(x) for name, x in had.items()}
+    return [of(x) for x in had]
+
+
+def _container(x: Any) -> tuple[Any, Any, Callable[[Any, Any], None]]:
+    if isinstance(x, (list, deque)):
+        return x, list(x), _write_list
+    if isinstance(x, dict):
+        return x, dict(x), _write_dict
+    return x, set(x), _write_set
+
+
+def _is_same(now: Iterable[Any], had: Iterable[Any]) -> bool:
+    return all(map(operator.is_, now, had))
+
+
+def _write_list(x: Any, had: list[Any]) -> None:
+    if len(x) != len(had) or not _is_same(x, had):
+        kind: Any = list if isinstance(x, list) else deque
+        kind.clear(x)
+        kind.extend(x, had)
+
+
+def _write_dict(x: Any, had: dict[Any, Any]) -> None:
+    if len(x) != len(had) or not _is_same(x, had) or not _is_same(x.values(), had.values()):
+        kind: Any = OrderedDict if isinstance(x, OrderedDict) else dict
+        kind.clear(x)
+        dict.update(x, had) if kind is dict else kind.update(x, had)
+
+
+def _write_set(x: Any, had: set[Any]) -> None:
+    if x != had:
+        set.clear(x)
+        set.update(x, had)
+
+
+def _write_attributes(own: dict[str, Any], had: dict[str, Any]) -> None:
+    for name in own.keys() - had.keys():
+        del own[name]
+    own.update(had)
+
+
+def _of_module(own: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in own.items() if name not in _OF_EVERY_MODULE}
+
+
+def _write_attributes_of_module(own: dict[str, Any], had: dict[str, Any]) -> None:
+    for name in own.keys() - had.keys() - _OF_EVERY_MODULE:
+        del own[name]
+    own.update(had)
+
+
+def _slots_of(kind: type) -> dict[str, Any]:
+    """Descriptors of the slots of the user's classes."""
+    return {
+        f"{base.__qualname__}.{name}": x
+        for base in kind.__mro__
+        if _is_users(base)
+        for name, x in vars(base).items()
+        if type(x) is types.MemberDescriptorType
+    }
+
+
+def _read(x: Any, slots: dict[str, Any]) -> dict[str, Any]:
+    had: dict[str, Any] = {}
+    for name, slot in slots.items():
+        try:
+            had[name] = slot.__get__(x)
+        except (AttributeError, ValueError):  # empty; the second one of a cell
+            continue
+    return had
+
+
+def _write_slots(x: Any, had: dict[str, Any], slots: dict[str, Any]) -> None:
+    now = _read(x, slots)
+    for name, slot in slots.items():
+        if name not in had and name in now:
+            slot.__delete__(x)
+        elif name in had and now.get(name, slot) is not had[name]:
+            slot.__set__(x, had[name])
+
+
+def _write_class(cls: type, had: dict[str, Any], names: set[str]) -> None:
+    for name in vars(cls).keys() - names:
+        if not name.startswith("__"):
+            type.__delattr__(cls, name)
+    for name, value in had.items():
+        if vars(cls).get(name, cls) is not value:
+            type.__setattr__(cls, name, value)
+
+
+def _fill(x: np.ndarray[Any, Any], had: np.ndarray[Any, Any]) -> None:
+    if x.shape == had.shape:
+        np.copyto(x, had)
+
+
+def put_into(x: torch.Tensor, then: torch.Tensor) -> None:
+    """Give a tensor the numbers that it had, if it has others."""
+    with torch.no_grad():
+        if x.shape == then.shape and not torch.equal(x, then):
+            x.copy_(then)
+
+
+def keep_buffers(module: nn.Module) -> Callable[[], None]:
+    """A module's buffers, where a step puts other tensors in their place too; returns what puts them back."""
+    kept = dict(module._buffers)
+    copies = {
+        name: x.detach().clone() for name, x in kept.items() if x is not None and is_strided(x)
+    }
+
+    def put_back() -> None:
+        module._buffers.clear()
+        module._buffers.update(kept)
+        for name, then in copies.items():
+            put_into(module._buffers[name], then)  # type: ignore[arg-type]
+
+    return put_back
+
+
+def _states_of(metric: Metric) -> dict[str, Any]:
+    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache"]
+    return {name: copy.deepcopy(vars(metric)[name]) for name in names if name in vars(metric)}

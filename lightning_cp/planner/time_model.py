@@ -1,0 +1,332 @@
+"""Time of a training step from its compute, memory traffic and communication, and CPU time of all ranks.
+
+Per layer and sequence, forward: matrix products, attention with its exchange over the ring (the longer of
+compute and transfer of every hop), memory traffic around them, the exchanges that nothing hides (Ulysses,
+tensor parallel), and the part of gathering the next layer that exceeds all this. Backward has twice the
+products, also sends gradients, and recomputes tensors that were not saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.layout import Traffic
+from lightning_cp.layout.axes import Axis, Flat
+from lightning_cp.planner.activations import RankStep, layer_bytes, rank_step, saved_per_layer
+from lightning_cp.planner.attention import AttentionCost
+from lightning_cp.planner.comm_volume import (
+    num_layer_gathers,
+    num_own_gathers,
+    num_tensor_parallel_sums,
+    parameter_traffic,
+    tensor_parallel_bytes,
+)
+from lightning_cp.planner.job import OPTIMIZERS, PlanCase
+from lightning_cp.planner.machines import SendCost, nearest_ranks
+from lightning_cp.planner.model import BlockSpec
+
+# Memory traffic besides matrix products. ``python -m lightning_cp.bench 'suites=[compute]'`` measures a
+# device's rate in the same bytes, so traffic that they omit, such as repeated reads of an operator, is part
+# of the rate.
+
+READS_FORWARD, READS_BACKWARD = 2, 3
+"""Reads and writes of a forward result: written and read; read again, and its gradient written and read."""
+LOGIT_BYTES = 4
+"""Bytes of a logit: the loss is computed in float32."""
+BUCKET_PASSES = 4
+"""Reads and writes of a gradient by an engine that copies it to its send buffer and back."""
+
+
+def layer_bytes_moved(step: RankStep) -> float:
+    """Return the traffic of a layer's norms, rotary positions, activations and residuals, both passes."""
+    made = layer_bytes(replace(step, tiled_mlp=0)).total * step.tokens
+    return ((1 + step.recomputes) * READS_FORWARD + READS_BACKWARD) * made
+
+
+def loss_bytes_moved(vocabulary: int, tokens: int) -> float:
+    """Return the traffic of the cross-entropy: logits, and log-probabilities."""
+    return (READS_FORWARD + READS_BACKWARD) * 2 * LOGIT_BYTES * vocabulary * tokens
+
+
+def optimizer_bytes_moved(parameters: float, itemsize: int, optimizer: str) -> float:
+    """Return the traffic of the optimizer: parameter and states read and written, gradient read."""
+    return parameters * itemsize * (2 * (1 + OPTIMIZERS[optimizer]) + 1)
+
+
+def bucket_bytes_moved(parameters: float, itemsize: int) -> float:
+    """Return the traffic of gradients that an engine copies to its send buffer, and back."""
+    return parameters * itemsize * BUCKET_PASSES
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Seconds of one step on the slowest rank; communication counts only where compute does not hide it."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    """Memory traffic besides products: norms, activations, the loss."""
+    ring: float = 0.0
+    ulysses: float = 0.0
+    tensor_parallel: float = 0.0
+    parameters: float = 0.0
+    """Gathering parameters, and reducing their gradients."""
+    offload: float = 0.0
+    optimizer: float = 0.0
+    fixed: float = 0.0
+    """Python and launches, if measured."""
+
+    def __add__(self, other: StepSeconds) -> StepSeconds:
+        return StepSeconds(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def times(self, factor: float) -> StepSeconds:
+        """Return the seconds multiplied by ``factor``."""
+        return StepSeconds(*(factor * getattr(self, f.name) for f in fields(self)))
+
+    @property
+    def computing(self) -> float:
+        """Seconds of a device that never waits."""
+        return self.matmul + self.attention + self.memory + self.optimizer + self.fixed
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of waiting for messages."""
+        return self.ring + self.ulysses + self.tensor_parallel + self.parameters + self.offload
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return self.computing + self.exposed
+
+
+def step_seconds(case: PlanCase, attention: dict[int | None, AttentionCost]) -> StepSeconds:
+    """Return the time of a step.
+
+    Args:
+        case: the job and the choice.
+        attention: by the layers' windows.
+    """
+    sequence = _head_and_loss(case)
+    for window, count in case.job.model.windows.items():
+        sequence += _layer_seconds(case, attention[window]).times(count)
+    return sequence.times(case.sequences) + _step_overhead(case)
+
+
+def _layer_seconds(case: PlanCase, cost: AttentionCost) -> StepSeconds:
+    """Return the time of one layer's forward and backward of one sequence."""
+    job, choice, machine = case.job, case.choice, case.job.timed
+    layer = job.model.layers[0]
+    recomputes = choice.checkpointing != "none"
+    again = choice.checkpointing == "blocks"
+    product = 2 * job.model.layer_products / choice.mesh.tp * case.local_tokens
+    product /= machine.matmul_flops
+    products = (1 + recomputes + 2) * product
+    if choice.tiled_mlp:  # recomputed in backward
+        products += product * _mlp_fraction(layer)
+    memory = layer_bytes_moved(rank_step(case)) / machine.memory_bandwidth
+    attention = cost.computing.step(again=again)
+    ring = cost.over_ring.step(again=again) - attention
+    ulysses = cost.ulysses.step(again=again)
+    tensor = _tensor_parallel(case)
+    computing = products + attention + memory
+    return StepSeconds(
+        matmul=products,
+        attention=attention,
+        memory=memory,
+        ring=ring,
+        ulysses=ulysses,
+        tensor_parallel=tensor,
+        parameters=_parameters(case, layer, computing),
+        offload=_offload(case, computing),
+        fixed=machine.layer_seconds,
+    )
+
+
+def _mlp_fraction(layer: BlockSpec) -> float:
+    """Return the MLP's fraction of a layer's products."""
+    total = sum(one.numel for one in layer.parameters if len(one.shape) > 1)
+    mlp = sum(
+        one.numel for one in layer.parameters if len(one.shape) > 1 and one.name.startswith("mlp.")
+    )
+    return mlp / total
+
+
+def _tensor_parallel(case: PlanCase) -> float:
+    sums = num_tensor_parallel_sums(case)
+    if not sums:
+        return 0.0
+    machine = case.job.machine
+    link = machine.link(crosses=case.crosses_nodes(Axis.TP))
+    each = tensor_parallel_bytes(case) / link + machine.latency
+    return sums * each
+
+
+def _parameters(case: PlanCase, layer: BlockSpec, computing: float) -> float:
+    """Return the time of gathering a layer, and of reducing its gradients once a step, beyond its compute."""
+    choice, machine = case.choice, case.job.machine
+    if choice.engine == "ddp":
+        return 0.0
+    moved = parameter_traffic(case, layer.parameters)
+    link = machine.link(crosses=_shards_cross(case))
+    moving = num_layer_gathers(case) * (moved.gathered / link + machine.latency)
+    moving = (moving + moved.reduced / link + machine.latency) / case.sequences
+    return max(0.0, moving - computing)
+
+
+def _shards_cross(case: PlanCase) -> bool:
+    choice = case.choice
+    flat = Flat.LOSS if choice.engine in ("zero1", "ddp") else Flat.FSDP
+    return case.crosses_nodes(flat)
+
+
+def _offload(case: PlanCase, computing: float) -> float:
+    """Return the time of copying saved tensors to the host and back, beyond compute."""
+    if not case.choice.offload:
+        return 0.0
+    kept = saved_per_layer(rank_step(case))
+    copied = 2 * kept * case.local_tokens / case.job.machine.host_link
+    return max(0.0, copied - computing)
+
+
+def _head_and_loss(case: PlanCase) -> StepSeconds:
+    """Return the time of the head and the loss, of one sequence."""
+    job, choice = case.job, case.choice
+    product = 2 * job.model.head_products / choice.mesh.tp * case.local_tokens
+    times = 4 if choice.chunked_loss else 3
+    moved = loss_bytes_moved(job.model.vocabulary, case.local_tokens) / choice.mesh.tp
+    bandwidth = job.machine.loss_bandwidth or job.machine.memory_bandwidth
+    return StepSeconds(
+        matmul=times * product / job.timed.matmul_flops,
+        memory=moved / bandwidth,
+    )
+
+
+def _step_overhead(case: PlanCase) -> StepSeconds:
+    """Return the time per step of the optimizer, and of reductions that nothing hides."""
+    job, choice, machine = case.job, case.choice, case.job.timed
+    model = job.model
+    link = machine.link(crosses=_shards_cross(case))
+    own = parameter_traffic(case, (*model.before, *model.after))
+    waiting = (own.gathered * num_own_gathers(case) + own.reduced) / link
+    each, layers = parameter_traffic(case, model.layers[0].parameters), len(model.layers)
+    if choice.engine == "ddp":  # buckets travel during backward
+        hidden = layers * each.reduced / link
+        computing = 4 * model.layer_products * case.local_tokens * layers
+        waiting += max(0.0, hidden - computing / machine.matmul_flops)
+    between = machine.link(crosses=case.crosses_nodes(Axis.DP_REPLICATE))
+    waiting += (layers * each.replicated + own.replicated) / between
+    held = model.num_parameters / choice.mesh.tp / choice.shard_ranks
+    touched = optimizer_bytes_moved(held, job.itemsize, job.optimizer)
+    bandwidth = machine.optimizer_bandwidth or machine.memory_bandwidth
+    fixed = machine.step_seconds
+    if choice.mesh.cp > 1 and machine.sharing:
+        fixed += nearest_ranks(machine.sharing, choice.mesh.cp).seconds
+    return StepSeconds(parameters=waiting, optimizer=touched / bandwidth, fixed=fixed)
+
+
+# CPU time, for training on CPU, where communication is work of the processor too. The terms are those of
+# ``step_seconds``, but hidden and exposed communication is replaced by its CPU time: work adds up.
+
+COLLECTIVES = {
+    "all-to-all": ("all_to_all_calls", "all_to_all_bytes"),
+    "p2p": ("p2p_messages", "p2p_bytes"),
+    "all-gather": ("all_gather_calls", "all_gather_bytes"),
+    "reduce-scatter": ("reduce_scatter_calls", "reduce_scatter_bytes"),
+}
+"""Attention's collectives, with their fields of ``Traffic``."""
+
+
+@dataclass(frozen=True)
+class CpuSeconds:
+    """CPU-seconds of one step, of all ranks together."""
+
+    products: float
+    attention: float
+    memory: float
+    """Norms, activations, the loss."""
+    optimizer: float
+    fixed: float
+    """Python and launches of layers and of the step."""
+    exchange: float
+    """Attention's exchanges: calls, and bytes."""
+    gradients: float
+    """Copies of gradients to send buffers, and their reduction."""
+
+    @property
+    def total(self) -> float:
+        """CPU-seconds of the step."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def cpu_seconds(case: PlanCase, attention: Mapping[int | None, AttentionCost]) -> CpuSeconds:
+    """Return the CPU-seconds of all ranks: ranks times the busiest one's compute and the first one's traffic.
+
+    Args:
+        case: the job and the choice, which is ``ddp`` without tensor parallelism.
+        attention: by the layers' windows.
+
+    Raises:
+        ConfigError: an unsupported choice, or the CPU time of a collective was not measured.
+    """
+    choice, ranks = case.choice, case.choice.mesh.devices
+    if choice.engine != "ddp" or choice.mesh.tp > 1:
+        raise ConfigError(
+            f"CPU-seconds are counted of engine=ddp without tensor parallelism, got {choice.engine} and "
+            f"tp={choice.mesh.tp}. "
+            "Ask for engine=ddp and tp=1."
+        )
+    computing = step_seconds(case, dict(attention))
+    return CpuSeconds(
+        ranks * computing.matmul,
+        ranks * computing.attention,
+        ranks * computing.memory,
+        ranks * computing.optimizer,
+        ranks * computing.fixed,
+        ranks * case.sequences * _exchange(case, attention),
+        ranks * _gradients(case),
+    )
+
+
+def _exchange(case: PlanCase, attention: Mapping[int | None, AttentionCost]) -> float:
+    """Return the CPU-seconds of attention's exchanges, for one rank and one sequence."""
+    total = 0.0
+    again = case.choice.checkpointing == "blocks"
+    for window, count in case.job.model.windows.items():
+        forward, backward = attention[window].traffic
+        total += count * (_sent(case, forward) * (1 + again) + _sent(case, backward))
+    return total
+
+
+def _sent(case: PlanCase, traffic: Traffic) -> float:
+    total = 0.0
+    for collective, (calls, nbytes) in COLLECTIVES.items():
+        if getattr(traffic, calls):
+            each = _sending(case, collective)
+            total += getattr(traffic, calls) * each.call_seconds
+            total += getattr(traffic, nbytes) * each.seconds_per_byte
+    return total
+
+
+def _gradients(case: PlanCase) -> float:
+    """Return the CPU-seconds of one rank's gradients: copies to buckets and back (always), and sums."""
+    job = case.job
+    bandwidth = job.machine.optimizer_bandwidth or job.machine.memory_bandwidth
+    copied = bucket_bytes_moved(job.model.num_parameters, job.itemsize) / bandwidth
+    if case.choice.mesh.devices == 1:
+        return copied
+    sent = parameter_traffic(case, tuple(job.model.parameters)).reduced
+    return copied + sent * _sending(case, "all-reduce").seconds_per_byte
+
+
+def _sending(case: PlanCase, collective: str) -> SendCost:
+    machine, mesh = case.job.machine, case.choice.mesh
+    ranks = {"all-to-all": mesh.ulysses, "all-reduce": mesh.size(Flat.LOSS)}
+    found = [sending for sending in machine.sending if sending.collective == collective]
+    if found:
+        return nearest_ranks(found, ranks.get(collective, mesh.ring))
+    raise ConfigError(
+        f"what {collective} takes of a processor was not measured on {machine.name}. Measure it with two "
+        "devices or more: python -m lightning_cp.bench 'suites=[kernels,links,compute,overheads]' device=cpu"
+    )

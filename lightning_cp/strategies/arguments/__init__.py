@@ -1,1 +1,0 @@
-"""Settings that a user asks of a strategy, and checks of them."""

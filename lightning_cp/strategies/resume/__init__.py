@@ -1,5 +1,0 @@
-"""Going on where a run was: random numbers of every rank, the place of every loader, windows.
-
-Weights, optimizers and counters are Lightning's and ``checkpoint``'s. What is added here is plain: dicts,
-lists, numbers, strings and tensors on the CPU, the same on all ranks, with every rank's part in it.
-"""

@@ -1,1 +1,0 @@
-"""Saves and loads of the two strategies: their hooks over ``lightning_cp.checkpoint``."""

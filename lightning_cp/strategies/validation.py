@@ -1,0 +1,423 @@
+"""Settings that contradict each other, whatever the ranks and the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from lightning_cp import error_display as console
+from lightning_cp.checkpoint.pretrained.strategy_argument import check_pretrained
+from lightning_cp.config import (
+    CHOICES,
+    DEFAULT_CHUNK_TOKENS,
+    DEFAULT_TILE_TOKENS,
+    GATHERING_MODE,
+    StrategyConfig,
+    check_choice,
+    check_module_names,
+    check_size,
+    explicit_cp_size,
+    parity_steps_of,
+)
+from lightning_cp.engines.checks import check_engine
+from lightning_cp.errors import ConfigError
+
+TENSOR_PARALLEL_ENGINES = ("fsdp", "hsdp")
+
+
+def check_mode(settings: StrategyConfig) -> None:
+    """Refuse sizes that the mode does not have.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    other = {"ulysses": "ring_size", "ring": "ulysses_size"}.get(settings.mode)
+    if other is not None and getattr(settings, other) not in (None, 1):
+        raise ConfigError(
+            f"mode={settings.mode!r} has {other}=1, got {other}={getattr(settings, other)}. Use "
+            "mode='hybrid' or 'auto' for both axes."
+        )
+    if settings.mode == GATHERING_MODE and settings.ring_size == 1:
+        raise ConfigError(
+            f"mode={GATHERING_MODE!r} gathers keys over the ring axis, got ring_size=1. Leave ring_size "
+            "out, or use mode='ulysses'."
+        )
+    if settings.mode == "hybrid" and 1 in (settings.ulysses_size, settings.ring_size):
+        raise ConfigError(
+            f"mode='hybrid' needs both axes larger than 1, got ulysses_size={settings.ulysses_size}, "
+            f"ring_size={settings.ring_size}. Use mode='ulysses' or 'ring'."
+        )
+
+
+def check_names(settings: StrategyConfig) -> None:
+    """Refuse names of a batch's tensors that are none, and dimensions that are no integers.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    key = settings.label_key
+    if not isinstance(key, str) or not key:
+        raise ConfigError(
+            "label_key must be the dotted name of the labels in a batch ('labels'; '1' of a tuple), got "
+            f"{key!r}. "
+            "Leave it out if the batch has labels."
+        )
+    dims = settings.sequence_dims
+    if not isinstance(dims, Mapping):
+        raise ConfigError(
+            f"sequence_dims must map names to dimensions, got {dims!r}. "
+            "Write sequence_dims={'images': None, 'features': 1}."
+        )
+    for name, dim in dims.items():
+        if not isinstance(name, str) or not (dim is None or type(dim) is int):
+            raise ConfigError(
+                "sequence_dims must map the dotted name of a batch tensor to its sequence dimension, an "
+                f"integer, or to None to replicate it; got {name!r}: {dim!r}. "
+                "Write sequence_dims={'images': None, 'features': 1}."
+            )
+
+
+def check_exchange(settings: StrategyConfig) -> None:
+    """Refuse an exchange that the mode does not have, and settings of another exchange.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    if settings.mode == GATHERING_MODE and settings.exchange not in ("ring", "all_gather"):
+        raise ConfigError(
+            f"mode={GATHERING_MODE!r} is a ring axis with exchange='all_gather', got "
+            f"exchange={settings.exchange!r}. Leave one of them out."
+        )
+    _ = settings.attention_exchange  # refuses what it has no use for
+
+
+def check_profile(settings: StrategyConfig) -> None:
+    """Refuse steps that cannot be recorded.
+
+    Raises:
+        ConfigError: no steps, a folder without any, or an exchange that is not looked into.
+    """
+    steps, folder = settings.profiled_steps, settings.profile_folder
+    if folder is not None and (not isinstance(folder, (str, PathLike)) or not str(folder)):
+        raise ConfigError(
+            f"profile_folder must be a path, or None, got {folder!r}. "
+            "Leave it out to write beside the logs."
+        )
+    if folder is not None and not steps:
+        raise ConfigError(
+            f"profile_folder={str(folder)!r} says where recorded steps are written, but none is recorded. "
+            "Say which, profile=3, or leave the folder out."
+        )
+    blocked = None if folder is None else _in_the_way(Path(folder))
+    if blocked is not None:
+        raise ConfigError(
+            f"profile_folder={str(folder)!r} cannot be made: {str(blocked)!r} is no folder. Name "
+            "another one, or leave it out."
+        )
+    if steps and settings.exchange == "ring_flash_attn":
+        raise ConfigError(
+            "profile= shows the hops of our exchanges, and exchange='ring_flash_attn' leaves them to a "
+            "package that names none. Use exchange='ring', or torch.profiler without profile=."
+        )
+
+
+def _in_the_way(folder: Path) -> Path | None:
+    """The part of a path that exists and is no folder, if there is one."""
+    parts = (folder.absolute(), *folder.absolute().parents)
+    there = next(part for part in parts if os.path.exists(part))  # noqa: PTH110  # never raises
+    return None if there.is_dir() else there
+
+
+def check_tensor_parallel(settings: StrategyConfig) -> None:
+    """Refuse what tensor parallelism does not go together with.
+
+    Raises:
+        ConfigError: an engine that cannot wrap sharded layers, or a plan that nothing uses.
+    """
+    size, engine, plan = (
+        getattr(settings, name)
+        for name in ("tensor_parallel_size", "data_parallel", "tensor_parallel_plan")
+    )
+    if size is None:
+        raise ConfigError(
+            "tensor_parallel_size must be an integer of at least 1, got None. Leave it out for 1."
+        )
+    if plan is not None and not (isinstance(plan, Mapping) or callable(plan)):
+        raise ConfigError(
+            "tensor_parallel_plan must be None (automatic), a mapping from module names ('layers.*.q_proj') "
+            f"to parallel styles, or a function of (model, device_mesh), got {plan!r}. "
+            "Leave it out for the automatic plan."
+        )
+    names_only = not isinstance(plan, Mapping) or all(isinstance(name, str) for name in plan)
+    if not names_only or (isinstance(plan, Mapping) and not plan):
+        raise ConfigError(
+            f"tensor_parallel_plan must map names of modules to styles, at least one, got {plan!r}. None "
+            "finds those of llama-like models."
+        )
+    if isinstance(plan, Mapping):
+        _check_styles(cast(Mapping[str, Any], plan))
+    if plan is not None and size == 1:
+        raise ConfigError(
+            "tensor_parallel_plan says how layers are shared, but tensor_parallel_size=1 shares none. Give a "
+            "size, or leave the plan out."
+        )
+    if size > 1 and engine not in TENSOR_PARALLEL_ENGINES:
+        why = {
+            "ddp": "DistributedDataParallel cannot wrap layers that are sharded (DTensors)",
+            "zero1": "it keeps whole layers on every rank",
+        }
+        raise ConfigError(
+            f"tensor_parallel_size={size} does not go with data_parallel={engine!r}: "
+            f"{why.get(engine, 'it does not know of sharded layers')}. Use "
+            f"data_parallel={' or '.join(map(repr, TENSOR_PARALLEL_ENGINES))}."
+        )
+
+
+def _check_styles(plan: Mapping[str, Any]) -> None:
+    # not before a plan is given: it brings PyTorch's tensor parallelism
+    from lightning_cp.engines.tensor_parallel.user_plan import require_style
+
+    for pattern, style in plan.items():
+        require_style(pattern, style)
+
+
+def check_group_timeout(limit: object) -> None:
+    """Refuse a limit of PyTorch's collectives that is no ``timedelta``.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if limit is not None and not isinstance(limit, timedelta):
+        raise ConfigError(
+            f"timeout must be a datetime.timedelta, such as timedelta(minutes=30), got {limit!r}. It is that "
+            "of PyTorch's collectives; step_timeout is in seconds."
+        )
+
+
+def check_backend(backend: str | None) -> None:
+    """Refuse a backend that PyTorch does not know when the processes connect: a program may register its own.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    known = dist.Backend.backend_list
+    parts = str(backend).split(",") if backend is not None else []
+    if any(part.split(":")[-1].lower() not in known for part in parts):
+        raise ConfigError(
+            f"process_group_backend must be one of {', '.join(known)}, or one for each kind of device "
+            f"('cpu:gloo,cuda:nccl'), got {backend!r}. Leave it out to have it chosen by the device, or "
+            "register it with torch.distributed.Backend.register_backend before the run."
+        )
+
+
+def check_timeouts(settings: StrategyConfig) -> None:
+    """Refuse limits that are no numbers of seconds, or a first step that may take less than others.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    for name in ("step_timeout", "first_step_timeout"):
+        value = getattr(settings, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value < float("inf")):
+            what = "the ranks do not watch each other" if name == "step_timeout" else "no limit"
+            raise ConfigError(
+                f"{name} must be a number of seconds above 0, or None ({what}), got {value!r}. "
+                "Leave it out for the default."
+            )
+    usual, first = settings.step_timeout, settings.first_step_timeout
+    if usual is not None and first is not None and first < usual:
+        raise ConfigError(
+            f"first_step_timeout={first} is shorter than step_timeout={usual}, but the first step also makes "
+            "and compiles what the others use. Make it at least as long."
+        )
+
+
+# Settings that save memory of long sequences: what they may be, and with what they do not go.
+
+
+def check_length(settings: StrategyConfig) -> None:
+    """Refuse what is no number of tokens, layers that ranks share, and settings without a use.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    _check_tokens("chunked_loss", settings.chunked_loss, "logits exist", DEFAULT_CHUNK_TOKENS)
+    _check_tokens("tiled_mlp", settings.tiled_mlp, "an MLP is computed", DEFAULT_TILE_TOKENS)
+    size = settings.tensor_parallel_size
+    if settings.chunked_loss and size > 1:
+        raise ConfigError(
+            f"chunked_loss={settings.chunked_loss} does not go with tensor_parallel_size={size}: there each "
+            "rank has its own part of the vocabulary, and makes that part of the logits. Use one of the two."
+        )
+    if settings.tiled_mlp and size > 1:
+        raise ConfigError(
+            f"tiled_mlp={settings.tiled_mlp} does not go with tensor_parallel_size={size}: there ranks share "
+            "each MLP, and would communicate for every tile. Use one of the two."
+        )
+    if settings.mlp_modules is not None:
+        _check_modules(settings)
+    if type(settings.activation_offload) is not bool:
+        raise ConfigError(
+            f"activation_offload must be True or False, got {settings.activation_offload!r}. "
+            "Leave it out for False."
+        )
+    if settings.activation_offload and settings.activation_checkpointing == "none":
+        raise ConfigError(
+            "activation_offload=True moves what activation checkpointing keeps to host memory, got "
+            "activation_checkpointing='none', which keeps everything. Use 'blocks' or 'keep_attention'."
+        )
+
+
+def _check_tokens(name: str, given: object, what: str, default: int) -> None:
+    if type(given) is bool or (type(given) is int and given >= 1):
+        return
+    raise ConfigError(
+        f"{name} must be a number of tokens of which {what} at once, an integer of at least 1, "
+        f"True ({default}) or False, got {given!r}. "
+        "Leave it out for False."
+    )
+
+
+def _check_modules(settings: StrategyConfig) -> None:
+    given = settings.mlp_modules
+    check_module_names(
+        "mlp_modules", given, "'LlamaMLP' or 'model.layers.*.mlp'", "the MLPs of blocks"
+    )
+    if not settings.tiled_mlp:
+        raise ConfigError(
+            f"mlp_modules={given!r} says which modules tiled_mlp= is of, got tiled_mlp=False. Use "
+            "tiled_mlp=True, or leave mlp_modules out."
+        )
+
+
+# Settings of the parity check.
+
+
+def check_parity(settings: StrategyConfig) -> None:
+    """Refuse what is no number.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    require_known(settings.parity_check)
+    tokens = settings.parity_tokens
+    if type(tokens) is not int or tokens < 1:
+        raise ConfigError(
+            "parity_tokens must be a number of tokens that one device can train on, at least 1, got "
+            f"{tokens!r}. "
+            "Leave it out for 4096."
+        )
+
+
+def require_known(every: Any) -> None:
+    """Refuse what says no time for a check.
+
+    Raises:
+        ConfigError: saying what does.
+    """
+    if every in ("off", "first_batch") or parity_steps_of(every) is not None:
+        return
+    raise ConfigError(
+        "parity_check must be 'first_batch', 'off', or 'every_<n>' for each n-th optimizer step, such as "
+        f"'every_100', got {every!r}. "
+        "Leave it out for 'first_batch'."
+    )
+
+
+def check_asked(settings: StrategyConfig, *, given: bool) -> None:
+    """Of Fabric, where nothing is checked unless the loop asks: refuse what promises more, or say so.
+
+    ``first_batch`` is not refused even if it was given: what builds strategies from files gives every
+    argument its default.
+
+    Args:
+        settings: of the strategy.
+        given: ``parity_check`` was among the arguments.
+
+    Raises:
+        ConfigError: checks that should come again in every so many steps.
+    """
+    every = settings.parity_check
+    if settings.parity_steps is not None:
+        raise ConfigError(
+            f"parity_check={every!r} is the Trainer's, which makes the check by itself. With Fabric the loop "
+            f"asks for it, as often as it likes: {_ASK}."
+        )
+    if given and every != "off":
+        rank_zero_only(console.warn)(
+            f"parity_check={every!r} checks nothing by itself with Fabric: call {_ASK}. "
+            "parity_check='off' says nothing."
+        )
+
+
+_ASK = "fabric.strategy.check_parity(batch, step=lambda batch: model(**batch).loss)"
+
+
+# All that can be refused of settings before there are processes, in one place.
+
+
+SIZES = (
+    "ulysses_size",
+    "ring_size",
+    "num_heads",
+    "kv_heads_per_gather",
+    "data_parallel_size",
+    "tensor_parallel_size",
+    "data_parallel_replicate_size",
+)
+YES_OR_NO = ("padding", "check_finite", "async_save")
+"""Settings by what they may be."""
+
+
+def checked(arguments: Mapping[str, Any]) -> StrategyConfig:
+    """Settings from a mapping that holds at least their names.
+
+    Raises:
+        ConfigError: a value that is not known, or settings that contradict each other.
+    """
+    settings = StrategyConfig.take(arguments)
+    check(settings)
+    return settings
+
+
+def check(settings: StrategyConfig) -> None:
+    """Refuse settings that no run can have.
+
+    Raises:
+        ConfigError: a value that is not known, or settings that contradict each other.
+    """
+    for name in CHOICES:
+        check_choice(name, getattr(settings, name))
+    for name in SIZES:
+        check_size(name, getattr(settings, name))
+    if settings.context_parallel_size is None:
+        raise ConfigError(
+            "context_parallel_size is None. Leave it out, or pass 'auto' or a number of ranks."
+        )
+    if settings.context_parallel_size != "auto":
+        check_size("context_parallel_size", settings.context_parallel_size, " or 'auto'")
+    check_names(settings)
+    for name in YES_OR_NO:
+        if type(getattr(settings, name)) is not bool:
+            raise ConfigError(
+                f"{name} must be True or False, got {getattr(settings, name)!r}. "
+                "Leave it out for the default."
+            )
+    check_mode(settings)
+    check_exchange(settings)
+    check_profile(settings)
+    check_pretrained(settings)
+    check_engine(settings)
+    check_timeouts(settings)
+    check_length(settings)
+    check_parity(settings)
+    explicit_cp_size(settings)
+    check_tensor_parallel(settings)

@@ -1,1 +1,0 @@
-"""Watches of a run: values that are not finite, signals, other ranks."""

@@ -1,0 +1,1 @@
+"""Helpers that do not depend on context parallelism."""
