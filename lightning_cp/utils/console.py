@@ -12,7 +12,7 @@ Place = tuple[str, ...]
 
 def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table with left-aligned columns and a rule under its head."""
-    lines = [markdown_head, *rows]
+    lines = [head, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

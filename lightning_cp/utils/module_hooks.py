@@ -39,7 +39,7 @@ def replace_method(
         plain: the method of a copy, if the owner's class has no such method.
     """
     before = vars(owner).get(name)
-    ours = InstanceMethod(owner, name, value, strip_wrappers if before is None else before)
+    ours = InstanceMethod(owner, name, value, plain if before is None else before)
     object.__setattr__(owner, name, ours)
 
     def put_back() -> None:

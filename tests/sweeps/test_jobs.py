@@ -65,7 +65,7 @@ def test_signals_to_the_sweep_end_the_job_and_its_ranks(
 ) -> None:
     app = job_with_a_rank(tmp_path, deaf=deaf)
     app.write_text(
-        f"import lightning_cp.utils.subprocess\nlightning_cp.jobs.GRACE = 1.0\n{app.read_text()}"
+        f"import lightning_cp.utils.subprocess\nlightning_cp.utils.subprocess.GRACE = 1.0\n{app.read_text()}"
     )
     sweep = subprocess.Popen(
         [sys.executable, str(app), "-m", OURS, "+x=1,2"],
