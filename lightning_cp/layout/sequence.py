@@ -211,6 +211,7 @@ class SequenceLayout:
         return torch.cat(list(shards), dim).index_select(dim, order)
 
     @cached_property
+    @torch.inference_mode(False)  # validation may ask first, and autograd saves it in training
     def _inverse(self) -> torch.Tensor:
         """int64 ``[seq_len]``: the place of global token i in the concatenation of all shards."""
         order = torch.cat([self.positions(rank) for rank in range(self.cp_size)])

@@ -92,6 +92,19 @@ def test_sharding_is_differentiable() -> None:
     assert torch.equal(x.grad, weights)
 
 
+def test_a_layout_that_validation_used_first_is_differentiable() -> None:
+    """Lightning validates in inference mode, and ``layout="auto"`` gives training the same object."""
+    layout = SequenceLayout(13, ring_size=2, ulysses_size=2)
+    x = torch.randn(2, 13, dtype=torch.float64, requires_grad=True)
+    with torch.inference_mode():
+        shards = [layout.shard(x, rank) for rank in range(4)]
+        assert torch.equal(layout.unshard(shards), x)
+    shards = [layout.shard(x, rank) for rank in range(4)]
+    layout.unshard(shards).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
 def test_layouts_compare_by_what_they_say() -> None:
     one = SequenceLayout(16, 2, documents=Documents.from_cu_seqlens([0, 4, 16]))
     same = SequenceLayout(16, 2, documents=Documents.from_cu_seqlens([0, 4, 16]))
