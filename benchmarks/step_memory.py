@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_cp.bench.model_step import ModelSizes, model_of
 from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError
-from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.runtime.runtime import ContextParallelRuntime
 from lightning_cp.utils.console import quiet_lightning
 
 
@@ -89,40 +89,40 @@ class StepMemory:
 
 def step(sizes: ModelSizes, local_tokens: int, settings: dict[str, Any]) -> StepMemory:
     """Run forward and backward of one row, with ``local_tokens`` tokens on each rank."""
-    model, core = attach_model(sizes, settings)
-    batch = batch_of(sizes, local_tokens, core)
-    core.begin_step()
+    model, runtime = attach_model(sizes, settings)
+    batch = batch_of(sizes, local_tokens, runtime)
+    runtime.begin_step()
     reset_peak()
     before, started = process_memory("VmRSS"), time.monotonic()
     with PeakBytes() as found:
         loss = model(**batch).loss
         kept = found.live
-        core.scale_loss(loss).backward()
+        runtime.step.scale_loss(loss).backward()
     seconds = time.monotonic() - started
     mine = [kept, found.peak, process_memory("VmHWM") - before]
-    mean = float(core.average(loss).detach())
-    core.detach()
+    mean = float(runtime.step.average(loss).detach())
+    runtime.detach()
     kept, peak, resident = maximum_over_ranks(mine)
     return StepMemory(local_tokens, kept, peak, resident, seconds, mean)
 
 
-def attach_model(sizes: ModelSizes, settings: dict[str, Any]) -> tuple[Any, ContextParallelCore]:
-    """Return a model and the core that swapped its attention; all ranks form a ring."""
+def attach_model(sizes: ModelSizes, settings: dict[str, Any]) -> tuple[Any, ContextParallelRuntime]:
+    """Return a model and the runtime that swapped its attention; all ranks form a ring."""
     ranks = dist.get_world_size()
     model = model_of(sizes)
-    core = ContextParallelCore(StrategyConfig(ring_size=ranks, ulysses_size=1, **settings))
+    runtime = ContextParallelRuntime(StrategyConfig(ring_size=ranks, ulysses_size=1, **settings))
     with quiet_lightning():
-        core.build_mesh(ranks, "cpu", None, model)
-        core.attach(model, {}, needs_labels=True)
-    return model, core
+        runtime.meshes.build(ranks, "cpu", None, model)
+        runtime.attach(model, {}, needs_labels=True)
+    return model, runtime
 
 
-def batch_of(sizes: ModelSizes, local_tokens: int, core: ContextParallelCore) -> Any:
+def batch_of(sizes: ModelSizes, local_tokens: int, runtime: ContextParallelRuntime) -> Any:
     """Return this rank's shard of one row."""
     draw = torch.Generator().manual_seed(1)
     row = (1, dist.get_world_size() * local_tokens)
     ids = torch.randint(sizes.vocabulary, row, generator=draw)
-    return core.shard({"input_ids": ids, "labels": ids.clone()}, needs_labels=True)
+    return runtime.shard({"input_ids": ids, "labels": ids.clone()}, needs_labels=True)
 
 
 def maximum_over_ranks(mine: list[int]) -> list[int]:

@@ -337,7 +337,7 @@ class Recorder:
             self.steps.own.append({name: own[name] - known.get(name, 0.0) for name in own})
         self._before = time.process_time(), own
         self.mesh = strategy.mesh
-        self.parts.append(strategy._core._part)
+        self.parts.append(strategy.runtime.part)
 
 
 def train_by_hand(job: Job, recorder: Recorder) -> tuple[StepTimes, Any]:

@@ -260,6 +260,6 @@ def test_unknown_options_by_name() -> None:
     made = StrategyRegistry.get("ulysses_ring")
     assert type(made) is lightning_cp.UlyssesRingStrategy
     factory = StrategyRegistry["ulysses_ring"]["strategy"]
-    assert factory(ring_size=2, ulysses_size=1)._core.settings.ring_size == 2
+    assert factory(ring_size=2, ulysses_size=1).runtime.settings.ring_size == 2
     with pytest.raises(ConfigError, match=r"rings\. Did you mean ring_size instead of rings"):
         factory(rings=2)

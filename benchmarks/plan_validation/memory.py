@@ -1,6 +1,6 @@
 """Predicted against measured peak memory of a training step on gloo ranks: :func:`verify`.
 
-A small model runs through the strategy's own core and engine: two steps first, so that the optimizer has its
+A small model runs through the strategy's runtime and engine: two steps first, so that the optimizer has its
 state and buckets have their order, then the measured one. *Measured* is all tensors that live at once, with
 parameters, gradients and the optimizer's state. *Resident* is the rise of the process's own peak above its
 memory with everything imported; it also has temporaries of operators and gloo, and memory that the allocator
@@ -105,34 +105,34 @@ def measured_step(cell: Cell, before: int) -> Measured:
     _give_back()
     with PeakBytes() as found:
         found.looks = False
-        model, core = attach_model(cell.sizes, {**cell.settings, "data_parallel": cell.engine})
-        engine = engine_of(core.settings, CommHook())
-        engine.before_data = core.before_data
-        core.follow_unreduced(engine.unreduced)
-        wrapped = engine.wrap(model, core.mesh, torch.device("cpu"), {})
+        model, runtime = attach_model(cell.sizes, {**cell.settings, "data_parallel": cell.engine})
+        engine = engine_of(runtime.settings, CommHook())
+        engine.before_data = runtime.before_data
+        runtime.follow_unreduced(engine.unreduced)
+        wrapped = engine.wrap(model, runtime.mesh, torch.device("cpu"), {})
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        run = (found, wrapped, core, engine, optimizer)
+        run = (found, wrapped, runtime, engine, optimizer)
         for _ in range(2):
             _step(cell, WARM_TOKENS, run)
         reset_peak()
         found.looks = True
         peaks = _step(cell, cell.local_tokens, run)
         resident = process_memory("VmHWM") - before
-    core.detach()
+    runtime.detach()
     return Measured(*maximum_over_ranks([*peaks, resident]))
 
 
 def _step(cell: Cell, tokens: int, run: Any) -> tuple[int, int]:
     """Return the peaks of forward and backward, and of the optimizer's step."""
-    found, wrapped, core, engine, optimizer = run
-    batch = batch_of(cell.sizes, tokens, core)
+    found, wrapped, runtime, engine, optimizer = run
+    batch = batch_of(cell.sizes, tokens, runtime)
     found.forget_peak()
-    core.begin_step()
+    runtime.begin_step()
     loss = wrapped(**batch).loss
     engine.expect(loss)
-    core.scale_loss(loss).backward()
+    runtime.step.scale_loss(loss).backward()
     engine.require_averaged()
-    core.end_step()
+    runtime.end_step()
     peak = found.peak
     del loss
     found.forget_peak()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_cp.config import StrategyConfig
 from lightning_cp.engines.base import engine as engine_of
 from lightning_cp.engines.ddp_options import CommHook
-from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.runtime.runtime import ContextParallelRuntime
 from lightning_cp.utils.console import quiet_lightning
 
 
@@ -77,7 +77,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class ModelStep:
-    """The training step of a model on this rank, with the strategy's own core and engine.
+    """The training step of a model on this rank, with the strategy's own runtime and engine.
 
     Args:
         sizes: the model's sizes.
@@ -108,33 +108,35 @@ class ModelStep:
         self._sizes = sizes
         device = torch.device(device_type)
         model = model_of(sizes).to(device)
-        self._core = ContextParallelCore(settings)
+        self._runtime = ContextParallelRuntime(settings)
         with quiet_lightning():
-            self._core.build_mesh(ranks, device_type, None, model)
-            self._core.attach(model, {}, needs_labels=True)
+            self._runtime.meshes.build(ranks, device_type, None, model)
+            self._runtime.attach(model, {}, needs_labels=True)
         self._engine = engine_of(settings, CommHook())
-        self._model = self._engine.wrap(model, self._core.mesh, device, {})
+        self._model = self._engine.wrap(model, self._runtime.mesh, device, {})
         self._optimizer = torch.optim.AdamW(self._model.parameters())
 
     def of(self, tokens: int) -> Callable[[], None]:
         """Return a step on one row of ``tokens`` tokens for each data rank."""
-        draw = torch.Generator().manual_seed(self._core.mesh.data_rank)
+        draw = torch.Generator().manual_seed(self._runtime.mesh.data_rank)
         ids = torch.randint(self._sizes.vocabulary, (1, tokens), generator=draw)
-        ids = ids.to(self._core.mesh.device_type)
+        ids = ids.to(self._runtime.mesh.device_type)
 
         def step() -> None:
             self._optimizer.zero_grad()
-            batch = self._core.shard({"input_ids": ids, "labels": ids.clone()}, needs_labels=True)
-            self._core.begin_step()
-            loss = self._core.scale_loss(self._model(**batch).loss)
+            batch = self._runtime.shard(
+                {"input_ids": ids, "labels": ids.clone()}, needs_labels=True
+            )
+            self._runtime.begin_step()
+            loss = self._runtime.step.scale_loss(self._model(**batch).loss)
             self._engine.expect(loss)
             loss.backward()
             self._engine.require_averaged()
-            self._core.end_step()
+            self._runtime.end_step()
             self._optimizer.step()
 
         return step
 
     def end(self) -> None:
         """Restore the model and destroy the process groups."""
-        self._core.detach()
+        self._runtime.detach()

@@ -32,14 +32,13 @@ from lightning_cp.checkpoint.store import SHARDED_ADVICE, is_store
 from lightning_cp.comm.consensus import World, error_summary
 from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.utils.containers import tensors_of
-from lightning_cp.utils.patching import PatchSet
 
 _log = logging.getLogger("lightning_cp")
 LARGE_BYTES = 4 * 2**30
 """Bytes of weights that, with what optimizers have of them, may take a minute to gather and to write."""
 
 
-class Saver:
+class CheckpointManager:
     """Saves, links and removes checkpoints in the order in which it was asked to.
 
     Args:
@@ -241,60 +240,35 @@ class Saver:
             rank_zero_only(console.warn)(text)
 
 
-# The part of saving that both strategies have: their settings, one saver, and no other plugin.
+def checked_io(io: Any, form: str) -> Any:
+    """Return what Lightning moves weights with: a user's plugin, or ours.
+
+    Args:
+        io: a plugin or ``None``.
+        form: ``full`` or ``sharded``.
+
+    Raises:
+        ConfigError: a plugin, which writes what one process has, and checkpoints that all ranks write.
+    """
+    if io is None:
+        return PlainCheckpointIO()
+    if is_plugin(io) and form == "sharded":
+        raise ConfigError(
+            f"checkpoint='sharded' is written by all ranks, and {type(io).__name__} writes what one process "
+            "has. Leave the plugin out, or use checkpoint='full'."
+        )
+    return with_plain_core(io)
 
 
-class CheckpointingStrategy:
-    """Comes before a ``DDPStrategy``."""
+def check_models_complete(modules: Iterable[nn.Module]) -> None:
+    """Check that pretrained weights of models are all there. Collective.
 
-    _core: Any
-    _trains_on = False
-    _checkpoint_io: Any
+    Raises:
+        CheckpointError: on every rank: some are not, on some rank.
+    """
 
-    _saver: Saver
+    def complete() -> None:
+        for module in modules:
+            check_complete(module)
 
-    def _prepare_saves(self) -> None:
-        settings = self._core.settings
-        self.checkpoint_io = self._checkpoint_io
-        self._saver = Saver(settings.checkpoint, in_background=settings.async_save)
-        self._adopted = PatchSet()
-        self._saved_names: dict[str, list[str]] = {}
-        self._saved_kinds: dict[str, list[str]] = {}
-
-    @property
-    def checkpoint_io(self) -> Any:
-        """A user's plugin, which has full checkpoints; else what Lightning moves weights with."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = PlainCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        if is_plugin(io) and self._core.settings.checkpoint == "sharded":
-            raise ConfigError(
-                f"checkpoint='sharded' is written by all ranks, and {type(io).__name__} writes what one "
-                "process has. Leave the plugin out, or use checkpoint='full'."
-            )
-        self._checkpoint_io = with_plain_core(io)
-
-    @staticmethod
-    def _require_complete(modules: Iterable[nn.Module]) -> None:
-        """Refuse models whose pretrained weights are not all there; on every rank, if one has such."""
-
-        def complete() -> None:
-            for module in modules:
-                check_complete(module)
-
-        World().run_on_all(complete, lambda said: CheckpointError(f"nothing is saved: {said}"))
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, after the one that replaces it is complete; called on every rank."""
-        self._saver.remove(filepath, self._checkpoint_io)
-
-    def wait_for_saves(self) -> None:
-        """Wait until the save in the background is complete. Collective.
-
-        Raises:
-            CheckpointError: on every rank: it failed on some.
-        """
-        self._saver.finish()
+    World().run_on_all(complete, lambda said: CheckpointError(f"nothing is saved: {said}"))

@@ -27,20 +27,6 @@ _PAUSE = 0.05
 """Seconds between two looks of rank 0 at who has asked."""
 
 
-class MeetsAnew:
-    """Comes before a ``DDPStrategy``: connects the processes by itself where torchrun may restart them."""
-
-    def setup_distributed(self) -> None:
-        """The Trainer's."""
-        connect(self)
-        super().setup_distributed()  # type: ignore[misc]
-
-    def _setup_distributed(self) -> None:
-        """Fabric's."""
-        connect(self)
-        super()._setup_distributed()  # type: ignore[misc]
-
-
 def connect(strategy: Any) -> None:
     """Make the default group, if torchrun's store is going to be used more than once."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

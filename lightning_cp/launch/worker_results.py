@@ -323,7 +323,7 @@ class _Noting:
         try:
             return self._function(*args, **kwargs)
         except BaseException as error:
-            self._strategy._core.watch.note(error)
+            self._strategy.runtime.watch.note(error)
             if isinstance(error, LightningCPError) and error.is_own:
                 _leave_error(error, self._strategy.global_rank)
             elif isinstance(error, RankFailure):

@@ -262,35 +262,51 @@ def is_stream(loader: Any) -> bool:
     return not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
 
 
-# Loaders of both strategies: gone through by all ranks together, their workers seeded alike.
+class LoaderSynchronizer:
+    """Loaders of one run: all ranks go through them together, and their workers are seeded alike.
 
+    Args:
+        owner: the run.
+    """
 
-class LoadsTogether:
-    """Comes before a ``DDPStrategy``."""
+    def __init__(self, owner: MeshOwner) -> None:
+        self._owner = owner
+        self._count = 0
 
-    _loaders = 0
+    def seed_workers(self, dataloader: object, data_rank: int, *, overwrite: bool) -> None:
+        """Seed workers by the data rank: ranks that share a sample draw the same numbers.
 
-    def _seed_workers(self: Any, dataloader: object, *, overwrite: bool) -> None:
-        """Lightning seeds by the global rank; ranks that share a sample must draw the same numbers."""
+        Lightning seeds them by the global rank.
+        """
         if not isinstance(dataloader, DataLoader) or not int(
             os.environ.get("PL_SEED_WORKERS", "0")
         ):
             return
         if overwrite or dataloader.worker_init_fn is None:
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank)
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=data_rank)
 
-    def _share(
-        self: Any,
+    def share(
+        self,
         dataloader: Any,
         trains: Callable[[], bool],
         *,
         training: bool = False,
         at_most: int | None = None,
-    ) -> Any:
-        """The loader, to be gone through by all ranks together; it knows how far it was read."""
-        if self.data_parallel_size == 1 and isinstance(dataloader, DataLoader):
-            agree_on_order(dataloader, cp_group_of(self._core))
-        self._loaders += 1
-        shared = SharedLoader(dataloader, self._core, self._loaders, trains)
+    ) -> SharedLoader:
+        """Return a loader that all ranks go through together, and that knows how far it was read.
+
+        Args:
+            dataloader: the user's.
+            trains: whether the next fetch is for training.
+            training: all ranks need the same number of batches.
+            at_most: batches of a pass that are used.
+
+        Raises:
+            ConfigError, BatchMismatchError, RankFailure: as ``SharedLoader.agree_on_length``.
+        """
+        if self._owner.settings.data_parallel_size == 1 and isinstance(dataloader, DataLoader):
+            agree_on_order(dataloader, cp_group_of(self._owner))
+        self._count += 1
+        shared = SharedLoader(dataloader, self._owner, self._count, trains)
         shared.agree_on_length(training=training, at_most=at_most)
         return shared

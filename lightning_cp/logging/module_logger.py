@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -23,6 +23,7 @@ from lightning_cp import error_display as console
 from lightning_cp.comm.consensus import gather_lists_by_vote
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.layout.axes import Flat
+from lightning_cp.logging.metrics import ReplicatedMetrics
 from lightning_cp.logging.pending import StepRanks, tell_refused
 from lightning_cp.logging.reduce import (
     ARGUMENTS,
@@ -37,6 +38,7 @@ from lightning_cp.logging.reduce import (
     whole,
 )
 from lightning_cp.loss.averages import RATIO_HOOK, Options, log_token_ratio, stage_means
+from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.utils.module_hooks import replace_method
 
 # Functions put in front of a module's own methods, and the hooks in which something may be logged.
@@ -95,13 +97,80 @@ LOOKS = 8
 """So often a metric that averages numbers is compared between ranks."""
 
 
+class LoggedRun(Protocol):
+    """The run whose values are logged."""
+
+    @property
+    def enabled(self) -> bool: ...
+    @property
+    def in_step(self) -> bool: ...
+    @property
+    def mesh(self) -> ContextParallelMesh: ...
+    @property
+    def step(self) -> StepRanks: ...
+
+
+class RunLog:
+    """Logging of one run: of its module and its metrics, from setup until it is released.
+
+    Args:
+        run: whose steps end with one process's values.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        self._run = run
+        self._log: ModuleLog | None = None
+        self._replicated: ReplicatedMetrics | None = None
+
+    def begin(
+        self, trainer: Trainer, module: LightningModule, replicated_metrics: Iterable[str]
+    ) -> None:
+        """Make the module log the values of one process, unless it does, or nothing is shared.
+
+        Args:
+            trainer: that runs the module.
+            module: the user's.
+            replicated_metrics: dotted names of metrics whose inputs are equal on ranks that share a sample.
+
+        Raises:
+            ConfigError: the module declares metrics that it does not have.
+        """
+        if self._run.enabled and self._log is None:
+            self._replicated = ReplicatedMetrics(module, replicated_metrics, self._run.mesh)
+            self._log = ModuleLog(trainer, module, self._run)
+
+    def during_step(self) -> AbstractContextManager[None]:
+        """Return a context for a step function: its logged values are reduced to one when it ends."""
+        if self._log is None or not self._run.in_step:
+            return nullcontext()
+        return self._log.during_step()
+
+    def note_loss(self, loss: torch.Tensor, show: Callable[[torch.Tensor], None]) -> None:
+        """Note a step's loss inside ``during_step``; ``show`` receives the value of one process."""
+        if self._log is not None:
+            self._log.note_loss(loss, show)
+
+    def begin_hook(self, hook: str) -> None:
+        """Begin a hook: values logged in it, or in later callbacks, are reduced after all callbacks ran."""
+        if self._log is not None:
+            self._log.begin_hook(hook)
+
+    def release(self) -> None:
+        """Restore the module and its metrics."""
+        if self._log is not None:
+            self._log.release()
+        if self._replicated is not None:
+            self._replicated.release()
+        self._log = self._replicated = None
+
+
 class ModuleLog:
     """Stands between one module and Lightning until it is released; made on all ranks together."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule, core: StepRanks) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, run: LoggedRun) -> None:
         self._trainer = trainer
         self._module = module
-        self._core = core
+        self._run = run
         self._own_log = module.log
         self._patches = Patches()
         self._looked: Counter[str] = Counter()
@@ -176,13 +245,13 @@ class ModuleLog:
         to_backward = training and self._module.automatic_optimization
         self._calls.open()
         try:
-            with self._core.gathering():
+            with self._run.step.gathering():
                 yield
         except BaseException as error:
             self._calls.drop()
-            refused = self._core.take_refused()
+            refused = self._run.step.take_refused()
             if to_backward and refused is not None and error is refused:
-                tell_refused(refused, self._core)
+                tell_refused(refused, self._run.step)
             raise
         self._settle_step(training, to_backward)
         self._calls.is_open = training and self._hooks_log
@@ -190,7 +259,7 @@ class ModuleLog:
     def _settle_step(self, training: bool, to_backward: bool) -> None:
         try:
             self._calls.settle(
-                self._core, of_a_batch=True, together=training, to_backward=to_backward
+                self._run.step, of_a_batch=True, together=training, to_backward=to_backward
             )
         except BaseException:
             self._calls.drop()
@@ -202,7 +271,7 @@ class ModuleLog:
             self._calls.open()
         elif self._hooks_log:
             if self._calls.is_open:  # what was logged since the step, for callbacks that monitor it
-                self._calls.settle(self._core, of_a_batch=True, together=True)
+                self._calls.settle(self._run.step, of_a_batch=True, together=True)
             self._calls.open()
 
     def end_hook(self, hook: str) -> None:
@@ -210,7 +279,7 @@ class ModuleLog:
         if not self._calls.is_open:
             return
         training = hook.startswith("on_train")
-        self._calls.settle(self._core, of_a_batch=hook in BATCH_ENDS, together=training)
+        self._calls.settle(self._run.step, of_a_batch=hook in BATCH_ENDS, together=training)
         self._calls.is_open = False
         if hook in EPOCH_ENDS:
             self._settle_means()
@@ -267,7 +336,7 @@ class ModuleLog:
 
     def _agree(self, mine: bool) -> bool:
         flag = torch.tensor(float(mine))
-        return bool(all_sum(flag, self._core.mesh.control_group(Flat.LOSS)))
+        return bool(all_sum(flag, self._run.mesh.control_group(Flat.LOSS)))
 
     def _emitter(self, name: str, value: Any, options: dict[str, Any]) -> Callable[..., None]:
         where, options = self._where, self._grouped(options)
@@ -300,7 +369,7 @@ class ModuleLog:
 
     def _settle_means(self) -> None:
         """Sums and counts over all ranks; one that never logged a name waits for nobody, and adds nothing."""
-        mesh, own = self._core.mesh, {str(k): x for k, x in stage_means(self._trainer).items()}
+        mesh, own = self._run.mesh, {str(k): x for k, x in stage_means(self._trainer).items()}
         group = mesh.control_group(Flat.LOSS)
         names = sorted(set().union(*gather_lists_by_vote(sorted(own), group, what="means")))
         if not names:
@@ -329,7 +398,7 @@ class ModuleLog:
         """The rest to synchronise once the cp group agrees: ranks with other samples."""
         if options.get("sync_dist_group") is not None:
             return options
-        mesh = self._core.mesh
+        mesh = self._run.mesh
         if mesh.data_size == 1:  # nothing is left, and Lightning need not recommend it
             options = {**options, "sync_dist": True}
         # By its name: Lightning keeps it with the Trainer, of which there are copies.

@@ -53,7 +53,8 @@ from lightning_cp.parity.diagnosis import (
 from lightning_cp.parity.passes import Event, LocalTokens, StepPass
 from lightning_cp.parity.runner import CannotRun, Runner, StepFailed
 from lightning_cp.parity.uneven import has_ignored, with_uneven_labels
-from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.runtime.probe import layout_of_kind, mesh_of
+from lightning_cp.runtime.runtime import ContextParallelRuntime
 from lightning_cp.utils.containers import tensors_of
 
 # Passes of one batch, compared.
@@ -89,7 +90,7 @@ class Comparing:
 
     def of(self, alone: StepPass, other: StepPass) -> Comparison:
         """Of one process's pass and another one that knows which tokens it has."""
-        return compare(alone, other, self.runner.core.mesh, self.tolerance(alone))
+        return compare(alone, other, self.runner.runtime.mesh, self.tolerance(alone))
 
     def run(self, batch: Any) -> Comparison:
         """Both, compared."""
@@ -105,30 +106,30 @@ class Comparing:
 
 
 Mode = Callable[[], AbstractContextManager[None]]
-"""The core has another mesh within."""
+"""The runtime has another mesh within."""
 
 
-def other_modes(core: ContextParallelCore) -> dict[str, Mode | str]:
+def other_modes(runtime: ContextParallelRuntime) -> dict[str, Mode | str]:
     """By name; or why one is not possible."""
-    mesh = core.mesh
+    mesh = runtime.mesh
     modes: dict[str, Mode | str] = {}
     sizes = {ULYSSES: (mesh.cp_size, 1), RING: (1, mesh.cp_size)}
     for name, (ulysses, ring) in sizes.items():
         if (ulysses, ring) == (mesh.ulysses_size, mesh.ring_size):
             modes[name] = "the mode of this run"
             continue
-        heads = expected_heads(core.model) if core.model is not None else None
+        heads = expected_heads(runtime.binding.model) if runtime.binding.model is not None else None
         if heads is not None and heads.query % ulysses:
             modes[name] = f"not possible: {heads.query} heads, {ulysses} ranks"
             continue
-        modes[name] = partial(_with_mesh, core, ulysses, ring)
+        modes[name] = partial(_with_mesh, runtime, ulysses, ring)
     return modes
 
 
 @contextmanager
-def _with_mesh(core: ContextParallelCore, ulysses: int, ring: int) -> Iterator[None]:
+def _with_mesh(runtime: ContextParallelRuntime, ulysses: int, ring: int) -> Iterator[None]:
     """Process groups are made and destroyed by all ranks together."""
-    mesh = core.mesh
+    mesh = runtime.mesh
     other = ContextParallelMesh(
         ring_size=ring,
         ulysses_size=ulysses,
@@ -138,7 +139,7 @@ def _with_mesh(core: ContextParallelCore, ulysses: int, ring: int) -> Iterator[N
         tensor_parallel_size=mesh.tp_size,
     )
     try:
-        with core.on_mesh(other):
+        with mesh_of(runtime, other):
             yield
     finally:
         other.destroy()
@@ -162,13 +163,13 @@ class Explaining(Comparing):
             base: how large it is.
             way_on: how to train all the same; left out where the first step would be refused for its counts.
         """
-        core = self.runner.core
+        runtime = self.runner.runtime
         runner = replace(self.runner, everything=True)
         alone, parallel = runner.alone(batch), runner.parallel(batch)
-        counts = core.loss_aside.counts
-        other_counts = counts.difference(core.mesh.control_group(Flat.LOSS))
+        counts = runtime.losses.probe.counts
+        other_counts = counts.difference(runtime.mesh.control_group(Flat.LOSS))
         beginning = self._beginning(batch, runner, alone, parallel)
-        tokens = token_gradients(alone, parallel, core.mesh, self.tolerance(alone))
+        tokens = token_gradients(alone, parallel, runtime.mesh, self.tolerance(alone))
         ignored = parallel.positions_ignored
         made = self._experiments(batch)
         diagnosis = diagnose(
@@ -176,7 +177,9 @@ class Explaining(Comparing):
                 *(base, beginning, made, ignored, tokens),
                 other_counts=other_counts,
                 beside_other_terms=self.runner.anywhere(counts.beside_other_terms),
-                counts_rows=not self.runner.anywhere(not counts.are_of(core.read(batch).rows)),
+                counts_rows=not self.runner.anywhere(
+                    not counts.are_of(runtime.binding.read(batch).rows)
+                ),
             )
         )
         report = ill(base, made, diagnosis, self.runner.count(batch), uneven=self.uneven)
@@ -185,7 +188,7 @@ class Explaining(Comparing):
     def _beginning(
         self, batch: Any, runner: Runner, alone: StepPass, parallel: StepPass
     ) -> Beginning | None:
-        event = first_deviation(alone, parallel, runner.core.mesh, self.tolerance(alone))
+        event = first_deviation(alone, parallel, runner.runtime.mesh, self.tolerance(alone))
         if event is None:
             return None
         before = parallel.events[: parallel.events.index(event)]
@@ -199,14 +202,14 @@ class Explaining(Comparing):
         self, runner: Runner, batch: Any, alone: StepPass, event: Event
     ) -> bool | None:
         """True if another first token changes the tensor at other tokens, in one process."""
-        changed = with_another_first_token(batch, runner.core.rules)
+        changed = with_another_first_token(batch, runner.runtime.binding.rules)
         other = runner.alone(changed)
         known = {one.key: one.tensor for one in other.events}
         mine = {one.key: one.tensor for one in alone.events}
         a, b = mine.get(event.key), known.get(event.key)
         if a is None or b is None or a.shape != b.shape:
             return None
-        length = runner.core.read(batch).seq_len
+        length = runner.runtime.binding.read(batch).seq_len
         dims = [dim for dim, size in enumerate(a.shape) if size == length]
         if not dims:
             return None
@@ -214,10 +217,10 @@ class Explaining(Comparing):
         return bool(differs)
 
     def _experiments(self, batch: Any) -> dict[str, Comparison | str]:
-        core = self.runner.core
+        runtime = self.runner.runtime
         tries: dict[str, Callable[[], Comparison | str]] = {
             name: (lambda other=other: self._in_mode(other, batch))
-            for name, other in other_modes(core).items()
+            for name, other in other_modes(runtime).items()
         }
 
         def of(changed: Any | None, why: str) -> Callable[[], Comparison | str]:
@@ -226,7 +229,7 @@ class Explaining(Comparing):
             return lambda: self.run(batch if changed is None else changed)
 
         tries[NO_PADDING] = of(without_padding(batch), "the batch has none of its own")
-        tries[NO_PACKING] = of(without_documents(batch, core.rules), "nothing is packed")
+        tries[NO_PACKING] = of(without_documents(batch, runtime.binding.rules), "nothing is packed")
         tries[PLAIN_LOSS] = lambda: Comparing(replace(self.runner, plain_loss=True)).run(batch)
         if not self.runner.evaluation:
             other = replace(self.runner, evaluation=True)
@@ -241,7 +244,7 @@ class Explaining(Comparing):
             return self.run(batch)
 
     def _contiguous(self, batch: Any) -> Comparison:
-        with self.runner.core.with_layout("contiguous"):
+        with layout_of_kind(self.runner.runtime, "contiguous"):
             return self.run(batch)
 
 
@@ -288,7 +291,7 @@ class ParityCheck:
         if self.says:
             rank_zero_info(begins(tokens))
         base = self._compared(part)
-        aside, mesh = self.runner.core.loss_aside, self.runner.core.mesh
+        aside, mesh = self.runner.runtime.losses.probe, self.runner.runtime.mesh
         group = mesh.control_group(Flat.LOSS)
         aside.is_known &= aside.counts.shared_difference(group, mesh.cp_size) is None
         apart = aside.counts.factor_difference(group, mesh.cp_size)
@@ -298,17 +301,17 @@ class ParityCheck:
         if uneven is not None:
             self._require_healthy(uneven, self._compared_unevenly(uneven), uneven=True)
         for zeros in {each for of_rank in unknown for each in of_rank}:
-            self.runner.core.clear_unknown(zeros)
-        self.runner.core.follows_factors &= apart is None
-        chunked = self.runner.core.settings.loss_chunk_tokens is not None
+            self.runner.runtime.losses.note_exact(zeros)
+        self.runner.runtime.losses.follows_factors &= apart is None
+        chunked = self.runner.runtime.settings.loss_chunk_tokens is not None
         seconds, evaluation = time.monotonic() - started, self.runner.evaluation
         modes = {"chunked": chunked, "evaluation": evaluation, "uneven": uneven is not None}
         return healthy(base, tokens, seconds, **modes)
 
     def _require_healthy(self, batch: Any, base: Comparison, *, uneven: bool) -> None:
         if base.is_fault:
-            core = self.runner.core
-            padding = core.loss_aside.counts.padding(core.mesh.control_group(Flat.LOSS))
+            runtime = self.runner.runtime
+            padding = runtime.losses.probe.counts.padding(runtime.mesh.control_group(Flat.LOSS))
             if padding is not None:
                 tokens = self.runner.count(batch)
                 raise ConfigError(f"parity check on {tokens} tokens: {padding}")
@@ -324,15 +327,15 @@ class ParityCheck:
             CannotRun: a step that may not know such labels must not fail on a GPU, which ends the process,
                 or between ranks that gather parameters.
         """
-        core, aside = self.runner.core, self.runner.core.loss_aside
+        runtime, aside = self.runner.runtime, self.runner.runtime.losses.probe
         if not self._is_of_no_known_kind:
             return None
-        whole = core.read(batch)
-        layout = core.layout_for(whole)
-        uneven = with_uneven_labels(batch, whole, core.rules, layout)
+        whole = runtime.binding.read(batch)
+        layout = runtime.binding.layout_of(whole)
+        uneven = with_uneven_labels(batch, whole, runtime.binding.rules, layout)
         if not self.runner.anywhere(uneven is not None):
             return None
-        can_fail = core.mesh.device_type == "cpu" and not self.runner.engine.shards
+        can_fail = runtime.mesh.device_type == "cpu" and not self.runner.engine.shards
         knows = aside.leaves_out or has_ignored(whole, layout) or not aside.needs_fewer_labels
         told = None if can_fail or knows or uneven is None else "no label of the batch is -100"
         self.runner.require(told, UNKNOWN)
@@ -341,7 +344,7 @@ class ParityCheck:
     @property
     def _is_of_no_known_kind(self) -> bool:
         """True if the last loss tells not what it counts, on any rank."""
-        return self.runner.anywhere(self.runner.core.loss_aside.needs_fewer_labels)
+        return self.runner.anywhere(self.runner.runtime.losses.probe.needs_fewer_labels)
 
     def _compared_unevenly(self, batch: Any) -> Comparison:
         try:
@@ -353,9 +356,9 @@ class ParityCheck:
 
     def _prefix(self, batch: Any, tokens: int) -> Any:
         """The window to be looked at; a batch that cannot be read is refused when it is sharded."""
-        core, part, told = self.runner.core, None, None
+        runtime, part, told = self.runner.runtime, None, None
         try:
-            part = prefix_of(batch, core.rules, tokens, 4 * core.mesh.cp_size)
+            part = prefix_of(batch, runtime.binding.rules, tokens, 4 * runtime.mesh.cp_size)
         except Exception as refused:  # any: on one rank, maybe
             told = f"{type(refused).__name__}: {refused}"
         self.runner.require(told, "the batch cannot be cut")
@@ -426,7 +429,7 @@ class ParityCheck:
 
     def _on_one_rank(self, alone: StepPass, batch: Any) -> StepPass:
         """To be compared with another pass of the kind."""
-        whole = self.runner.core.read(batch)
+        whole = self.runner.runtime.binding.read(batch)
         layout = SequenceLayout(whole.seq_len, 1, 1, "contiguous")
         real = padding_mask_of(dict(tensors_of(batch)))
         return replace(alone, part=LocalTokens(layout, 0, whole.rows, real))

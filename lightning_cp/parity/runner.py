@@ -23,7 +23,8 @@ from lightning_cp.layout.axes import Flat
 from lightning_cp.parity.batches import as_one_process_has_it, copied, shifting_by_themselves
 from lightning_cp.parity.passes import LocalTokens, Recording, StepPass, plain_loss, recording
 from lightning_cp.parity.restore import Drawn, untouched
-from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.runtime.probe import probe_step, single_rank_step
+from lightning_cp.runtime.runtime import ContextParallelRuntime
 from lightning_cp.utils.containers import tensors_of
 from lightning_cp.utils.dtensor import local_part
 from lightning_cp.utils.module_hooks import add_hook
@@ -86,7 +87,7 @@ class Runner:
     """Runs a step twice; all ranks come to each method together.
 
     Args:
-        core: of the run.
+        runtime: of the run.
         engine: that shards parameters, or averages gradients.
         model: the user's, whose gradients are compared.
         step: what to run.
@@ -100,7 +101,7 @@ class Runner:
         rounding: of the draws of what is rounded otherwise in every module; ``None``: nothing.
     """
 
-    core: ContextParallelCore
+    runtime: ContextParallelRuntime
     engine: Engine
     model: nn.Module
     step: Step
@@ -123,7 +124,7 @@ class Runner:
             ConfigError: it has failed between ranks that gather parameters, which cannot go on.
         """
         with (
-            self.core.alone(batch) as isolated,
+            single_rank_step(self.runtime, batch) as isolated,
             untouched(self.model, self.step, seed=self.seed, evaluation=self.evaluation),
             self.engine.aside(self.model),
             Drawn(self.model) as drawn,
@@ -142,9 +143,9 @@ class Runner:
         )
 
     def _forward_alone(self, batch: Any) -> tuple[torch.Tensor, Recording]:
-        given = as_one_process_has_it(batch, self.core.rules)
+        given = as_one_process_has_it(batch, self.runtime.binding.rules)
         with (
-            recording(self.model, self.core.listen, everything=self.everything) as found,
+            recording(self.model, self.runtime.listen, everything=self.everything) as found,
             rounded_otherwise(self.model, self.rounding),
             shifting_by_themselves(self.model, batch, given),
         ):
@@ -196,12 +197,12 @@ class Runner:
 
     def anywhere(self, here: bool) -> bool:
         """True if it is so on any rank: data ranks have batches of their own, and run passes together."""
-        group = self.core.mesh.control_group(Flat.LOSS)
+        group = self.runtime.mesh.control_group(Flat.LOSS)
         return bool(int(all_sum(torch.tensor([int(here)]), group)))
 
     def count(self, batch: Any) -> int:
         """Tokens of a batch, all rows together."""
-        whole = self.core.read(batch)
+        whole = self.runtime.binding.read(batch)
         return whole.rows * whole.seq_len
 
     def parallel(self, batch: Any) -> StepPass:
@@ -211,28 +212,34 @@ class Runner:
             ConfigError: as a step of training does.
             StepFailed: the step itself has failed, on some rank.
         """
-        core = self.core
+        runtime = self.runtime
         with (
-            core.aside(),
+            probe_step(runtime),
             untouched(self.model, self.step, seed=self.seed, evaluation=self.evaluation),
             self.engine.aside(self.model),
             Drawn(self.model) as drawn,
         ):
-            local = core.shard(copied(batch), needs_labels=True)
-            assert core.part is not None
+            local = runtime.shard(copied(batch), needs_labels=True)
+            assert runtime.part is not None
             part = LocalTokens(
-                core.part.layout, core.mesh.cp_rank, core.part.rows, core.part.padding_mask
+                runtime.part.layout,
+                runtime.mesh.cp_rank,
+                runtime.part.rows,
+                runtime.part.padding_mask,
             )
-            core.begin_step()
+            runtime.begin_step()
             try:
                 scaled, shown, found = self._forward_together(batch, local, part)
                 self._backward(scaled)
                 self._average()
                 if not self.plain_loss:
-                    core.after_backward(self.model.parameters())
-                ignored, share = core.positions_ignored, core.shares[core.mesh.cp_rank]
+                    runtime.step.after_backward(self.model.parameters())
+                ignored, share = (
+                    runtime.step.positions_ignored,
+                    runtime.step.shares[runtime.mesh.cp_rank],
+                )
             finally:
-                core.end_step()
+                runtime.end_step()
             gradients, at_output = self._gradients(), found.end()
         return StepPass(
             *(shown, gradients, found.events, part, share, ignored),
@@ -245,15 +252,15 @@ class Runner:
         self, batch: Any, local: Any, part: LocalTokens
     ) -> tuple[torch.Tensor, torch.Tensor, Recording]:
         """The loss for backward, and one process's value; all ranks learn of what one group refuses."""
-        core, error = self.core, None
+        runtime, error = self.runtime, None
         loss = found = weighted = None
         try:
             with (
-                recording(self.model, core.listen, everything=self.everything) as found,
-                core.gathering(),
+                recording(self.model, runtime.listen, everything=self.everything) as found,
+                runtime.step.gathering(),
             ):
                 loss = self._loss(self.step(local))
-            core.require_intercepted()
+            runtime.step.check_intercepted()
         except Exception as refused:  # any: a rank that raised alone would leave the others waiting
             error = refused
         self._require_step(batch, error)
@@ -270,7 +277,7 @@ class Runner:
 
     def _require_step(self, batch: Any, error: Exception | None) -> None:
         """End the pass on all ranks if the step failed on one; before ranks send anything for its loss."""
-        known = self.core.take_refused() is not None
+        known = self.runtime.step.take_refused() is not None
         if self.engine.shards and error is not None and not isinstance(error, _KNOWN):
             error = self._refusal(batch, error)
         if error is None or not known:
@@ -285,7 +292,7 @@ class Runner:
         The others may be at an agreement of the model, which ends with this vote. If they wait for data of
         this rank, only its end ends them.
         """
-        group, limit = self.core.mesh.control_group(Flat.CP), None if error is None else PATIENCE
+        group, limit = self.runtime.mesh.control_group(Flat.CP), None if error is None else PATIENCE
         try:
             agree({}, group, what="parity check", error=error, limit=limit)
         except LightningCPError as told:
@@ -298,20 +305,20 @@ class Runner:
 
     def tell(self, error: Exception | None) -> None:
         """Raise on all ranks what went wrong on one, if anything did."""
-        agree({}, self.core.mesh.control_group(Flat.LOSS), what="parity check", error=error)
+        agree({}, self.runtime.mesh.control_group(Flat.LOSS), what="parity check", error=error)
 
     def _weighted(
         self, loss: torch.Tensor, found: Recording, part: LocalTokens
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss for backward, and one process's value."""
-        core = self.core
+        runtime = self.runtime
         if self.plain_loss:
-            core.takes_own_weights()
+            runtime.step.mark_loss_weighted()
             loss = part.plain_loss(_last(found))
-            mean = all_sum(loss.detach(), core.mesh.group(Flat.CP)) / core.mesh.cp_size
+            mean = all_sum(loss.detach(), runtime.mesh.group(Flat.CP)) / runtime.mesh.cp_size
             return loss, mean.double()
-        core.require_loss(loss)
-        return core.scale_loss(loss), core.average(loss.detach()).double()
+        runtime.step.check_connected(loss)
+        return runtime.step.scale_loss(loss), runtime.step.average(loss.detach()).double()
 
     def _loss(self, output: Any) -> torch.Tensor:
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -328,7 +335,7 @@ class Runner:
         if self.engine.shards:
             self.engine.require_averaged()
             return
-        mesh = self.core.mesh
+        mesh = self.runtime.mesh
         trained = [p for p in self.model.parameters() if p.requires_grad]
         average_present(trained, mesh.control_group(Flat.LOSS), mesh.group(Flat.LOSS))
 

@@ -15,7 +15,7 @@ from lightning_cp.errors import CheckpointError
 from lightning_cp.loaders.synchronized import LoaderProxy, SharedLoader
 from lightning_cp.resume.record import Point, point_of, record_of
 from lightning_cp.resume.replay import Buffers, lay_out, orders_of
-from lightning_cp.runtime.mesh_builder import RunMesh
+from lightning_cp.runtime.mesh_builder import MeshBuilder
 
 
 class RunState:
@@ -36,7 +36,7 @@ class RunState:
     together.
     """
 
-    def __init__(self, run: RunMesh) -> None:
+    def __init__(self, run: MeshBuilder) -> None:
         self._run = run
         self._loaders: list[weakref.ref[SharedLoader]] = []
         self._wrapped: list[weakref.ref[nn.Module]] = []

@@ -21,7 +21,7 @@ from lightning_cp.loaders.rng import RandomStates
 from lightning_cp.loaders.synchronized import SharedLoader
 from lightning_cp.resume.record import Point, Record, point_of, record_of
 from lightning_cp.resume.replay import Buffers, CallbackStates, lay_out, orders_of
-from lightning_cp.runtime.mesh_builder import RunMesh
+from lightning_cp.runtime.mesh_builder import MeshBuilder
 
 # Lightning's loops: where a run was when it was saved, and how to have them go on exactly there.
 #
@@ -244,7 +244,7 @@ class TrainerResume:
         self,
         checkpoint: dict[str, Any],
         trainer: Trainer,
-        run: RunMesh,
+        run: MeshBuilder,
         device: torch.device,
     ) -> None:
         """Add what resuming needs; all ranks call this.
@@ -303,7 +303,23 @@ class TrainerResume:
         checkpoint["loops"] = prepare(checkpoint["loops"], record["place"])
         self._loaded, self._point = record, None
 
-    def place_loader(self, shared: SharedLoader, run: RunMesh, rank: int) -> None:
+    def follow_loader(
+        self, shared: SharedLoader, trainer: Trainer, run: MeshBuilder, rank: int
+    ) -> None:
+        """Place a new training loader where it was; note random numbers before a validation loader's pass."""
+        if trainer.training:
+            self._place_loader(shared, run, rank)
+            return
+        resume, runs = weakref.ref(self), weakref.ref(trainer)  # a loader may outlive both
+
+        def before_pass() -> None:
+            known, running = resume(), runs()
+            if known is not None and running is not None:
+                known.begins_validation(running)
+
+        shared.tell(before_pass=before_pass)
+
+    def _place_loader(self, shared: SharedLoader, run: MeshBuilder, rank: int) -> None:
         """The next training loader of the run begins where it was.
 
         Raises:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -148,11 +150,11 @@ def _of_tensor_parallel_rank(settings: StrategyConfig, heads: int | None) -> int
     return None if heads is None else heads // size
 
 
-class RunMesh:
-    """Owns the mesh: its groups end with this object, or with the process."""
+class MeshBuilder:
+    """Owner of a run's mesh: its groups end with this object, or with the process."""
 
     def __init__(self, settings: StrategyConfig) -> None:
-        self.settings = settings
+        self._settings = settings
         self._mesh: ContextParallelMesh | None = None
         self.cost = DEFAULT_COST
         """How dear communication on the ring is thought to be, for ``layout="auto"``."""
@@ -173,19 +175,28 @@ class RunMesh:
         return self._mesh
 
     @property
-    def mesh_sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
         """Ranks of each axis by its name; empty before there is a mesh."""
         sizes = {} if self._mesh is None else self._mesh.sizes
         return {str(axis): size for axis, size in sizes.items()}
+
+    @contextmanager
+    def use(self, mesh: ContextParallelMesh) -> Iterator[None]:
+        """A block in which another mesh of the same ranks stands in for the run's."""
+        own, self._mesh = self._mesh, mesh
+        try:
+            yield
+        finally:
+            self._mesh = own
 
     def data_rank(self, global_rank: int, world_size: int) -> int:
         """The sample that this rank works on; known before the mesh, as those that share it are the inner."""
         if self._mesh is not None:
             return self._mesh.data_rank
-        sharing = resolve_cp_size(self.settings, world_size) * self.settings.tensor_parallel_size
+        sharing = resolve_cp_size(self._settings, world_size) * self._settings.tensor_parallel_size
         return global_rank // sharing
 
-    def build_mesh(
+    def build(
         self,
         world_size: int,
         device_type: str,
@@ -206,14 +217,14 @@ class RunMesh:
             ConfigError: sizes that do not fit the world or the heads.
         """
         cp_size, tp_size = (
-            resolve_cp_size(self.settings, world_size),
-            self.settings.tensor_parallel_size,
+            resolve_cp_size(self._settings, world_size),
+            self._settings.tensor_parallel_size,
         )
-        heads = known_heads(self.settings, cp_size, model, num_heads)
-        waits = heads is None and self.settings.needs_heads and cp_size > 1
+        heads = known_heads(self._settings, cp_size, model, num_heads)
+        waits = heads is None and self._settings.needs_heads and cp_size > 1
         if self._mesh is not None or waits:
             return None
-        if self.settings.attention_exchange.name == "all_gather":
+        if self._settings.attention_exchange.name == "all_gather":
             self.cost = CostModel.gathered()
         elif ranks_per_node is not None and ranks_per_node % (cp_size * tp_size) == 0:
             self.cost = CostModel.in_node()
@@ -223,8 +234,8 @@ class RunMesh:
             near = ranks_per_node and max(
                 1, ranks_per_node // tp_size
             )  # tp ranks are the innermost
-            factors = split(self.settings, cp_size, heads, near)
-        replicas, shards = self.settings.data_parallel_axes
+            factors = split(self._settings, cp_size, heads, near)
+        replicas, shards = self._settings.data_parallel_axes
         self._mesh = ContextParallelMesh(
             ring_size=factors.ring_size,
             ulysses_size=factors.ulysses_size,

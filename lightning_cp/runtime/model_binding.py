@@ -7,17 +7,17 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cp.attention.ring_flash_attn_support import DELEGATED_KERNELS
-from lightning_cp.batch import BatchRules, WholeBatch, read_batch
+from lightning_cp.batch import BatchRules, ShardedBatch, WholeBatch, read_batch
+from lightning_cp.batch.loss_calls import LossCalls
 from lightning_cp.batch.sharder import LayoutRule, already_sharded, layout_of
+from lightning_cp.batch.step_state import PositionInfo, StepState
 from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError, UndeclaredError
 from lightning_cp.kernels.protocol import Request
@@ -38,16 +38,13 @@ from lightning_cp.models.structure import expected_heads, expected_mask
 from lightning_cp.models.swap import hf_models, swap_attention
 from lightning_cp.optim.qk_clip import QKClip
 from lightning_cp.optim.qk_layers import check_no_norms
-from lightning_cp.profile.recorder import StepRecorder
 from lightning_cp.randomness.functions import patch_random_functions
 from lightning_cp.randomness.token_draws import TokenDraws
-from lightning_cp.runtime.step_context import StepLosses
+from lightning_cp.runtime.mesh_builder import MeshBuilder
 from lightning_cp.utils.containers import memory_of, tensors_of
 from lightning_cp.utils.module_hooks import add_hook
 from lightning_cp.utils.patching import StepPatches
-from lightning_cp.utils.tracing import FirstCompile, exclude_from_compile
-from lightning_cp.watchdog.phase import Position, ProgressHooks
-from lightning_cp.watchdog.watch import RunWatch
+from lightning_cp.utils.tracing import exclude_from_compile
 
 # Attention modules that tell the optimizers of a run of their largest scores (QK-clip).
 
@@ -170,72 +167,110 @@ _OUTSIDE = (
     "next batch after the last call, or shard the whole batch once more, and have one Fabric set up all "
     "models that share a batch."
 )
-_COMPILES = "torch.compile begins: the first steps take longer, often by minutes"
 
 
-class AttachedModel(StepLosses):
-    """Facts of a run before its first batch, and its listeners."""
+class StepOwner(Protocol):
+    """The run that a model is bound to: whose batch is current."""
 
-    def __init__(self, settings: StrategyConfig) -> None:
-        super().__init__(settings)
+    @property
+    def part(self) -> ShardedBatch | None:
+        """This rank's part of the current batch."""
+        ...
+
+    @property
+    def in_step(self) -> bool:
+        """True if a context-parallel step is current."""
+        ...
+
+    @property
+    def is_probe(self) -> bool:
+        """True if the current step is not a step of the run."""
+        ...
+
+
+class ModelBinding:
+    """The model of a run: its swapped attention, the rules for its batches, and its step patches.
+
+    Args:
+        settings: the user's.
+        meshes: source of the mesh.
+        progress: callback of every attention call, before any communication for it.
+        listeners: callbacks of every attention call; the list may grow later.
+        owner: the run, which is not kept alive.
+    """
+
+    def __init__(
+        self,
+        settings: StrategyConfig,
+        meshes: MeshBuilder,
+        progress: Callable[[], None],
+        listeners: list[Listener],
+        owner: StepOwner,
+    ) -> None:
+        self._settings, self._meshes = settings, meshes
+        self._progress, self._listeners = progress, listeners
+        self._owner = weakref.ref(owner)
+        self.model: nn.Module | None = None
+        """The model whose attention is swapped."""
+        self.handle: SwapHandle | None = None
+        self.draws: TokenDraws | None = None
+        """Random numbers per token, if ranks share a sequence."""
         self.rules = BatchRules()
-        self._requests: dict[Request, None] = {}
-        self._model: nn.Module | None = None
+        self.layout_rule = LayoutRule(settings.layout)
+        self.patches = StepPatches()
+        self.clips: list[QKClip] = []
+        self.adds_positions = False
+        """Batches that no rank shares get positions, too."""
         self._listed: Sequence[nn.Module] | None = None
-        self._patches = StepPatches()
         self._attached: tuple[nn.Module, Mapping[str, Any], bool] | None = None
-        self._loss_outside = False
-        self._needs_loss = True
-        self._gives_positions = False  # where no rank shares a batch
-        self._looks_at_labels = 3  # batches, until one tells whether its dataset shifts
-        self._rule = LayoutRule(settings.layout)
-        self._first_compile = FirstCompile(partial(rank_zero_info, _COMPILES))
-        self.recorder = StepRecorder(
-            settings.profiled_steps, Path(settings.profile_folder or "profile")
-        )
-        self._listeners: list[Listener] = [self.recorder.note] if settings.profiled_steps else []
-        self.watch = RunWatch(Position(), settings.step_timeout, settings.first_step_timeout)
-        self.progress = ProgressHooks(self.watch.position)
+        self._requests: dict[Request, None] = {}
+        self._loss_outside, self._needs_loss = False, True
+
+    # -- attach and detach ---------------------------------------------------------------------------
 
     def attach(
-        self, model: nn.Module, options: Mapping[str, Any], *, needs_labels: bool
+        self,
+        model: nn.Module,
+        options: Mapping[str, Any],
+        *,
+        needs_labels: bool,
+        is_shared: bool,
     ) -> list[str]:
-        """Swap the model's attention and fix how batches are read; says what was swapped.
+        """Swap the model's attention and fix how batches are read; return lines about what was swapped.
 
         Args:
             model: the user's module.
-            options: what the mixin declares: ``sequence_dims``, ``label_key``, ``labels``, ``modules``.
+            options: declarations of the mixin: ``sequence_dims``, ``label_key``, ``labels``, ``modules``.
             needs_labels: the run weights a loss by labels.
+            is_shared: context parallelism has something to do; else only batches are read.
 
         Raises:
             ConfigError: attention that cannot be swapped, or labels of unknown kind.
         """
-        self._say_if_nothing_is_profiled()
-        self.cleared.clear()  # of another model's steps, maybe
-        self.follows_factors = True
         self._attached = model, options, needs_labels
-        settings = self.settings.with_sequence_dims(options.get("sequence_dims") or {})
-        self._patches.end()
-        self._patches = patches_of(model, settings)
-        if not self.enabled:
-            self._gives_positions = accept_default_positions(hf_models(model))
-            self.rules = self._rules_of(model, options, settings, needs_labels=False)
-            if _declared(options, settings) == "auto" and not all(
-                map(takes_extra, hf_models(model))
-            ):
-                self.rules = replace(
-                    self.rules, labels="ignore"
-                )  # it may be given all of its batch
+        settings = self._settings.with_sequence_dims(options.get("sequence_dims") or {})
+        self.patches.end()
+        self.patches = patches_of(model, settings)
+        if not is_shared:
+            self._read_only(model, options, settings)
             return []
-        self._take_back()
+        self.release()
         self.rules = self._rules_of(model, options, settings, needs_labels=needs_labels)
-        self._rule = LayoutRule(settings.layout, expected_mask(model), self._cost_for(model))
+        self.layout_rule = LayoutRule(settings.layout, expected_mask(model), self._cost_for(model))
         self._loss_outside = _declared(options, settings) != "auto"
         self._needs_loss = needs_labels
-        self._model = model
+        self.model = model
         self._listed = options.get("modules")
-        handle = self._swap(model)
-        return [str(line) for line in handle.report]
+        return [str(line) for line in self.swap(model).report]
+
+    def _read_only(
+        self, model: nn.Module, options: Mapping[str, Any], settings: StrategyConfig
+    ) -> None:
+        """Read batches as one process does; a model may get all entries of its batch."""
+        self.adds_positions = accept_default_positions(hf_models(model))
+        self.rules = self._rules_of(model, options, settings, needs_labels=False)
+        if _declared(options, settings) == "auto" and not all(map(takes_extra, hf_models(model))):
+            self.rules = replace(self.rules, labels="ignore")
 
     def _rules_of(
         self,
@@ -253,31 +288,74 @@ class AttachedModel(StepLosses):
             reads_masks=bool(hf_models(model)),
         )
 
-    def _swap(self, model: nn.Module) -> SwapHandle:
-        settings = self.settings
+    def attach_clips(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Connect the QK-clips of optimizers; return True if the model has to be attached for them.
+
+        Raises:
+            ConfigError: attention whose scores its projections do not scale.
+        """
+        self.clips = clips_of(optimizers)
+        if self.handle is not None and self.model is not None:
+            self._collect(self.model, self.handle)
+            return False
+        return bool(self.clips) and self._attached is not None
+
+    def attach_again(self) -> None:
+        """Attach the model again, now that its scores are needed."""
+        assert self._attached is not None
+        model, options, needs_labels = self._attached
+        self.attach(model, options, needs_labels=needs_labels, is_shared=True)
+
+    def detach(self) -> None:
+        """Restore the model's own attention; forget its optimizers."""
+        self.clips, self._attached = [], None
+        self.release()
+
+    def release(self) -> None:
+        """Restore the model's own attention."""
+        self.patches.end()
+        if self.handle is not None:
+            self.handle.undo()
+        self.handle = self.draws = None
+
+    # -- attention ---------------------------------------------------------------------------------------
+
+    def swap(self, model: nn.Module) -> SwapHandle:
+        """Swap the model's attention on the current mesh."""
+        settings, mesh = self._settings, self._meshes.mesh
         exchange = settings.attention_exchange
-        handle = swap_attention(model, self.mesh, settings.kernel, self._listed, exchange=exchange)
-        handle.progress = self.watch.position.progress
+        handle = swap_attention(model, mesh, settings.kernel, self._listed, exchange=exchange)
+        handle.progress = self._progress
         handle.listeners = self._listeners
-        self._handle, self._requests = handle, handle.requests
+        self.handle, self._requests = handle, handle.requests
         self._collect(model, handle)
-        if self.mesh.cp_size > 1:
-            self._draws = TokenDraws(model, handle.in_local_module)
+        if mesh.cp_size > 1:
+            self.draws = TokenDraws(model, handle.in_local_module)
             undo = weakref.finalize(handle, patch_random_functions())
             undo.atexit = False
             handle.on_undo(undo)
-        watch_shifts(handle, self._when_not_aside())
+        in_probe = self._in_probe
+        watch_shifts(handle, lambda: not in_probe())
         self._watch_shards(model, handle)
         return handle
 
+    def swap_again(self) -> None:
+        """Swap the attention of the same model, on another mesh than before."""
+        assert self.handle is not None
+        assert self.model is not None
+        self.handle.undo()
+        self.swap(self.model)
+
     def _watch_shards(self, model: nn.Module, handle: SwapHandle) -> None:
-        """Refuse calls of what attends with a rank's part of a batch outside of its step; metrics and losses
-        may be called there."""
-        known = weakref.ref(self)
+        """Refuse calls of attending modules with a rank's part of a batch outside of its step.
+
+        Metrics and losses may be called there.
+        """
+        owner = self._owner
 
         def has_batch(given: Any) -> bool:
-            core = known()
-            part = None if core is None else core.part
+            run = owner()
+            part = None if run is None else run.part
             if part is None or part.layout.cp_size == 1:
                 return True
             known_memory = {memory_of(x) for _, x in tensors_of(part.batch)}
@@ -287,8 +365,8 @@ class AttachedModel(StepLosses):
 
         @exclude_from_compile
         def refuse(module: nn.Module, args: Any, kwargs: Any) -> None:
-            core = known()
-            if core is None or core.in_step or not already_sharded([args, kwargs], core.part):
+            run = owner()
+            if run is None or run.in_step or not already_sharded([args, kwargs], run.part):
                 return
             raise ConfigError(_OUTSIDE.format(type(module).__name__))
 
@@ -297,119 +375,95 @@ class AttachedModel(StepLosses):
                 hook = add_hook(module.register_forward_pre_hook, refuse, with_kwargs=True)
                 handle.on_undo(hook)
 
-    def clip_for(self, optimizers: Iterable[Optimizer]) -> None:
-        """The optimizers of the run are known: those with a QK-clip are told of largest scores.
-
-        Raises:
-            ConfigError: attention whose scores its projections do not scale.
-        """
-        self._clips = clips_of(optimizers)
-        if self._handle is not None and self._model is not None:
-            self._collect(self._model, self._handle)
-        elif self._clips and self._attached is not None:
-            model, options, needs_labels = (
-                self._attached
-            )  # no sample is shared: only now is it worth it
-            self.attach(model, options, needs_labels=needs_labels)
-
     def _collect(self, model: nn.Module, handle: SwapHandle) -> None:
-        is_run = self._when_not_aside()
-        modules = collected_modules(model, self._clips, lambda: not is_run())
-        handle.collect(modules, extra_pass=any(clip.extra_pass for clip in self._clips))
+        modules = collected_modules(model, self.clips, self._in_probe)
+        handle.collect(modules, extra_pass=any(clip.extra_pass for clip in self.clips))
 
-    def _when_not_aside(self) -> Callable[[], bool]:
-        """True if a step is one of the run's; it does not keep the core, which refers to its handle."""
-        core = weakref.ref(self)
+    @property
+    def _in_probe(self) -> Callable[[], bool]:
+        """A function that is true outside of the run's own steps; it keeps nothing alive."""
+        owner = self._owner
 
-        def is_run() -> bool:
-            found = core()
-            return found is not None and not found._is_aside
+        def in_probe() -> bool:
+            run = owner()
+            return run is None or run.is_probe
 
-        return is_run
-
-    def listen(self, listener: Listener) -> Callable[[], None]:
-        """Tell of every attention call, of models that come later too; returns what ends that."""
-        self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
-
-    def follow_progress(self, model: nn.Module) -> None:
-        """A model, wrapped for data parallelism, in which signs of progress are to be seen."""
-        if self.watch.is_on:
-            self.progress.follow(model, attention=self._handle is None)
-
-    def end_watch(self) -> None:
-        """The run is over."""
-        self.watch.stop()
-        self.progress.forget()
-
-    def _say_if_nothing_is_profiled(self) -> None:
-        if self.settings.profiled_steps and self.mesh.cp_size == 1 and self.mesh.data_rank == 0:
-            _log.warning(
-                "profile=%s records nothing: no sample is shared between ranks, so there are no hops.",
-                self.settings.profile,
-            )
+        return in_probe
 
     def _cost_for(self, model: nn.Module) -> CostModel:
-        """The cost of communication for the heads of a ring rank."""
-        heads, size = expected_heads(model), self.mesh.ulysses_size
-        sharing = self.mesh.tp_size
-        if heads is not None and not heads.query % sharing and not heads.kv % sharing:
-            heads = HeadCounts(heads.query // sharing, heads.kv // sharing, heads.dim)
+        """Return the cost of communication for the heads of a ring rank."""
+        mesh, cost = self._meshes.mesh, self._meshes.cost
+        heads, size = expected_heads(model), mesh.ulysses_size
+        if heads is not None and not heads.query % mesh.tp_size and not heads.kv % mesh.tp_size:
+            heads = HeadCounts(heads.query // mesh.tp_size, heads.kv // mesh.tp_size, heads.dim)
         if heads is None or heads.query % heads.kv or heads.query % size:
-            return self.cost  # other attention than that one is shared, then
-        return self.cost.with_heads(heads.of_ulysses_rank(size))
+            return cost  # the shared attention is another one, then
+        return cost.with_heads(heads.of_ulysses_rank(size))
 
     def explain(self) -> str:
-        """The kernel of each kind of attention call so far, and why each other one was not taken."""
-        kernel = self.settings.kernel
-        if self.settings.exchange == "ring_flash_attn":
+        """Return the kernel of each kind of attention call so far, and why each other one was passed over."""
+        if self._settings.exchange == "ring_flash_attn":
             return DELEGATED_KERNELS
-        lines = [explain_kernels(kernel, request) for request in self._requests]
+        lines = [explain_kernels(self._settings.kernel, request) for request in self._requests]
         return "\n".join(lines) or "no attention call came through context parallelism yet"
 
+    # -- batches and steps ---------------------------------------------------------------------------------
+
+    def state_of(
+        self,
+        part: ShardedBatch,
+        positions: PositionInfo,
+        cp_rank: int,
+        *,
+        trains: bool = True,
+        losses: LossCalls | None = None,
+    ) -> StepState:
+        """Make the state of a step on a part of a batch."""
+        return StepState(
+            layout=part.layout,
+            position_ids=part.position_ids,
+            aligned_labels=_copy(part.aligned_labels),
+            labels=_copy(part.labels),
+            valid_local=part.valid[cp_rank],
+            real_local=part.layout.real_len(cp_rank),
+            loss_outside=self._loss_outside,
+            positions=positions,
+            labels_read=self.rules.labels,
+            needs_loss=self._needs_loss or trains,
+            trains=trains,
+            losses=losses,
+        )
+
+    def read(self, batch: Any) -> WholeBatch:
+        """Read a whole batch by the run's rules; see ``read_batch``."""
+        return read_batch(batch, self.rules, needs_labels=False)
+
+    def layout_of(self, whole: WholeBatch) -> SequenceLayout:
+        """Return the layout that a whole batch will get."""
+        return layout_of(whole, self.rules, self.layout_rule, self._meshes.mesh).layout
+
     def check_trains(self) -> None:
-        """Refuse what no step of training could do, before the first one.
+        """Check, before the first step, for what no step of training could do.
 
         Raises:
             ConfigError: noise that ranks would draw otherwise than one process.
         """
-        if self.enabled and self._model is not None and self._handle is not None:
-            check_training_noise(self._model, self._handle.local_modules)
+        if self.model is not None and self.handle is not None:
+            check_training_noise(self.model, self.handle.local_modules)
 
-    def require_label_kind(self) -> None:
-        """Refuse to train where nothing says how labels are read.
+    def check_label_kind(self) -> None:
+        """Check that training knows how labels are read.
 
         Raises:
             ConfigError: saying what to declare.
         """
-        if self.enabled and self._model is not None and self.rules.labels == "ignore":
-            label_kind(self._model, self.settings.labels, required=True)
+        if self.model is not None and self.rules.labels == "ignore":
+            label_kind(self.model, self._settings.labels, required=True)
 
-    def read(self, batch: Any) -> WholeBatch:
-        """A whole batch, read; see ``read_batch``."""
-        return read_batch(batch, self.rules, needs_labels=False)
 
-    def layout_for(self, whole: WholeBatch) -> SequenceLayout:
-        """The layout that a whole batch will get."""
-        return layout_of(whole, self.rules, self._rule, self.mesh).layout
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The model with the swapped attention."""
-        return self._model
-
-    def detach(self) -> None:
-        """Give the model its own attention back; what optimizers there were is forgotten."""
-        self._clips, self._attached = [], None
-        self._take_back()
-
-    def _take_back(self) -> None:
-        self.recorder.abandon()
-        self._patches.end()
-        self._first_compile.end()
-        if self._handle is not None:
-            self._handle.undo()
-        self._handle = self._part = self._loss = self._draws = None
+def _copy(labels: torch.Tensor | None) -> torch.Tensor | None:
+    """Copy labels, to detect that the step changes its own."""
+    return None if labels is None else labels.clone()
 
 
 def _declared(options: Mapping[str, Any], settings: StrategyConfig) -> str:

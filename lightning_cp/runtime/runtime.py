@@ -1,46 +1,168 @@
-"""Common parts of the Trainer's strategy and Fabric's: mesh, sharding, loss scale, averages.
+"""ContextParallelRuntime: the context parallelism of one run, independent of Trainer and Fabric.
 
-Nothing here knows of a Trainer. A strategy calls, in this order: ``build_mesh`` once processes exist,
-``attach`` once the model does, then for every batch ``shard``, ``begin_step``, in training ``require_loss``,
-``scale_loss`` and ``after_backward``, then ``end_step``.
+A strategy calls, in this order: ``meshes.build`` once processes exist, ``attach`` once the model does, then
+for every batch ``shard``, ``begin_step``, the methods of ``step``, and ``end_step``.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+from torch.optim import LBFGS, Optimizer
 
 from lightning_cp import error_display as console
 from lightning_cp.batch import ShardedBatch, completed
 from lightning_cp.batch.sharder import already_sharded, shard_batch_checked
 from lightning_cp.batch.step_state import StepState
+from lightning_cp.comm.reduce import all_sum
+from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import LayoutChoice
-from lightning_cp.loss.weighting import StepLoss
-from lightning_cp.models.handle import SwapHandle
-from lightning_cp.models.hf.labels import check_labels_used
+from lightning_cp.layout.axes import Flat
+from lightning_cp.logging.reduce import equal, side_by_side
+from lightning_cp.loss.accumulation import AccumulatedTokens, Unreduced
+from lightning_cp.loss.averages import as_logged, zero_where_uncounted
+from lightning_cp.loss.review import ProbeLosses, RunLosses
+from lightning_cp.mesh import ContextParallelMesh
+from lightning_cp.models.handle import Listener
+from lightning_cp.profile.recorder import StepRecorder
 from lightning_cp.randomness.token_draws import StepTokens
-from lightning_cp.runtime.probe import StepsAside
+from lightning_cp.runtime.mesh_builder import MeshBuilder
+from lightning_cp.runtime.model_binding import ModelBinding
+from lightning_cp.runtime.records import RunRecords
+from lightning_cp.runtime.step_context import NO_LOSS, StepContext
 from lightning_cp.utils.containers import tensors_of
 from lightning_cp.utils.labels import are_shifted
-from lightning_cp.utils.tracing import profile_range
+from lightning_cp.utils.tracing import FirstCompile, profile_range
+from lightning_cp.watchdog.phase import Position, ProgressHooks
+from lightning_cp.watchdog.watch import RunWatch
 
 _log = logging.getLogger("lightning_cp")
-_begun: list[weakref.ref[ContextParallelCore]] = []
-"""Whose step began last, in this process: attention and random functions are replaced in all of it."""
+_COMPILES = "torch.compile begins: the first steps take longer, often by minutes"
+_last_begun: list[weakref.ref[ContextParallelRuntime]] = []
+"""The run whose step began last in this process: attention and random functions are replaced in all of it."""
 
 
-class ContextParallelCore(StepsAside):
-    """One run's context parallelism, independent of who drives it."""
+class ContextParallelRuntime:
+    """Components of one run, and its steps.
+
+    Args:
+        settings: the user's.
+    """
+
+    def __init__(self, settings: StrategyConfig) -> None:
+        self.settings = settings
+        self.watch = RunWatch(Position(), settings.step_timeout, settings.first_step_timeout)
+        self.progress = ProgressHooks(self.watch.position)
+        recorder = StepRecorder(settings.profiled_steps, Path(settings.profile_folder or "profile"))
+        accumulated = AccumulatedTokens() if settings.weights_globally else None
+        self.records = RunRecords(recorder, accumulated)
+        self.listeners: list[Listener] = [recorder.note] if settings.profiled_steps else []
+        """Callbacks of every attention call."""
+        self.meshes = MeshBuilder(settings)
+        progress = self.watch.position.progress
+        self.binding = ModelBinding(settings, self.meshes, progress, self.listeners, self)
+        self.losses = RunLosses()
+        self.step = self._plain_step()
+        """The current step, or the last one."""
+        self._is_single = False
+        self._first_compile = FirstCompile(partial(rank_zero_info, _COMPILES))
+
+    @property
+    def mesh(self) -> ContextParallelMesh:
+        """The process groups.
+
+        Raises:
+            ConfigError: they do not exist yet.
+        """
+        return self.meshes.mesh
+
+    @property
+    def enabled(self) -> bool:
+        """True if ranks share a sample, targets of data ranks are counted, or scores are collected."""
+        if self._is_single:
+            return False
+        counts = self.records.accumulated is not None
+        return self.mesh.sample_size > 1 or counts or bool(self.binding.clips)
+
+    @property
+    def part(self) -> ShardedBatch | None:
+        """This rank's part of the current batch, and facts of the whole."""
+        return self.step.part
+
+    @property
+    def in_step(self) -> bool:
+        """True if a context-parallel step is current."""
+        return self.binding.handle is not None and self.binding.handle.active
+
+    @property
+    def is_probe(self) -> bool:
+        """True if the current step is not a step of the run."""
+        return self.records.is_probe
+
+    # -- the model -----------------------------------------------------------------------------------
+
+    def attach(
+        self, model: nn.Module, options: Mapping[str, Any], *, needs_labels: bool
+    ) -> list[str]:
+        """Bind the model of the run; see ``ModelBinding.attach``."""
+        if self.settings.profiled_steps and self.mesh.cp_size == 1 and self.mesh.data_rank == 0:
+            _log.warning(_NO_HOPS, self.settings.profile)
+        self.losses.forget_model()
+        if self.enabled:
+            self._forget_steps()
+        return self.binding.attach(
+            model, options, needs_labels=needs_labels, is_shared=self.enabled
+        )
+
+    def attach_clips(self, optimizers: Iterable[Optimizer]) -> None:
+        """Connect the QK-clips of the run's optimizers with the model's attention.
+
+        Raises:
+            ConfigError: attention whose scores its projections do not scale.
+        """
+        if self.binding.attach_clips(optimizers):  # no sample is shared: attached for them alone
+            self.binding.attach_again()
+
+    def detach(self) -> None:
+        """Restore the model's own attention; forget its optimizers."""
+        self._forget_steps()
+        self.binding.detach()
+
+    def _forget_steps(self) -> None:
+        self.records.recorder.abandon()
+        self._first_compile.end()
+        self.step = self._plain_step()
+
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Call ``listener`` with every attention call, of later models too; return its end."""
+        self.listeners.append(listener)
+        return lambda: self.listeners.remove(listener)
+
+    def follow_progress(self, model: nn.Module) -> None:
+        """Watch a model, wrapped for data parallelism, for signs of progress."""
+        if self.watch.is_on:
+            self.progress.follow(model, attention=self.binding.handle is None)
+
+    def end_watch(self) -> None:
+        """End the watch: the run is over."""
+        self.watch.stop()
+        self.progress.forget()
+
+    # -- steps ---------------------------------------------------------------------------------------
 
     def shard(self, batch: Any, *, needs_labels: bool) -> Any:
-        """This rank's part of a batch that every rank of its cp group holds whole.
+        """Return this rank's part of a batch, and make its step the current one.
 
         Raises:
             ConfigError: a batch that cannot be read.
@@ -48,153 +170,80 @@ class ContextParallelCore(StepsAside):
             BatchMismatchError: ranks of a cp group hold different batches.
             RankFailure: another rank's batch was refused.
         """
-        self.watch.position.progress()
         if not self.enabled:
-            return completed(batch, self.rules, positions=self._gives_positions)
-        before, self._part, self._loss = self._part, None, None
-        if self._handle is None:
-            raise ConfigError(
-                "a batch was sharded before there is a model. Call fabric.setup(model, ...) first: the "
-                "model tells how labels are read and has its attention swapped."
-            )
+            self.watch.position.progress()
+            return completed(batch, self.binding.rules, positions=self.binding.adds_positions)
+        before, self.step = self.step, self._plain_step()  # no batch, if this one is refused
+        self.step = self.prepare(batch, needs_labels=needs_labels, before=before.part)
+        return self.step.batch
+
+    def prepare(
+        self, batch: Any, *, needs_labels: bool, before: ShardedBatch | None = None
+    ) -> StepContext:
+        """Shard a batch for a step that begins later; the current step is not affected.
+
+        Args:
+            batch: whole, the same on every rank of the cp group.
+            needs_labels: the step trains.
+            before: the last shard, which must not be sharded again.
+
+        Raises:
+            ConfigError, ShapeError, BatchMismatchError, RankFailure: as ``shard``.
+        """
+        self.watch.position.progress()
+        binding, records = self.binding, self.records
+        if binding.handle is None:
+            raise ConfigError(_NO_MODEL)
         if needs_labels and self.mesh.cp_size > 1:
-            self.recorder.begin(self.mesh)
+            records.recorder.begin(self.mesh)
         with profile_range("shard batch"):
             sharding = shard_batch_checked(
                 batch,
-                self.rules,
-                self._rule,
+                binding.rules,
+                binding.layout_rule,
                 self.mesh,
                 training=needs_labels,
                 together=needs_labels or self.settings.forward_is_shared,
                 before=before,
-                draws=None if self._is_aside else self._draws,
+                draws=None if records.is_probe else binding.draws,
             )
-        self._say_once(sharding.choice)
+        self._note_layout(sharding.choice)
         self._warn_if_shifted_twice(batch)
-        self._part, self._loss = sharding.part, StepLoss(sharding, self.mesh, self._accumulated)
-        self.batches += not self._is_aside
-        self._positions, self._trains = sharding.positions, needs_labels
-        return self._part.batch
+        records.batches += 1
+        losses = ProbeLosses(self.losses) if records.is_probe else self.losses
+        return StepContext(self.meshes, binding, losses, records, sharding)
 
-    def _say_once(self, choice: LayoutChoice | None) -> None:
-        if self.layout_choice is None and choice is not None and not self._is_aside:
-            rank_zero_info(f"context parallel {choice} (of the first batch; each gets its own)")
-        self.layout_choice = choice
-
-    def _warn_if_shifted_twice(self, batch: Any) -> None:
-        """Look at the labels of the first batches, on the first rank."""
-        first = self.mesh.sample_rank == 0 and self.mesh.data_rank == 0
-        if self._is_aside or not first or not self._looks_at_labels or self.rules.labels != "shift":
-            return
-        tensors = dict(tensors_of(batch))
-        labels, ids = tensors.get(self.rules.label_key), tensors.get("input_ids")
-        shifted = None if labels is None or ids is None else are_shifted(labels, ids)
-        self._looks_at_labels -= 1 if shifted is None else self._looks_at_labels
-        if shifted:
-            console.warn(_SHIFTED_TWICE)
-
-    def was_sharded(self, batch: Any) -> bool:
-        """True if ``batch`` is a shard that this core made last; to shard it again will be refused."""
-        return bool(already_sharded(batch, self._part))
+    def _plain_step(self) -> StepContext:
+        return StepContext(self.meshes, self.binding, self.losses, self.records)
 
     def begin_step(self) -> None:
-        """Intercept attention from here on."""
+        """Begin the step of the current batch: attention is intercepted from here on.
+
+        Raises:
+            ConfigError: there is no batch.
+        """
         self.end_other_steps()
-        _begun[:] = [weakref.ref(self)]
-        if not self._is_aside:
+        _last_begun[:] = [weakref.ref(self)]
+        if not self.is_probe:
             self._first_compile.begin()
         if not self.enabled:
-            self._patches.begin()
+            self.binding.patches.begin()
             return
-        if self._handle is None or self._part is None:
-            raise ConfigError(
-                "a context-parallel step began without a sharded batch. Let the strategy move the "
-                "batch (do not override transfer with a step that takes dataloader_iter)."
-            )
-        state = self._state_of(self._part, self._positions, self.mesh.cp_rank)
-        self._looks_at_values -= bool(self._trains and self._looks_at_values and not self._is_aside)
-        self._intercept(self._handle, state, self._part)
+        self._intercept(self.step.make_state())
 
-    def _intercept(self, handle: SwapHandle, state: StepState, part: ShardedBatch) -> None:
-        handle.activate(state)
-        if self._draws is not None:
-            mesh = self.mesh
-            data = (mesh.data_rank, mesh.data_size)
-            self._draws.begin(StepTokens.of(part.layout, mesh.cp_rank, part.rows, data))
-        self._patches.begin()
-
-    @contextmanager
-    def between_steps(self) -> Iterator[None]:
-        """Within, the current step has ended; afterwards it lasts on."""
-        assert self._handle is not None
-        state, part = self._handle.state, self._part
-        self._handle.deactivate()
-        try:
-            yield
-        finally:
-            if state is not None and part is not None:
-                self._intercept(self._handle, state, part)
-                state.ended = False
-
-    def end_other_steps(self) -> None:
-        """What begins ends a step that another strategy of this process has left open."""
-        for core in [begun() for begun in _begun]:
-            if core is not None and core is not self:
-                core.end_step()
-
-    def check_step(self) -> None:
-        """Refuse a step in which attention stayed local, or labels were shifted by nobody knows whom; say
-        once if it did not ask for positions. A step that did not call the model has nothing to check."""
-        if not self.enabled or self._handle is None or self._model is None or self.is_unused:
-            return
-        self.require_intercepted()
-        if self._handle.state is not None:
-            check_labels_used(self._handle.state)
-        if self.positions_ignored:
-            self._positions_taken = True
-            if self.mesh.sample_rank == 0 and self.mesh.data_rank == 0:
-                _log.warning(_NO_POSITIONS)
-
-    def require_intercepted(self) -> None:
-        """Refuse a step in which attention stayed local."""
-        if self._handle is not None and self._model is not None:
-            self._handle.check_intercepted(self._model)
-
-    @property
-    def is_unused(self) -> bool:
-        """True if a step is under way that has called nothing of the model, and intercepted nothing."""
-        state = self._handle.state if self._handle is not None else None
-        return state is not None and not state.calls and not state.model_called
-
-    @property
-    def is_left(self) -> bool:
-        """True if a step is under way that is unused, and the loop that gave its batch is over."""
-        state = self._handle.state if self._handle is not None else None
-        return self.is_unused and state is not None and state.left
-
-    @property
-    def step_calls(self) -> int:
-        """Attention calls that were intercepted in the current step."""
-        state = self._handle.state if self._handle is not None else None
-        return 0 if state is None else state.calls
-
-    @property
-    def is_pending(self) -> bool:
-        """True if a step of training is under way that no backward has come to."""
-        state = self._handle.state if self._handle is not None else None
-        return state is not None and state.trains and not state.weighted
-
-    @property
-    def positions_ignored(self) -> bool:
-        """Nothing has asked for the positions of the step's tokens, as far as can be seen."""
-        if self._handle is None or self._part is None:
-            return False
-        asked = self._positions_taken or self._handle.provides_position_ids
-        return not asked and self._part.positions_ignored
+    def end_step(self) -> None:
+        """End the step: the model is the plain model again."""
+        for line in [] if self.is_probe else self.binding.patches.told():
+            rank_zero_info(line)
+        self.binding.patches.end()
+        self._first_compile.end()
+        if self.binding.draws is not None:
+            self.binding.draws.end()
+        if self.binding.handle is not None:
+            self.binding.handle.deactivate()
 
     def close_step(self) -> None:
-        """End the step, if one is under way, once it was checked.
+        """Check the step, if one is current, and end it.
 
         Raises:
             ConfigError: the models were called in the step, and no attention call was intercepted.
@@ -206,24 +255,170 @@ class ContextParallelCore(StepsAside):
             self.end_step()
 
     def leave_step(self) -> None:
-        """End the step; one that is unused waits for a call with its batch, if that comes, and models are
-        plain until then."""
-        if self.is_unused and self._handle is not None:
-            self._handle.leave()
+        """End the step; an unused one waits for a call with its batch, and models are plain until then."""
+        if self.step.is_unused and self.binding.handle is not None:
+            self.binding.handle.leave()
         else:
             self.end_step()
 
-    def end_step(self) -> None:
-        """The model is the plain model again."""
-        for line in [] if self._is_aside else self._patches.told():
-            rank_zero_info(line)
-        self._patches.end()
-        self._first_compile.end()
-        if self._draws is not None:
-            self._draws.end()
-        if self._handle is not None:
-            self._handle.deactivate()
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """A block outside of the current step, which continues afterwards."""
+        handle, state = self.binding.handle, self.step.state
+        assert handle is not None
+        handle.deactivate()
+        try:
+            yield
+        finally:
+            if state is not None:
+                self._intercept(state)
+                state.ended = False
 
+    def _intercept(self, state: StepState) -> None:
+        handle, part, mesh = self.binding.handle, self.step.part, self.mesh
+        assert handle is not None
+        assert part is not None
+        handle.activate(state)
+        if self.binding.draws is not None:
+            data = (mesh.data_rank, mesh.data_size)
+            tokens = StepTokens.of(part.layout, mesh.cp_rank, part.rows, data)
+            self.binding.draws.begin(tokens)
+        self.binding.patches.begin()
+
+    def end_other_steps(self) -> None:
+        """End a step that another strategy of this process left open."""
+        for run in [begun() for begun in _last_begun]:
+            if run is not None and run is not self:
+                run.end_step()
+
+    def before_data(self) -> None:
+        """Send waiting outcomes of checks: ranks are about to exchange data, maybe within a model's call."""
+        self.step.before_data()
+
+    def check_step(self) -> None:
+        """Check the current step; warn once if it did not ask for positions.
+
+        Raises:
+            ConfigError: attention stayed local, or it is unknown who shifted the labels.
+        """
+        if not self.enabled or self.binding.model is None or self.step.is_unused:
+            return
+        self.step.check()
+        if self.step.positions_ignored:
+            self.records.positions_taken = True
+            if self.mesh.sample_rank == 0 and self.mesh.data_rank == 0:
+                _log.warning(_NO_POSITIONS)
+
+    def is_sharded(self, batch: Any) -> bool:
+        """Return True if ``batch`` is the shard that was made last."""
+        return bool(already_sharded(batch, self.step.part))
+
+    @contextmanager
+    def use_records(self, records: RunRecords) -> Iterator[None]:
+        """A block whose steps leave their traces in other records."""
+        own, self.records = (self.step, self.records), records
+        self.step = self._plain_step()
+        try:
+            yield
+        finally:
+            self.step, self.records = own
+
+    @contextmanager
+    def as_one_process(self) -> Iterator[None]:
+        """A block in which nothing is shared: a step has the values of one process."""
+        own, self.step = self.step, self._plain_step()
+        self._is_single = True
+        try:
+            yield
+        finally:
+            self._is_single = False
+            self.step = own
+
+    def _note_layout(self, choice: LayoutChoice | None) -> None:
+        first = self.records.layout_choice is None and choice is not None
+        if first and not self.is_probe:
+            rank_zero_info(f"context parallel {choice} (of the first batch; each gets its own)")
+        self.records.layout_choice = choice
+
+    def _warn_if_shifted_twice(self, batch: Any) -> None:
+        """Look at the labels of the first batches, on the first rank."""
+        rules, records = self.binding.rules, self.records
+        first = self.mesh.sample_rank == 0 and self.mesh.data_rank == 0
+        if records.is_probe or not first or not records.label_looks or rules.labels != "shift":
+            return
+        tensors = dict(tensors_of(batch))
+        labels, ids = tensors.get(rules.label_key), tensors.get("input_ids")
+        shifted = None if labels is None or ids is None else are_shifted(labels, ids)
+        records.label_looks -= 1 if shifted is None else records.label_looks
+        if shifted:
+            console.warn(_SHIFTED_TWICE)
+
+    # -- windows of several batches ----------------------------------------------------------------------
+
+    def follow_unreduced(self, unreduced: Callable[[], Unreduced]) -> None:
+        """Tell accumulation windows of gradients that an engine holds elsewhere than in ``grad``."""
+        if self.records.accumulated is not None:
+            self.records.accumulated.unreduced = unreduced
+
+    def end_window(self, optimizer: Optimizer, batches: int | None = None) -> None:
+        """Weight the targets of the whole window alike, if that was asked for: its gradients are complete."""
+        if self.records.accumulated is not None:
+            self.records.accumulated.end(optimizer, batches)
+
+    def token_mean(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """Return (sum of totals) / (sum of counts) over the ranks that share a sample."""
+        self.step.before_data()
+        sums = torch.stack([zero_where_uncounted(total.double(), count), count.double()])
+        if self.enabled:
+            sums = all_sum(sums.to(self.mesh.device_type), self.mesh.group(Flat.CP))
+        return as_logged(sums[0] / sums[1])
+
+    def closure_value(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
+        """Return a closure's loss as one process has it, the same on all ranks.
+
+        An optimizer that searches along another value would go another way on each rank, and other ranks
+        would wait for it.
+
+        Args:
+            closure: returns the value of this rank.
+            optimizer: the caller.
+
+        Raises:
+            ConfigError: the optimizer searches along the value, and it is unknown what that is a mean over:
+                several batches, or none of a step's losses.
+        """
+        begun = self.records.batches
+        value = closure()
+        one_batch = self.records.batches - begun <= 1
+        is_number, loss = isinstance(value, Real), self.step.loss
+        own = torch.tensor(float(value), dtype=torch.float64) if is_number else value
+        if not isinstance(own, torch.Tensor) or own.numel() != 1 or loss is None:
+            return value
+        mean, is_known = self.step.weighted_mean(own) if one_batch else self._equal_sum(own)
+        if not is_known:
+            if isinstance(optimizer, LBFGS):
+                several = _SEVERAL_BATCHES.format(type(optimizer).__name__)
+                raise ConfigError(NO_LOSS if one_batch else several)
+            return value
+        if self.mesh.data_size > 1:
+            every = side_by_side([mean * loss.data_weight], self.mesh, Flat.LOSS)[0]
+            mean = (every.sum(0) / every.shape[0]).to(mean)
+        return mean.item() if is_number else mean
+
+    def _equal_sum(self, value: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Return a value of several batches, and whether all ranks that share them have the same."""
+        self.step.before_data()
+        (rows,) = side_by_side([value], self.mesh)
+        weighs_alike = self.records.accumulated is None or self.mesh.data_size == 1
+        return value, weighs_alike and bool(equal(rows).all())
+
+
+_NO_HOPS = "profile=%s records nothing: no sample is shared between ranks, so there are no hops."
+
+_NO_MODEL = (
+    "a batch was sharded before there is a model. Call fabric.setup(model, ...) first: the model tells how "
+    "labels are read and has its attention swapped."
+)
 
 _NO_POSITIONS = (
     "the step took no positions from the batch, so a model that counts its tokens from 0 would give every "
@@ -239,15 +434,8 @@ _SHIFTED_TWICE = (
     "the step, and declare labels='aligned'."
 )
 
-
-# Values that Lightning is asked to reduce over ranks, which it would get wrong.
-
-
-def in_floating_point(x: Any, reduce_op: Any) -> Any:
-    """Integers whose mean over ranks is asked for, in float64: Lightning would cut the mean off.
-
-    Its epoch means divide by the mean of the batch sizes that ranks have seen.
-    """
-    mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-    integer = isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex())
-    return x.to(torch.float64) if mean and integer else x
+_SEVERAL_BATCHES = (
+    "The closure of {} goes over several batches, and ranks that share a sample return other sums of their "
+    "losses, so that it is not known what it should search along. Return the sum of self.average(loss), or "
+    "of fabric.strategy.average(loss), of each batch; with token_weighting='global' take one batch a step."
+)

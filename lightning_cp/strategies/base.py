@@ -1,15 +1,15 @@
-"""Common parts of the Trainer's strategy and Fabric's: their arguments, and how they wrap models.
+"""ContextParallelStrategy: arguments, components and public methods of both strategies.
 
-Two strategies of two Lightning classes differ in who calls them, and in nothing else: each puts this class
-in front of its own ``DDPStrategy``.
+The Trainer's strategy and Fabric's differ in their callers alone: each is this class in front of its own
+``DDPStrategy``, whose hooks it overrides in its own file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.util import Finalize
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, cast
 from weakref import finalize
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cp import error_display as console
+from lightning_cp.checkpoint.manager import CheckpointManager
 from lightning_cp.checkpoint.pretrained.export import guard_save_pretrained
 from lightning_cp.checkpoint.pretrained.meta_init import check_has_values
 from lightning_cp.checkpoint.pretrained.strategy_argument import Pretrained
@@ -32,207 +33,37 @@ from lightning_cp.engines.tensor_parallel import is_shared
 from lightning_cp.errors import ConfigError
 from lightning_cp.launch.library_warnings import LibraryWarnings
 from lightning_cp.launch.ranks import check_ranks, check_start_method, refuse_foreign_launcher
-from lightning_cp.launch.rendezvous import MeetsAnew, let_gloo_rest_at_exit
-from lightning_cp.launch.worker_results import reporting
+from lightning_cp.launch.rendezvous import let_gloo_rest_at_exit
 from lightning_cp.layout import LayoutChoice
 from lightning_cp.layout.axes import Flat
-from lightning_cp.loaders.synchronized import LoadsTogether
+from lightning_cp.loaders.synchronized import LoaderSynchronizer
 from lightning_cp.mesh import ContextParallelMesh
 from lightning_cp.randomness.token_draws import Per, draw_per
-from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.runtime.runtime import ContextParallelRuntime
 from lightning_cp.strategies.validation import check_backend, check_group_timeout, checked
 from lightning_cp.utils.patching import PatchSet
 from lightning_cp.watchdog.watch import name_of
 
-# Questions to a strategy: who a rank is, whole tensors and one process's values.
 
+class LightningStrategy(Protocol):
+    """Attributes of Lightning's two ``DDPStrategy`` classes that this file reads."""
 
-class Answers:
-    """Comes before a ``DDPStrategy``; asks the core."""
-
-    _core: ContextParallelCore
-
-    @property
-    def mesh(self) -> ContextParallelMesh:
-        """The process groups; available from setup on, earlier if the number of heads is given."""
-        return self._core.mesh
+    cluster_environment: Any
+    launcher: Any
+    num_nodes: int
+    num_processes: int
+    _start_method: str
+    _process_group_backend: str | None
 
     @property
-    def layout_choice(self) -> LayoutChoice | None:
-        """With ``layout="auto"``: the layout of the current batch, and what each was predicted to cost."""
-        return self._core.layout_choice
-
+    def world_size(self) -> int: ...
     @property
-    def data_parallel_size(self) -> int:
-        """Groups of ranks with different samples: what samplers shard over, not the world size."""
-        return self._core.settings.data_parallel_size
-
+    def global_rank(self) -> int: ...
     @property
-    def data_rank(self: Any) -> int:
-        """The number of this rank's sample, of ``data_parallel_size`` ones."""
-        return self._core.data_rank(self.global_rank, self.world_size)
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Ranks that share a sample draw the same one."""
-        return {"num_replicas": self.data_parallel_size, "rank": self.data_rank}
-
-    def explain(self) -> str:
-        """The kernel of each kind of attention call so far, and why each other one was passed over."""
-        return self._core.explain()
-
-    def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """A local tensor of the current step, whole, in original order and length, on every rank.
-
-        Differentiable. A loss of it is the same on every rank, and its gradients are those of one process.
-        """
-        return self._core.unshard_tensor(x, dim)
-
-    def count_targets(self, counted: torch.Tensor | float) -> torch.Tensor:
-        """Declare what the loss of this step counts, where that is not the batch's labels.
-
-        For targets that the step draws or leaves out, for weights of classes or of tokens, and for a mean by
-        hand. Every rank calls it, before backward; a Hugging Face model that is given ``labels=`` is
-        called after it. Averages of the step follow it too. Each call adds up one number per rank on the
-        device, which the host does not wait for (with ``token_weighting="global"`` it does).
-
-        Args:
-            counted: a mask of this rank's tokens, their weights, or how many targets this rank counts. All
-                leave out padding, see ``token_mask``: it is refused before a weight changes.
-
-        Returns:
-            The count of this rank, and 1 where it is 0: what a sum over targets is to be divided by.
-
-        Raises:
-            ConfigError: no count, or a second one for the same loss; in validation, one of padding.
-        """
-        return self._core.count_targets(counted)
-
-    def average(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over the group, weighted by targets: what one process would show of this step."""
-        return self._core.average(value)
-
-    def token_mean(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """(sum of totals) / (sum of counts) over the group: the mean that one process would show.
-
-        Args:
-            total: a scalar, the sum over what this rank holds; not looked at where ``count`` is 0.
-            count: a scalar, how many it is the sum of.
-        """
-        return self._core.token_mean(total, count)
-
-    def token_positions(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """int64 [B or 1, L]: the positions of a step's tokens in the whole sequence, 0 for padding."""
-        return self._core.token_positions(x, dim)
-
-    def token_mask(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """bool [1, L]: true for tokens of the sequence, false for padding that the strategy added.
-
-        For masks that a step draws or makes of inputs. Padding of the batch's own is true.
-        """
-        return self._core.token_mask(x, dim)
-
-    def draw_per(self, what: Per) -> AbstractContextManager[None]:
-        """A block within which random numbers are of each ``"token"``, or of each ``"row"`` of the batch.
-
-        For dropout and random functions of tensors whose shape does not tell: numbers of tokens differ
-        between ranks that share a sample, those of rows (of parameters, of layers) are equal on them.
-        """
-        return draw_per(what)
+    def root_device(self) -> torch.device: ...
 
 
-# Before the first batch: processes are there, know each other, and have a mesh.
-
-
-class Processes:
-    """Comes before a ``DDPStrategy``, which has the launcher and the environment."""
-
-    _ends_watch = False
-    """Its end is the watch's, too."""
-
-    def tell_rank(self: Any) -> None:
-        """Have Lightning know which rank a worker is, before it says anything as the first one."""
-        tell = getattr(self, "set_world_ranks", None) or self._set_world_ranks  # Fabric's
-        tell()
-
-    def _hide_library_warnings(self: Any) -> None:
-        """On ranks that are not the first; also those of loggers that were made since the last call."""
-        if self.global_rank > 0:
-            self._library_warnings.hide()
-
-    def _check_ranks(self: Any) -> None:
-        """Where no sample is shared, whoever trains finds out, as with DDP."""
-        if self._settings.context_parallel_size != 1:
-            check_ranks(
-                *(self.cluster_environment, self._start_method, self.num_processes, self.num_nodes)
-            )
-
-    def _configure_launcher(self: Any) -> None:
-        parent: Any = super()
-        parent._configure_launcher()
-        self._launcher = reporting(self._launcher)
-
-    def _begin_watch(self: Any, trainer: Any = None) -> None:
-        settings, started = self._core.settings, bool(getattr(self.launcher, "procs", None))
-        name = name_of(self.global_rank, self.world_size, settings)
-        console.set_place(
-            console.ProcessPlace(self.global_rank, name, self.num_processes, launches=started)
-        )
-        require_same_start(settings, trainer, self._chosen_besides())
-        address = self.cluster_environment.main_address
-        handles = trainer is not None  # the Trainer stops all ranks at one step
-        self._core.watch.begin(settings, address, self.launcher, handles_sigterm=handles)
-        if not self._ends_watch:  # there may be many stages
-            self._ends_watch = True
-            # Not the core's method: the core knows the model, that the Trainer, and that this strategy.
-            # Nor weakref.finalize: a forked process ends without atexit, and would be taken for killed.
-            Finalize(self, self._core.watch.stop, exitpriority=1)
-            Finalize(self, self._core.progress.forget, exitpriority=1)
-            let_gloo_rest_at_exit()
-
-    def _chosen_besides(self: Any) -> dict[str, object]:
-        """Settings of Lightning's that ranks have to agree on."""
-        plugin = self.precision_plugin if hasattr(self, "precision_plugin") else self.precision
-        precision = (type(plugin).__qualname__, getattr(plugin, "precision", None))
-        return {**self._ddp_options, **vars(self._comm_hook), "precision": precision}
-
-    def _check_launcher(self: Any) -> None:
-        check_backend(self._process_group_backend)
-        processes = self.num_nodes * self.num_processes
-        refuse_foreign_launcher(self.cluster_environment, self._start_method, processes)
-
-    def _check_world(self: Any) -> None:
-        world, rank = dist.get_world_size(), dist.get_rank()
-        if world != self.world_size:
-            raise ConfigError(
-                f"the Trainer wants {self.world_size} processes, but torch.distributed was initialised with "
-                f"{world} before. Start a fresh process for each run."
-            )
-        if rank != self.global_rank:  # a worker that was forked with its parent's group
-            raise ConfigError(
-                f"this process is rank {self.global_rank}, but torch.distributed was initialised as rank "
-                f"{rank} before. Start a fresh process for each run."
-            )
-
-    def _build_mesh(
-        self: Any, model: nn.Module | None = None, num_heads: int | None = None
-    ) -> None:
-        if model is not None and is_shared(model):
-            model = None  # it tells of a rank's own heads; they were looked at when it was shared
-        self._hide_library_warnings()
-        self._core.end_other_steps()
-        factors = self._core.build_mesh(
-            self.world_size, self.root_device.type, self.num_processes, model, num_heads
-        )
-        if factors is not None:
-            rank_zero_info(
-                f"context parallel: ulysses {factors.ulysses_size} x ring {factors.ring_size} "
-                f"({factors.why}), data parallel {self.data_parallel_size}, layout "
-                f"{self._core.settings.layout}"
-            )
-
-
-class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
+class ContextParallelStrategy:
     """Puts the sequence on a mesh axis: Ulysses inside, a ring outside, data parallel around both.
 
     An unmodified ``training_step`` gives the loss, gradients and weights of one process.
@@ -374,108 +205,291 @@ class ContextParallelFront(MeetsAnew, Processes, LoadsTogether, Answers):
         self._ddp_options = without_defaults(self._ddp_kwargs)
         require_known(self._ddp_options)
         require_ddp(data_parallel, self._ddp_options, hook)
-        check_start_method(self._start_method)
+        check_start_method(self._lightning._start_method)
         self._settings = settings
         self._comm_hook = CommHook.of(hook, explicit_cp_size(settings))
-        self._prepare()
+        self._make_components()
 
-    def _prepare(self) -> None:
-        """Make what one run uses."""
+    # -- components of a run -------------------------------------------------------------------------
+
+    def _make_components(self) -> None:
+        """Make everything that belongs to one run; a copy of the strategy makes its own."""
+        lasting = set(vars(self))
         settings = self._settings
-        self._core = ContextParallelCore(settings)
-        self._engine = engine(settings, self._comm_hook)
-        self._engine.before_data = self._core.before_data
-        self._core.follow_unreduced(self._engine.unreduced)
+        self.runtime = ContextParallelRuntime(settings)
+        self.engine = engine(settings, self._comm_hook)
+        self.engine.before_data = self.runtime.before_data
+        self.runtime.follow_unreduced(self.engine.unreduced)
         self._pretrained = Pretrained(settings.pretrained, offload=settings.cpu_offload)
-        self._guard = FiniteGuard(settings.check_finite, self._core.counts)
-        self._replaced = PatchSet()
+        self._guard = FiniteGuard(settings.check_finite, self.runtime.losses.counts)
+        self._manager = CheckpointManager(settings.checkpoint, in_background=settings.async_save)
+        self._loaders = LoaderSynchronizer(self.runtime)
+        self._patches = PatchSet()
         self._library_warnings = LibraryWarnings()
         finalize(self, self._library_warnings.show)
-        self._prepare_saves()
+        self._watch_ends_with_process = False
+        self._make_own_components()
+        self._components = {*vars(self)} - lasting | {"_components"}
+
+    def _make_own_components(self) -> None:
+        """Make the components that the other strategy has not."""
+        raise NotImplementedError
+
+    _ddp_kwargs: dict[str, Any]  # of Lightning's class
+    _components: set[str]
+    """Names of the attributes that ``_make_components`` makes."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has the settings and what Lightning keeps; groups, threads and files are of this run."""
+        """Return the settings and Lightning's attributes; groups, threads and files belong to this run."""
         parent: Any = super()
         state: dict[str, Any] = parent.__getstate__()
-        return {name: x for name, x in state.items() if name not in self._of_a_run}
+        return {name: x for name, x in state.items() if name not in self._components}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         take: Any = getattr(super(), "__setstate__", vars(self).update)
         take(state)
-        self._prepare()
-
-    _of_a_run: ClassVar[frozenset[str]] = frozenset(
-        {
-            *("_adopted", "_announced", "_before", "_callback", "_core", "_ends_watch", "_engine"),
-            *(
-                "_guard",
-                "_library_warnings",
-                "_loaders",
-                "_pretrained",
-                "_replaced",
-                "_resume",
-                "_saved_kinds",
-            ),
-            *("_saved_names", "_saver", "_trains_on", "parity"),
-        }
-    )
-    """Attributes that are made again in a copy, by ``_prepare`` or in its own run."""
-    _ddp_kwargs: dict[str, Any]  # a DDPStrategy's, as all else that is looked up on `self: Any`
-    _start_method: str
-    _prepare_saves: Callable[[], None]
+        self._make_components()
 
     def __repr__(self) -> str:
-        """Lightning shows it where it is given another Lightning's strategy."""
+        """Return the class and its twin: Lightning shows it where it is given the wrong one."""
         kind = type(self)
         return f"<{kind.__module__}.{kind.__qualname__}, for {self._made_for}>"
 
     _made_for: ClassVar[str]
-    """Whose strategy this is, and which one is for the other."""
-
-    def _wrap(self: Any, module: nn.Module, methods: Sequence[str] = ("forward",)) -> nn.Module:
-        self._load_whole(module)
-        options = self._ddp_options
-        wrapped = self._engine.wrap(module, self.mesh, self.root_device, options, methods)
-        if not self._whole:
-            self._pretrained.load(module, self.root_device)
-            guard_save_pretrained(module)
-        self._core.follow_progress(wrapped)
-        return wrapped
+    """Caller of this strategy, and the strategy for the other caller."""
 
     @property
-    def _whole(self: Any) -> bool:
-        """True if every rank holds whole parameters."""
-        return not self._engine.shards
+    def _lightning(self) -> LightningStrategy:
+        """This strategy, as Lightning's class."""
+        return cast("LightningStrategy", self)
 
-    def _load_whole(self: Any, module: nn.Module) -> None:
-        """Pretrained weights, before a module is moved and wrapped; what is sharded gets them afterwards."""
-        if self._whole:
-            self._pretrained.load(module, self.root_device)
-            check_has_values(module, self._engine.name)
+    # -- public questions ----------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> ContextParallelMesh:
+        """The process groups; available from setup on, earlier if the number of heads is given."""
+        return self.runtime.mesh
+
+    @property
+    def layout_choice(self) -> LayoutChoice | None:
+        """With ``layout="auto"``: the layout of the current batch, and the predicted cost of each."""
+        return self.runtime.records.layout_choice
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Groups of ranks with different samples: samplers shard over these, not over the world size."""
+        return self._settings.data_parallel_size
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's sample, of ``data_parallel_size`` ones."""
+        own = self._lightning
+        return self.runtime.meshes.data_rank(own.global_rank, own.world_size)
+
+    def explain(self) -> str:
+        """Return the kernel of each kind of attention call so far, and why each other was passed over."""
+        return self.runtime.binding.explain()
+
+    def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Return the whole tensor of a local one of the current step, in original order and length.
+
+        Differentiable. Every rank calls it and gets the same; a loss of it has the gradients of one process.
+        """
+        return self.runtime.step.unshard(x, dim)
+
+    def count_targets(self, counted: torch.Tensor | float) -> torch.Tensor:
+        """Declare what the loss of this step counts, where that is not the batch's labels.
+
+        For targets that the step draws or leaves out, for weights of classes or of tokens, and for a mean by
+        hand. Every rank calls it, before backward; a Hugging Face model that is given ``labels=`` is
+        called after it. Averages of the step follow it too. Each call adds up one number per rank on the
+        device, which the host does not wait for (with ``token_weighting="global"`` it does).
+
+        Args:
+            counted: a mask of this rank's tokens, their weights, or how many targets this rank counts. All
+                leave out padding, see ``token_mask``: it is refused before a weight changes.
+
+        Returns:
+            The count of this rank, and 1 where it is 0: what a sum over targets is to be divided by.
+
+        Raises:
+            ConfigError: no count, or a second one for the same loss; in validation, one of padding.
+        """
+        return self.runtime.step.count_targets(counted)
+
+    def average(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the mean over the group, weighted by targets: the value of one process in this step."""
+        return self.runtime.step.average(value)
+
+    def token_mean(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """Return (sum of totals) / (sum of counts) over the group: the mean of one process.
+
+        Args:
+            total: a scalar, the sum over what this rank holds; ignored where ``count`` is 0.
+            count: a scalar, how many it is the sum of.
+        """
+        return self.runtime.token_mean(total, count)
+
+    def token_positions(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Return int64 [B or 1, L]: the positions of a step's tokens in the whole sequence, 0 for padding."""
+        return self.runtime.step.token_positions(x, dim)
+
+    def token_mask(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Return bool [1, L]: true for tokens of the sequence, false for padding that the strategy added.
+
+        For masks that a step draws or makes of inputs. Padding of the batch's own is true.
+        """
+        return self.runtime.step.token_mask(x, dim)
+
+    def draw_per(self, what: Per) -> AbstractContextManager[None]:
+        """Set the unit of random numbers within the block: each ``"token"``, or each ``"row"`` of the batch.
+
+        For dropout and random functions of tensors whose shape does not show it: numbers of tokens differ
+        between ranks that share a sample, those of rows (of parameters, of layers) are equal on them.
+        """
+        return draw_per(what)
+
+    def progress(self) -> None:
+        """Report progress of this rank, from any thread, however often: for long work of your own.
+
+        The watch ends a run in which no rank does anything that it knows of for ``first_step_timeout``
+        outside of steps, or ``step_timeout`` within one. Work that is not the strategy's (data that is
+        prepared, an evaluation, a file that is sent somewhere) is unknown to it.
+        """
+        self.runtime.watch.position.progress()
+
+    def wait_for_saves(self) -> None:
+        """Wait until the save in the background is complete. Collective.
+
+        Raises:
+            CheckpointError: on every rank: it failed on some.
+        """
+        self._manager.finish()
+
+    # -- processes -----------------------------------------------------------------------------------
+
+    def _check_ranks(self) -> None:
+        """Check that all ranks are there; if no sample is shared, training itself shows it, as with DDP."""
+        own = self._lightning
+        if self._settings.context_parallel_size != 1:
+            check_ranks(
+                own.cluster_environment, own._start_method, own.num_processes, own.num_nodes
+            )
+
+    def _hide_library_warnings(self) -> None:
+        """Hide warnings on ranks that are not the first; also of loggers made since the last call."""
+        if self._lightning.global_rank > 0:
+            self._library_warnings.hide()
+
+    def _check_launcher(self) -> None:
+        own = self._lightning
+        check_backend(own._process_group_backend)
+        processes = own.num_nodes * own.num_processes
+        refuse_foreign_launcher(own.cluster_environment, own._start_method, processes)
+
+    def _check_world(self) -> None:
+        world, rank, own = dist.get_world_size(), dist.get_rank(), self._lightning
+        if world != own.world_size:
+            raise ConfigError(
+                f"the Trainer wants {own.world_size} processes, but torch.distributed was initialised with "
+                f"{world} before. Start a fresh process for each run."
+            )
+        if rank != own.global_rank:  # a worker that was forked with its parent's group
+            raise ConfigError(
+                f"this process is rank {own.global_rank}, but torch.distributed was initialised as rank "
+                f"{rank} before. Start a fresh process for each run."
+            )
+
+    def _begin_watch(self, precision: object, trainer: Any = None) -> None:
+        own, runtime, settings = self._lightning, self.runtime, self._settings
+        name = name_of(own.global_rank, own.world_size, settings)
+        launches = bool(getattr(own.launcher, "procs", None))
+        console.set_place(
+            console.ProcessPlace(own.global_rank, name, own.num_processes, launches=launches)
+        )
+        kind = (type(precision).__qualname__, getattr(precision, "precision", None))
+        chosen = {**self._ddp_options, **vars(self._comm_hook), "precision": kind}
+        require_same_start(settings, trainer, chosen)
+        address = own.cluster_environment.main_address
+        handles = trainer is not None  # the Trainer stops all ranks at one step
+        runtime.watch.begin(settings, address, own.launcher, handles_sigterm=handles)
+        if not self._watch_ends_with_process:  # there may be many stages
+            self._watch_ends_with_process = True
+            # Not the runtime's method: it knows the model, that the Trainer, and that this strategy.
+            # Nor weakref.finalize: a forked process ends without atexit, and would be taken for killed.
+            Finalize(self, runtime.watch.stop, exitpriority=1)
+            Finalize(self, runtime.progress.forget, exitpriority=1)
+            let_gloo_rest_at_exit()
+
+    def _build_mesh(self, model: nn.Module | None = None, num_heads: int | None = None) -> None:
+        if model is not None and is_shared(model):
+            model = None  # it tells of a rank's own heads; they were looked at when it was shared
+        self._hide_library_warnings()
+        self.runtime.end_other_steps()
+        own = self._lightning
+        factors = self.runtime.meshes.build(
+            own.world_size, own.root_device.type, own.num_processes, model, num_heads
+        )
+        if factors is not None:
+            rank_zero_info(
+                f"context parallel: ulysses {factors.ulysses_size} x ring {factors.ring_size} "
+                f"({factors.why}), data parallel {self.data_parallel_size}, layout "
+                f"{self._settings.layout}"
+            )
+
+    # -- the model -------------------------------------------------------------------------------------
+
+    def _wrap(self, module: nn.Module, methods: Sequence[str] = ("forward",)) -> nn.Module:
+        self._load_whole(module)
+        device, options = self._lightning.root_device, self._ddp_options
+        wrapped = self.engine.wrap(module, self.mesh, device, options, methods)
+        if self.engine.shards:
+            self._pretrained.load(module, device)
+            guard_save_pretrained(module)
+        self.runtime.follow_progress(wrapped)
+        return wrapped
+
+    def _load_whole(self, module: nn.Module) -> None:
+        """Load pretrained weights before a module is moved and wrapped; a sharded one gets them later."""
+        if not self.engine.shards:
+            self._pretrained.load(module, self._lightning.root_device)
+            check_has_values(module, self.engine.name)
+
+    # -- a step ------------------------------------------------------------------------------------------
 
     def _note_loss(self, loss: torch.Tensor, optimizers: Iterable[Optimizer]) -> None:
-        """Before a backward: with no gradient left, notes are of a window that an error has ended."""
+        """Note a loss before its backward; without any gradient, older notes are of a window that failed."""
         if self._guard.has_notes and not self._has_gradients(optimizers):
             self._guard.forget()
-        self._guard.note_loss(self._core.own_loss(loss))
+        self._guard.note_loss(self.runtime.step.own_loss(loss))
 
     def _has_gradients(self, optimizers: Iterable[Optimizer]) -> bool:
         groups = (group for each in optimizers for group in each.param_groups)
         filled = any(p.grad is not None for group in groups for p in group["params"])
-        return filled or any(True for _ in self._engine.unreduced())
+        return filled or any(True for _ in self.engine.unreduced())
 
-    def _before_step(
-        self: Any, number: int, optimizer: Optimizer, model: nn.Module, precision: object
+    def _check_finite(
+        self, number: int, optimizer: Optimizer, model: nn.Module, precision: object
     ) -> None:
-        """Gradients have their final size: all ranks look at what they have, before anything is changed."""
+        """Let all ranks compare complete gradients, before anything is changed. Collective."""
         sample = (self.mesh.data_rank, self.mesh.sample_size)
-        step = Step(number, optimizer, model, self._core.batch, sample)
-        group = self.mesh.everyone if self.world_size > 1 else None
+        step = Step(number, optimizer, model, self.runtime.step.batch, sample)
+        group = self.mesh.everyone if self._lightning.world_size > 1 else None
         self._guard.before_step(step, group, getattr(precision, "scaler", None))
 
-    def _counted_once(self, group: Any, reduce_op: Any) -> Any:
-        """The ranks of a sum over all: tensor-parallel ranks have the same values."""
+    def _group_of_sum(self, group: Any, reduce_op: Any) -> Any:
+        """Return the ranks of a sum over all: tensor-parallel ranks have the same values."""
         sums = isinstance(reduce_op, str) and reduce_op.lower() == "sum"
-        if group is None and sums and self._core.settings.tensor_parallel_size > 1:
+        if group is None and sums and self._settings.tensor_parallel_size > 1:
             return self.mesh.group(Flat.LOSS)
         return group
+
+
+def in_floating_point(x: Any, reduce_op: Any) -> Any:
+    """Return integers whose mean over ranks is asked for in float64: Lightning would cut the mean off.
+
+    Its epoch means divide by the mean of the batch sizes that ranks have seen.
+    """
+    mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+    integer = isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex())
+    return x.to(torch.float64) if mean and integer else x

@@ -1,11 +1,12 @@
-"""Fabric's strategy: DDPStrategy with a sequence dimension, for loops that the user writes: one batch."""
+"""UlyssesRingStrategy of Fabric: every override of Lightning's DDPStrategy, and the methods of a loop."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,180 +20,29 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_cp.batch.step_state import ONE_BATCH
+from lightning_cp.checkpoint.checkpoint_io import open_anywhere, writer_for
+from lightning_cp.checkpoint.manager import checked_io
 from lightning_cp.consistency.model import require_same_model, require_same_optimizers
 from lightning_cp.engines.base import Engine
 from lightning_cp.errors import ConfigError, LightningCPError, UndeclaredError
+from lightning_cp.launch.preemption import noting_sigterm
+from lightning_cp.launch.rendezvous import connect
+from lightning_cp.launch.worker_results import reporting
 from lightning_cp.loaders.rng import going_on
 from lightning_cp.randomness.token_draws import without_token_draws
 from lightning_cp.resume.fabric import RunState
 from lightning_cp.runtime.model_binding import adopted
-from lightning_cp.runtime.runtime import in_floating_point
-from lightning_cp.strategies.base import ContextParallelFront
+from lightning_cp.strategies.base import ContextParallelStrategy, in_floating_point
+from lightning_cp.strategies.fabric_checkpoints import FabricCheckpoints
 from lightning_cp.strategies.fabric_loops import FabricLoader, Loops
 from lightning_cp.strategies.lightning_patches import STEPS
 from lightning_cp.strategies.parity_checks import FabricParity, asked_in_fabric
-from lightning_cp.strategies.saves_fabric import FabricSaves
 from lightning_cp.strategies.undeclared import asking_at_once, of_run
 from lightning_cp.strategies.validation import check_asked
-from lightning_cp.strategies.watch import WatchedFabricSteps
-
-# Fabric's strategy before the first batch: processes, mesh, attention, models, optimizers and loaders.
+from lightning_cp.watchdog.phase import Phase, Position
 
 
-class FabricSetup(WatchedFabricSteps, FabricSaves, ContextParallelFront, DDPStrategy):
-    """Methods that Fabric calls before a loop begins."""
-
-    def __init__(self, *args: Any, shard_dataloaders: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        check_asked(self._settings, given="parity_check" in kwargs)
-        self._shard_dataloaders = shard_dataloaders
-
-    @override
-    def _prepare(self) -> None:
-        super()._prepare()
-        self._core.ask_for_counts = asked_in_fabric()
-        self._guard.look = self._core.refuse_unknown
-        self._models = nn.ModuleList()
-        self._optimizers: list[Optimizer] = []
-        self._steps = 0  # of optimizers
-        self._loops = Loops(self._core)
-        if self._engine.shards:
-            self._backward_sync_control = _LeaveOnRanks(self._engine)
-        self._run_state = RunState(self._core)
-
-    _of_a_run = ContextParallelFront._of_a_run | {
-        *("_loops", "_models", "_optimizers", "_run_state", "_steps")
-    }
-
-    def __del__(self) -> None:
-        """Give attention back: Fabric does not say when it ends.
-
-        Not by ``weakref.finalize``, which would hold the model: a LightningModule refers to its Fabric, and
-        that to this strategy, so that none of the three would ever go.
-        """
-        core = self.__dict__.get("_core")  # not there if the settings were refused
-        if core is not None and not sys.is_finalizing():
-            core.detach()
-
-    @override
-    def _set_world_ranks(self) -> None:
-        self._check_ranks()  # called when Fabric is made, before anything waits for a rank
-        super()._set_world_ranks()
-        self._hide_library_warnings()
-
-    @override
-    def setup_environment(self) -> None:
-        self._check_launcher()
-        with going_on():
-            super().setup_environment()
-        self._check_world()
-        self._begin_watch()
-        self._build_mesh()
-
-    @override
-    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
-        require_same_model(module)
-        try:
-            self._build_mesh(module)
-        except UndeclaredError as error:
-            every = nn.ModuleList([*self._models, module])
-            asked = {"needs_labels": module.training}
-            raise of_run(error, every, {}, self._core.settings, **asked) from None
-        swapped = self._attach(module)
-        if swapped:
-            rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
-        if self._watch.is_on:
-            self._core.progress.begin_with(module)
-        # Fabric itself goes through forward only where what it calls is another module than the user's.
-        steps = STEPS if isinstance(module, LightningModule) else ()
-        wrapped = self._wrap(module, ("forward", *steps))
-        self._run_state.follow_model(wrapped)
-        return wrapped
-
-    def _attach(self, module: nn.Module) -> list[str]:
-        """One model more; if it is refused, those that there are go on as they were."""
-        models = nn.ModuleList([*self._models, module])
-        try:
-            swapped = self._core.attach(models, {}, needs_labels=False)
-        except BaseException:
-            if len(self._models):
-                self._core.attach(self._models, {}, needs_labels=False)
-            raise
-        self._models = models
-        return swapped
-
-    @override
-    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """With ``empty_init`` models are built without memory, for engines that fill each rank's part."""
-        if not (empty_init and self._engine.shards):
-            return super().module_init_context(empty_init)
-        stack = ExitStack()
-        stack.enter_context(torch.device("meta"))
-        stack.enter_context(self.precision.module_init_context())
-        return stack
-
-    @override
-    def module_to_device(self, module: nn.Module) -> None:
-        if self._whole and self._core.settings.pretrained is not None:
-            require_same_model(module)  # the setup comes later, and ranks load together
-        self._load_whole(module)
-        if not self._engine.shards:  # which places a model by itself, part by part
-            super().module_to_device(module)
-
-    @override
-    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        adopted(optimizer, self._engine.adopt)
-        require_same_optimizers([optimizer], self._models)
-        self._optimizers.append(optimizer)
-        self._core.clip_for(self._optimizers)
-        self._run_state.follow_optimizer(optimizer)
-        return super().setup_optimizer(optimizer)
-
-    @override
-    def process_dataloader(self, dataloader: DataLoader[Any]) -> Any:
-        self._seed_workers(dataloader, overwrite=True)  # Fabric has set one by the global rank
-        shared = self._share(super().process_dataloader(dataloader), self._trains)
-        self._run_state.follow(shared)
-        return FabricLoader(
-            shared, self._loops, partial(_move_and_shard, self) if self._shard_dataloaders else None
-        )
-
-    @property
-    def run_state(self) -> RunState:
-        """Random numbers of every rank and the place of every loader, for ``fabric.save`` and ``load``."""
-        self._run_state.device = self.root_device
-        return self._run_state
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:  # type: ignore[override]
-        """``None`` without data ranks: then Fabric leaves samplers alone, and the order is one process's."""
-        return super().distributed_sampler_kwargs if self.data_parallel_size > 1 else None
-
-    def _trains(self) -> bool:
-        return torch.is_grad_enabled() and any(model.training for model in self._models)
-
-
-def _move_and_shard(strategy: Any, batch: Any) -> Any:
-    return strategy.shard_batch(strategy.batch_to_device(batch))
-
-
-class _LeaveOnRanks(_BackwardSyncControl):
-    """``fabric.no_backward_sync`` of engines that shard."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Nothing: a copied strategy makes one for its own engine."""
-        return {}
-
-    @override
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return self._engine.accumulating(module) if enabled else nullcontext()
-
-
-class UlyssesRingStrategy(FabricSetup):
+class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
     """The Trainer's strategy of the same name, for Fabric; the arguments are the same, and one more.
 
     A step begins when a batch is sharded and lasts until the next one is, until the loop over its loader
@@ -216,6 +66,156 @@ class UlyssesRingStrategy(FabricSetup):
 
     _made_for = "lightning.fabric.Fabric; for the Trainer take lightning_cp.UlyssesRingStrategy"
 
+    def __init__(self, *args: Any, shard_dataloaders: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        check_asked(self._settings, given="parity_check" in kwargs)
+        self._shard_dataloaders = shard_dataloaders
+
+    @override
+    def _make_own_components(self) -> None:
+        self.checkpoint_io = self._checkpoint_io
+        self._checkpoints = FabricCheckpoints(self._manager, self.runtime)
+        self.runtime.losses.question = asked_in_fabric()
+        self._guard.look = self.runtime.losses.refuse_unknown
+        self._models = nn.ModuleList()
+        self._optimizers: list[Optimizer] = []
+        self._steps = 0  # of optimizers
+        self._loops = Loops(self.runtime)
+        if self.engine.shards:
+            self._backward_sync_control = _LeaveOnRanks(self.engine)
+        self._run_state = RunState(self.runtime.meshes)
+
+    def __del__(self) -> None:
+        """Give attention back: Fabric does not say when it ends.
+
+        Not by ``weakref.finalize``, which would hold the model: a LightningModule refers to its Fabric, and
+        that to this strategy, so that none of the three would ever go.
+        """
+        runtime = self.__dict__.get("runtime")  # not there if the settings were refused
+        if runtime is not None and not sys.is_finalizing():
+            runtime.detach()
+
+    # -- processes -----------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        self._launcher = reporting(self._launcher)
+
+    @override
+    def _set_world_ranks(self) -> None:
+        self._check_ranks()  # called when Fabric is made, before anything waits for a rank
+        super()._set_world_ranks()
+        self._hide_library_warnings()
+
+    def tell_rank(self) -> None:
+        """Tell Lightning the rank of a worker, before it prints anything as the first one."""
+        self._set_world_ranks()
+
+    @override
+    def setup_environment(self) -> None:
+        self._check_launcher()
+        with going_on():
+            super().setup_environment()
+        self._check_world()
+        self._begin_watch(self.precision)
+        self._build_mesh()
+
+    @override
+    def _setup_distributed(self) -> None:
+        connect(self)
+        super()._setup_distributed()
+
+    # -- models, optimizers, loaders -------------------------------------------------------------------
+
+    @override
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """With ``empty_init`` models are built without memory, for engines that fill each rank's part."""
+        if not (empty_init and self.engine.shards):
+            return super().module_init_context(empty_init)
+        stack = ExitStack()
+        stack.enter_context(torch.device("meta"))
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    @override
+    def module_to_device(self, module: nn.Module) -> None:
+        if not self.engine.shards and self._settings.pretrained is not None:
+            require_same_model(module)  # the setup comes later, and ranks load together
+        self._load_whole(module)
+        if not self.engine.shards:  # which places a model by itself, part by part
+            super().module_to_device(module)
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
+        require_same_model(module)
+        try:
+            self._build_mesh(module)
+        except UndeclaredError as error:
+            every = nn.ModuleList([*self._models, module])
+            asked = {"needs_labels": module.training}
+            raise of_run(error, every, {}, self._settings, **asked) from None
+        swapped = self._attach(module)
+        if swapped:
+            rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
+        if self.runtime.watch.is_on:
+            self.runtime.progress.begin_with(module)
+        # Fabric itself goes through forward only where what it calls is another module than the user's.
+        steps = STEPS if isinstance(module, LightningModule) else ()
+        wrapped = self._wrap(module, ("forward", *steps))
+        self._run_state.follow_model(wrapped)
+        return wrapped
+
+    def _attach(self, module: nn.Module) -> list[str]:
+        """Add a model; if it is refused, the earlier ones continue as they were."""
+        models = nn.ModuleList([*self._models, module])
+        try:
+            swapped = self.runtime.attach(models, {}, needs_labels=False)
+        except BaseException:
+            if len(self._models):
+                self.runtime.attach(self._models, {}, needs_labels=False)
+            raise
+        self._models = models
+        return swapped
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        adopted(optimizer, self.engine.adopt)
+        require_same_optimizers([optimizer], self._models)
+        self._optimizers.append(optimizer)
+        self.runtime.attach_clips(self._optimizers)
+        self._run_state.follow_optimizer(optimizer)
+        return super().setup_optimizer(optimizer)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:  # type: ignore[override]
+        """``None`` without data ranks: then Fabric leaves samplers alone, and the order is one process's."""
+        if self.data_parallel_size == 1:
+            return None
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_rank}
+
+    @override
+    def process_dataloader(self, dataloader: DataLoader[Any]) -> Any:
+        # Fabric has set a seed by the global rank.
+        self._loaders.seed_workers(dataloader, self.data_rank, overwrite=True)
+        shared = self._loaders.share(super().process_dataloader(dataloader), self._trains)
+        self._run_state.follow(shared)
+        return FabricLoader(
+            shared, self._loops, partial(_move_and_shard, self) if self._shard_dataloaders else None
+        )
+
+    def _trains(self) -> bool:
+        return torch.is_grad_enabled() and any(model.training for model in self._models)
+
+    @property
+    def run_state(self) -> RunState:
+        """Random numbers of every rank and the place of every loader, for ``fabric.save`` and ``load``."""
+        self._run_state.device = self.root_device
+        return self._run_state
+
+    # -- a step, in the order of its data ------------------------------------------------------------------
+
     def shard_batch(self, batch: Any, *, training: bool | None = None) -> Any:
         """This rank's part of a batch that every rank of its group holds whole; begins a step.
 
@@ -233,20 +233,21 @@ class UlyssesRingStrategy(FabricSetup):
         if training is None:
             training = self._trains()
         self._loops.begin_step()
-        if not self._core.was_sharded(batch):
+        runtime = self.runtime
+        if not runtime.is_sharded(batch):
             self._end_last_step()
         try:
-            if training:
-                self._core.require_label_kind()
+            if training and runtime.enabled:
+                runtime.binding.check_label_kind()
                 if not self._steps:
-                    self._core.check_trains()
-            local = self._core.shard(batch, needs_labels=training)
+                    runtime.binding.check_trains()
+            local = runtime.shard(batch, needs_labels=training)
         except UndeclaredError as error:
             asked = {"needs_labels": training, "batch": batch}
-            raise of_run(error, self._models, {}, self._core.settings, **asked) from None
+            raise of_run(error, self._models, {}, self._settings, **asked) from None
         if training:
             self._position.begin_micro_batch()
-        self._core.begin_step()
+        runtime.begin_step()
         return local
 
     def check_parity(self, batch: Any, step: Callable[[Any], Any]) -> str:
@@ -266,14 +267,15 @@ class UlyssesRingStrategy(FabricSetup):
             ConfigError: no model was set up, or a step that cannot be compared.
         """
         self._end_last_step()
-        self._core.check_trains()
-        with asking_at_once(self._core.settings):
-            return FabricParity(self._core, self._engine, self._models, self.precision).check(
-                batch, step, partial(super().backward, module=None)
+        if self.runtime.enabled:
+            self.runtime.binding.check_trains()
+        with asking_at_once(self._settings):
+            return FabricParity(self.runtime, self.engine, self._models, self.precision).check(
+                batch, step, partial(self._backward, module=None)
             )
 
     def _end_last_step(self) -> None:
-        unused = self._core.is_unused and not self._core.is_left
+        unused = self.runtime.step.is_unused and not self.runtime.step.is_left
         self.end_step()
         if unused:
             raise ConfigError(
@@ -288,7 +290,7 @@ class UlyssesRingStrategy(FabricSetup):
         Raises:
             ConfigError: the models were called in the step, and no attention call was intercepted.
         """
-        self._core.close_step()
+        self.runtime.close_step()
 
     @override
     def backward(
@@ -302,28 +304,33 @@ class UlyssesRingStrategy(FabricSetup):
             NonFiniteError: a rank without targets has a loss that cannot be made to add nothing.
             RankFailure: that happened on another rank.
         """
-        if self._core.enabled and not self._core.in_step:
+        if self.runtime.enabled and not self.runtime.in_step:
             raise ConfigError(
                 "fabric.backward without a sharded batch, so the loss cannot be weighted. Begin every step "
                 "with batch = fabric.strategy.shard_batch(batch), or let loaders do it: "
                 "shard_dataloaders=True. Go backward before the step ends: with its loop over a loader, or "
                 "when another strategy is set up or begins a step."
             )
+        runtime, step = self.runtime, self.runtime.step
         try:
-            self._refuse_unfrozen()
-            self._core.check_step()
-            self._core.require_loss(tensor)
+            self._check_frozen()
+            runtime.check_step()
+            step.check_connected(tensor)
             self._note_loss(tensor, self._optimizers)
-            scaled = self._core.scale_loss(tensor, self._optimizers)
-            self._engine.expect(scaled)
-            super().backward(scaled, module, *args, **kwargs)
-            self._core.after_backward(self._models.parameters())
+            scaled = step.scale_loss(tensor, self._optimizers)
+            self.engine.expect(scaled)
+            self._backward(scaled, module, *args, **kwargs)
+            step.after_backward(self._models.parameters())
         except BaseException:
-            self._core.end_step()
+            runtime.end_step()
             raise
 
-    def _refuse_unfrozen(self) -> None:
-        left_out = self._engine.left_out(self._models)
+    def _backward(self, loss: torch.Tensor, module: nn.Module | None, **kwargs: Any) -> None:
+        self._position.enter(Phase.BACKWARD)
+        super().backward(loss, module, **kwargs)
+
+    def _check_frozen(self) -> None:
+        left_out = self.engine.left_out(self._models)
         if left_out:
             raise ConfigError(
                 f"{', '.join(left_out[:3])} ({len(left_out)} in all) were frozen when fabric.setup was "
@@ -341,31 +348,32 @@ class UlyssesRingStrategy(FabricSetup):
                 backward of the window was outside of ``no_backward_sync``.
             NonFiniteError: on every rank, if some loss or gradient is not finite; nothing has changed.
         """
-        closure, after = kwargs.get("closure"), ExitStack()
+        closure = kwargs.get("closure")
+        in_optimizer = ExitStack()  # an optimizer draws for parameters, not for tokens
 
-        def complete() -> None:
-            self._complete(optimizer)
-            after.enter_context(
-                without_token_draws()
-            )  # an optimizer draws for parameters, not for tokens
+        def finalize() -> None:
+            self._finalize_gradients(optimizer)
+            in_optimizer.enter_context(without_token_draws())
 
-        def to_the_end() -> Any:
+        def closure_then_finalize() -> Any:
             assert closure is not None
-            after.close()
-            result = self._core.closure_value(closure, optimizer)
-            complete()
+            in_optimizer.close()
+            result = self.runtime.closure_value(closure, optimizer)
+            finalize()
             return result
 
         if closure is None:
-            complete()
+            finalize()
         else:
-            kwargs["closure"] = to_the_end
-        with after:
+            kwargs["closure"] = closure_then_finalize
+        with in_optimizer:
+            self._position.enter(Phase.OPTIMIZER)
             stepped = super().optimizer_step(optimizer, **kwargs)
+            self._position.end_step()
         self._steps += 1
         self._run_state.steps()
-        self._engine.after_step()
-        self._core.recorder.end()
+        self.engine.after_step()
+        self.runtime.records.recorder.end()
         return stepped
 
     @override
@@ -377,38 +385,38 @@ class UlyssesRingStrategy(FabricSetup):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        self._complete(optimizer)
+        self._finalize_gradients(optimizer)
         self.precision.unscale_gradients(optimizer)
         parameters = self.precision.main_params(optimizer)
-        return self._engine.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+        return self.engine.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
     @override
     def clip_gradients_value(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float
     ) -> None:
-        self._complete(optimizer)
+        self._finalize_gradients(optimizer)
         self.precision.unscale_gradients(optimizer)
-        self._engine.clip_value(self.precision.main_params(optimizer), clip_val)
+        self.engine.clip_value(self.precision.main_params(optimizer), clip_val)
 
-    def _complete(self, optimizer: Optimizer) -> None:
+    def _finalize_gradients(self, optimizer: Optimizer) -> None:
         """Several backward passes may have filled the gradients; now they are averaged, in final size.
 
         Raises:
             ConfigError: they are not averaged.
         """
         try:
-            self._engine.require_averaged()
-            self._refuse_kept_back(optimizer)
-            self._core.end_window(optimizer)
+            self.engine.require_averaged()
+            self._check_reduced(optimizer)
+            self.runtime.end_window(optimizer)
             model = self._models[0] if len(self._models) == 1 else self._models
-            self._before_step(self._steps + 1, optimizer, model, self.precision)
+            self._check_finite(self._steps + 1, optimizer, model, self.precision)
         except LightningCPError:
-            self._core.end_step()
+            self.runtime.end_step()
             raise
 
-    def _refuse_kept_back(self, optimizer: Optimizer) -> None:
+    def _check_reduced(self, optimizer: Optimizer) -> None:
         stepped = (p for group in optimizer.param_groups for p in group["params"])
-        kept = self._engine.kept_back(stepped)
+        kept = self.engine.kept_back(stepped)
         if kept:
             raise ConfigError(
                 f"gradients of {kept} parameters of this {type(optimizer).__name__} are this rank's "
@@ -419,7 +427,7 @@ class UlyssesRingStrategy(FabricSetup):
 
     @override
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        group = self._counted_once(group, reduce_op)
+        group = self._group_of_sum(group, reduce_op)
         return super().all_reduce(in_floating_point(tensor, reduce_op), group, reduce_op)
 
     def unshard_output(self, output: Any, dims: dict[str, int | None] | None = None) -> Any:
@@ -432,4 +440,106 @@ class UlyssesRingStrategy(FabricSetup):
         Raises:
             ConfigError: a tensor that is neither along the sequence nor the same on all ranks.
         """
-        return self._core.unshard(output, dims or {})
+        return self.runtime.step.unshard_output(output, dims or {})
+
+    @property
+    def should_stop(self) -> bool:
+        """True if some rank was sent SIGTERM: the same on all ranks, as they tell each other at every step.
+
+        To be looked at by every rank, after each step. From the first look on SIGTERM ends no process any
+        more, as long as this strategy is there; before it, as ever. Once true, it remains so.
+        """
+        if self._guard.wish is None:
+            self._guard.wish = noting_sigterm(self).wish
+        return self._guard.wishes > 0
+
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    @property
+    @override
+    def checkpoint_io(self) -> Any:
+        """A user's plugin, which has full checkpoints; else what Lightning moves weights with."""
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = checked_io(io, self._settings.checkpoint)
+
+    @override
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Save modules, optimizers and whatever else is in ``state``; called on every rank.
+
+        Raises:
+            CheckpointError: on every rank: it cannot be written, ranks have different states, or a model's
+                weights are not all there.
+            ConfigError: ``state`` is no dictionary.
+        """
+        with self._position.during(Phase.SAVE):
+            elsewhere = writer_for(self._checkpoint_io, path, storage_options)
+            convert = partial(
+                self._convert_stateful_objects_in_state, state, filter=dict(filter or {})
+            )
+            self._checkpoints.save(path, state, self._models, elsewhere, convert)
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Verify a checkpoint and load it, all or nothing; called on every rank.
+
+        Args:
+            path: the checkpoint.
+            state: a dictionary of objects to be restored; one module or optimizer if the file is that one's
+                state; or nothing: then the whole of it is returned.
+            strict: every key of ``state`` must be in the checkpoint, and names of modules must be the same.
+            weights_only: ``False`` makes objects of a file that you trust, which runs code of it.
+
+        Returns:
+            The entries that were not restored into ``state``, read on access, so that no rank need hold a
+            model or an optimizer whole.
+
+        Raises:
+            CheckpointError: on every rank: it is missing, damaged or does not fit; ``state`` is as it was.
+        """
+        with self._position.during(Phase.LOAD):
+            self._manager.finish()
+            opened = open_anywhere(self._checkpoint_io, path, weights_only)
+            return self._checkpoints.load(opened, state, strict=strict)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, after the one that replaces it is complete; called on every rank."""
+        self._manager.remove(filepath, self._checkpoint_io)
+
+    @property
+    def _position(self) -> Position:
+        return self.runtime.watch.position
+
+
+def _move_and_shard(strategy: Any, batch: Any) -> Any:
+    return strategy.shard_batch(strategy.batch_to_device(batch))
+
+
+class _LeaveOnRanks(_BackwardSyncControl):
+    """``fabric.no_backward_sync`` of engines that shard."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: a copied strategy makes one for its own engine."""
+        return {}
+
+    @override
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return self._engine.accumulating(module) if enabled else nullcontext()

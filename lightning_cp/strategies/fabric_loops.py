@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning_cp.loaders.synchronized import LoaderProxy
-from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.runtime.runtime import ContextParallelRuntime
 
 
 class Loops:
     """The loops of one run, and whose batch the current step has."""
 
-    def __init__(self, core: ContextParallelCore) -> None:
-        self._core = core
+    def __init__(self, runtime: ContextParallelRuntime) -> None:
+        self._runtime = runtime
         self._last: object = None
         self._of_step: object = None
         self._ahead: object = None
@@ -29,11 +29,11 @@ class Loops:
 
     def begin_batch(self, loop: object) -> None:
         """A loop gives a batch."""
-        self._last, self._calls = loop, self._core.step_calls
+        self._last, self._calls = loop, self._runtime.step.calls
 
     def begin_step(self) -> None:
         """A batch is about to be sharded: the one that was given last, as far as can be seen."""
-        if self._of_step is self._last and self._core.step_calls > self._calls:
+        if self._of_step is self._last and self._runtime.step.calls > self._calls:
             self._ahead = self._last
         self._of_step = self._last
 
@@ -44,23 +44,23 @@ class Loops:
         Raises:
             ConfigError: the models were called in its last step, and no attention call was intercepted.
         """
-        core = self._core
+        runtime = self._runtime
         if not self._has_step(loop) or self._ahead is loop:
             return
-        if core.is_unused:
-            core.leave_step()
-        elif not core.is_pending:
-            core.close_step()
+        if runtime.step.is_unused:
+            runtime.leave_step()
+        elif not runtime.step.is_pending:
+            runtime.close_step()
 
     def leave(self, loop: object) -> None:
         """A loop was left, maybe by an error within its step. Nothing is raised, and ranks do nothing
         together: each collects its garbage when it likes."""
         if not sys.is_finalizing() and self._has_step(loop):
-            self._core.leave_step()
+            self._runtime.leave_step()
 
     def _has_step(self, loop: object) -> bool:
         """True if the current step is this loop's."""
-        return self._of_step is loop and self._core.in_step
+        return self._of_step is loop and self._runtime.in_step
 
 
 class FabricLoader(LoaderProxy):

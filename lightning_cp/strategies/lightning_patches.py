@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -9,6 +10,7 @@ from typing import Any, TypeGuard
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
+    Checkpoint,
     ModelCheckpoint,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
@@ -22,10 +24,13 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import Optimizer
 
 from lightning_cp.comm.consensus import World
+from lightning_cp.config import StrategyConfig
 from lightning_cp.engines.base import Engine
 from lightning_cp.errors import ConfigError
+from lightning_cp.profile.recorder import StepRecorder
 from lightning_cp.utils.patching import PatchSet
 
+_log = logging.getLogger("lightning_cp")
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -61,19 +66,23 @@ def refuse_averages(trainer: Trainer, engine: str) -> None:
             )
 
 
-def place_of_profiles(trainer: Trainer, profile: object) -> Path:
-    """Next to what is logged; ranks agree on that folder.
+def place_profiles(trainer: Trainer, settings: StrategyConfig, recorder: StepRecorder) -> None:
+    """Record profiles where the Trainer logs, unless the user chose another folder.
 
     Raises:
         ConfigError: the Trainer records steps itself.
     """
+    if not settings.profiled_steps:
+        return
     if isinstance(getattr(trainer, "profiler", None), PyTorchProfiler):
         raise ConfigError(
-            f"profile={profile} records steps with torch.profiler, and so does the Trainer's "
+            f"profile={settings.profile} records steps with torch.profiler, and so does the Trainer's "
             "PyTorchProfiler, but there can be one at a time. Leave out profile=, or profiler=: it shows "
             "the same named ranges."
         )
-    return Path(trainer.log_dir or trainer.default_root_dir, "profile")
+    folder = Path(trainer.log_dir or trainer.default_root_dir, "profile")  # all ranks ask for it
+    if settings.profile_folder is None:
+        recorder.folder = folder
 
 
 def leave_samplers_alone(trainer: Trainer) -> None:
@@ -155,6 +164,21 @@ def after_toggling(replaced: PatchSet, module: Any, act: Callable[[], object]) -
 
     for name in ("toggle_optimizer", "untoggle_optimizer"):
         replaced.replace(module, name, then)
+
+
+def prevent_saves(replaced: PatchSet, trainer: Trainer) -> None:
+    """Prevent saves by callbacks and by anybody else."""
+
+    def warn(filepath: Any, *_: Any, **__: Any) -> None:
+        _log.warning("after an error no checkpoint is saved: other ranks would have to take part.")
+
+    def ignore(*_: Any, **__: Any) -> None:
+        pass
+
+    replaced.replace(trainer, "save_checkpoint", lambda _: warn)
+    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(callback, Checkpoint):  # it would give up an older one for the new one
+            replaced.replace(callback, "on_exception", lambda _: ignore)
 
 
 def clip_by(replaced: PatchSet, precision: Any, engine: Engine) -> None:

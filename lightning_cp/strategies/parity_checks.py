@@ -17,7 +17,6 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
-from lightning_cp.callback import ContextParallelCallback
 from lightning_cp.comm.consensus import gather_lists
 from lightning_cp.config import StrategyConfig
 from lightning_cp.engines.base import Engine
@@ -26,7 +25,7 @@ from lightning_cp.layout.axes import Flat
 from lightning_cp.loss.counts import ASK
 from lightning_cp.parity.check import NotRepeatable, ParityCheck
 from lightning_cp.parity.runner import CannotRun, Runner, Step, dtypes_of
-from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.runtime.runtime import ContextParallelRuntime
 
 _log = logging.getLogger("lightning_cp")
 _UNKNOWN, _SHARED = "a loss is of no known kind", "ranks that share a sample share values"
@@ -42,7 +41,8 @@ class _CheckedBatch:
 
     module: Any
     batch: Any
-    callback: ContextParallelCallback
+    sharded_by: str
+    """Class of the user's that shards batches its own way, or ""."""
     number: int
     """The ``batch_idx`` of its step."""
 
@@ -51,8 +51,8 @@ class TrainerParity:
     """Looks at whole batches before they are sharded; checks the first one and one of the third step, or one
     in every n steps."""
 
-    def __init__(self, core: ContextParallelCore, engine: Engine) -> None:
-        self._core = core
+    def __init__(self, runtime: ContextParallelRuntime, engine: Engine) -> None:
+        self._runtime = runtime
         self._engine = engine
         self._checked: int | None = None
         """The optimizer step that was checked last."""
@@ -70,13 +70,18 @@ class TrainerParity:
         """Of the window: those whose loss may need a look before the optimizer's step, by number."""
         self._wanted: dict[str, int] = {}
         """The first one of the window for each reason of a look."""
-        if core.settings.parity_check == "off":
+        if runtime.settings.parity_check == "off":
             self._ask(
                 "leave parity_check='off' away, so that the step is compared with one process"
             )
 
-    def before_batch(self, module: Any, batch: Any, callback: ContextParallelCallback) -> None:
-        """All ranks come here with a batch that is about to be trained on, by ``callback`` sharded.
+    def before_batch(self, module: Any, batch: Any, sharded_by: str) -> None:
+        """All ranks come here with a batch that is about to be trained on.
+
+        Args:
+            module: the user's.
+            batch: whole.
+            sharded_by: class of the user's that shards batches its own way, or "".
 
         Raises:
             ParityError: on every rank, where the model does not compute what it computes in one process.
@@ -85,27 +90,29 @@ class TrainerParity:
         number = (
             int(module.trainer.fit_loop.epoch_loop.batch_idx) + 1
         )  # the loop counts it afterwards
-        micro_batch = _CheckedBatch(module, batch, callback, number)
+        micro_batch = _CheckedBatch(module, batch, sharded_by, number)
         if self._is_due(module.trainer):
             self._check(micro_batch)
-            if self._core.settings.parity_steps is None:
+            if self._runtime.settings.parity_steps is None:
                 self._again = module.trainer.global_step + _AGAIN
         elif self._is_due_again(module.trainer):
             self._check_again(micro_batch)
-        if not self._core.counts.are_asked:  # a window begins
+        if not self._runtime.losses.counts.are_asked:  # a window begins
             self.forget()
-        self._current = micro_batch if self._core.ask_for_counts is None else None
+        self._current = micro_batch if self._runtime.losses.question is None else None
 
     def after_loss(self, loss: torch.Tensor) -> None:
         """A loss is about to go backward: its batch is kept for ``before_step``, if that may need it."""
         micro_batch, self._current = self._current, None
         if micro_batch is None:
             return
-        counts = self._core.counts
+        counts = self._runtime.losses.counts
         reasons = {_UNKNOWN: counts.asks, _SHARED: counts.shares}
         found = [reason for reason, asks in reasons.items() if asks and reason not in self._wanted]
         self._wanted.update(dict.fromkeys(found, micro_batch.number))
-        if found or self._core.own_loss(loss) is None:  # without targets: as other ranks have it
+        if (
+            found or self._runtime.step.own_loss(loss) is None
+        ):  # without targets: as other ranks have it
             self._kept[micro_batch.number] = micro_batch
 
     def before_step(self, why: str) -> None:
@@ -118,45 +125,45 @@ class TrainerParity:
             ParityError: on every rank, where the loss is not what it is in one process.
             ConfigError: it cannot be compared.
         """
-        if self._core.ask_for_counts is None:
+        if self._runtime.losses.question is None:
             self._look()
         self.forget()
-        if self._core.ask_for_counts is not None:
-            raise ConfigError(why + self._core.ask_for_counts)
+        if self._runtime.losses.question is not None:
+            raise ConfigError(why + self._runtime.losses.question)
 
     def _look(self) -> None:
         """Check the first micro-batch of the window whose loss needs it. Collective."""
-        group = self._core.mesh.control_group(Flat.LOSS)
+        group = self._runtime.mesh.control_group(Flat.LOSS)
         kept = set.intersection(*map(set, gather_lists(list(self._kept), group)))
         every = gather_lists(list(self._wanted.items()), group)
         wanted = sorted((reason, at) for each in every for reason, at in each if at in kept)
         if not wanted:
             self._leave_out("ranks have losses of other kinds than each other in a batch")
             return
-        before = set(self._core.cleared), self._core.follows_factors
-        with self._core.between_steps(), torch.enable_grad():
+        before = set(self._runtime.losses.exact_zeros), self._runtime.losses.follows_factors
+        with self._runtime.between_steps(), torch.enable_grad():
             self._check(self._kept[wanted[0][1]])
-        found = self._core.cleared, self._core.follows_factors
-        if found == before and self._core.ask_for_counts is None:
+        found = self._runtime.losses.exact_zeros, self._runtime.losses.follows_factors
+        if found == before and self._runtime.losses.question is None:
             self._leave_out("run again for it, the step had a loss of a known kind, or declared it")
 
     def _check(self, micro_batch: _CheckedBatch) -> None:
-        module, callback = micro_batch.module, micro_batch.callback
+        module = micro_batch.module
         self._checked, self._again = module.trainer.global_step, None
         if not module.automatic_optimization:
             self._leave_out(
                 "with manual optimization a step changes the model, and cannot be run twice"
             )
             return
-        if type(callback).shard_batch is not ContextParallelCallback.shard_batch:
-            self._leave_out(f"{type(callback).__name__} overrides shard_batch")
+        if micro_batch.sharded_by:
+            self._leave_out(f"{micro_batch.sharded_by} overrides shard_batch")
             return
         try:
             self.healthy = self._compare(micro_batch)
         except CannotRun as why:
             self._leave_out(str(why))
             return
-        self._core.ask_for_counts = None
+        self._runtime.losses.question = None
         rank_zero_info(self.healthy)
 
     def _check_again(self, micro_batch: _CheckedBatch) -> None:
@@ -169,13 +176,13 @@ class TrainerParity:
         """The line about a model that is well."""
         module = micro_batch.module
         plugin = module.trainer.precision_plugin
-        dtypes = dtypes_of(str(plugin.precision), self._core.settings)
+        dtypes = dtypes_of(str(plugin.precision), self._runtime.settings)
         step, wide = _step_of(micro_batch, plugin.train_step_context), None
-        if dtypes and self._core.settings.mixed_precision is None:
+        if dtypes and self._runtime.settings.mixed_precision is None:
             wide = _step_of(micro_batch, nullcontext)
-        runner = Runner(self._core, self._engine, module, step, dtypes, wide)
+        runner = Runner(self._runtime, self._engine, module, step, dtypes, wide)
         with _unwatched(module.trainer):
-            check = ParityCheck(runner, self._core.settings.parity_tokens, _WAY_ON, says)
+            check = ParityCheck(runner, self._runtime.settings.parity_tokens, _WAY_ON, says)
             return check.run(micro_batch.batch)
 
     def forget(self) -> None:
@@ -190,10 +197,10 @@ class TrainerParity:
             _log.warning("parity_check was left out because %s", why)
 
     def _is_due(self, trainer: Any) -> bool:
-        settings: StrategyConfig = self._core.settings
+        settings: StrategyConfig = self._runtime.settings
         if settings.parity_check == "off":
             return False
-        if self._core.mesh.sample_size == 1:
+        if self._runtime.mesh.sample_size == 1:
             self.left_out = "no sample is shared between ranks"  # and nothing need be said
             return False
         if self._is_within_window:
@@ -221,11 +228,11 @@ class TrainerParity:
 
     def _ask(self, check: str) -> None:
         names = {"count": "self.count_targets", "unshard": "self.unshard"}
-        self._core.ask_for_counts = ASK.format(**names, check=check)
+        self._runtime.losses.question = ASK.format(**names, check=check)
 
     @property
     def _is_first_rank(self) -> bool:
-        mesh = self._core.mesh
+        mesh = self._runtime.mesh
         return mesh.sample_rank == 0 and mesh.data_rank == 0
 
 
@@ -264,7 +271,7 @@ def _step_of(
 class FabricParity:
     """Of the models that were set up."""
 
-    core: ContextParallelCore
+    runtime: ContextParallelRuntime
     engine: Engine
     models: nn.ModuleList
     precision: Any
@@ -276,8 +283,8 @@ class FabricParity:
                 "check_parity compares a step of models that were set up, and there is none yet. Call "
                 "fabric.setup(model, ...) first."
             )
-        if self.core.mesh.sample_size == 1:
-            self.core.clear_unknown()
+        if self.runtime.mesh.sample_size == 1:
+            self.runtime.losses.note_exact()
             return self._told(
                 "parity: no sample is shared between ranks, so there is nothing to compare"
             )
@@ -286,13 +293,13 @@ class FabricParity:
                 "check_parity within a window of accumulation: gradients of its first batches are not "
                 "reduced yet. Call it before a window."
             )
-        dtypes = dtypes_of(str(self.precision.precision), self.core.settings)
+        dtypes = dtypes_of(str(self.precision.precision), self.runtime.settings)
         runner = Runner(
-            *(self.core, self.engine, self.models, step, dtypes),
+            *(self.runtime, self.engine, self.models, step, dtypes),
             backward=partial(_as_fabric_does, backward),
         )
         try:
-            line = self._told(ParityCheck(runner, self.core.settings.parity_tokens).run(batch))
+            line = self._told(ParityCheck(runner, self.runtime.settings.parity_tokens).run(batch))
         except NotRepeatable as why:
             raise ConfigError(f"check_parity cannot compare this step: {why}.") from None
         except CannotRun as why:
@@ -300,7 +307,9 @@ class FabricParity:
                 f"check_parity cannot compare this step: {why}. "
                 "Pass the whole batch, and a step that returns its loss and calls no backward."
             ) from None
-        self.core.ask_for_counts = asked_in_fabric(" (the loss that it has seen is another one)")
+        self.runtime.losses.question = asked_in_fabric(
+            " (the loss that it has seen is another one)"
+        )
         return line
 
     def _told(self, line: str) -> str:

@@ -1,13 +1,18 @@
-"""The Trainer's strategy: DDPStrategy with a sequence dimension: one batch."""
+"""UlyssesRingStrategy of the Trainer: every override of Lightning's DDPStrategy, in the order of a run.
+
+Where several components act in one hook, their order is ``HOOK_ORDER``.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -17,18 +22,23 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_cp.callback import ContextParallelCallback, callback_among
+from lightning_cp.checkpoint.checkpoint_io import open_anywhere, writer_for
+from lightning_cp.checkpoint.manager import checked_io
 from lightning_cp.checkpoint.pretrained.meta_init import is_on_meta, is_sharded
 from lightning_cp.consistency.model import require_same_model, require_same_optimizers
 from lightning_cp.errors import ConfigError, UndeclaredError
 from lightning_cp.launch.preemption import listen, listen_no_more
+from lightning_cp.launch.rendezvous import connect
+from lightning_cp.launch.worker_results import reporting
 from lightning_cp.layout.axes import Flat
 from lightning_cp.loaders.rng import going_on
 from lightning_cp.loaders.synchronized import unshared
+from lightning_cp.logging.module_logger import RunLog
 from lightning_cp.mixin import options_of
 from lightning_cp.randomness.token_draws import without_token_draws
+from lightning_cp.resume.trainer import TrainerResume
 from lightning_cp.runtime.model_binding import adopted
-from lightning_cp.runtime.runtime import in_floating_point
-from lightning_cp.strategies.base import ContextParallelFront
+from lightning_cp.strategies.base import ContextParallelStrategy, in_floating_point
 from lightning_cp.strategies.lightning_patches import (
     STEPS,
     after_toggling,
@@ -38,32 +48,47 @@ from lightning_cp.strategies.lightning_patches import (
     before_hooks_of_batch,
     clip_by,
     leave_samplers_alone,
-    place_of_profiles,
+    place_profiles,
+    prevent_saves,
     refuse_averages,
     refuse_dataloader_iter,
 )
 from lightning_cp.strategies.parity_checks import TrainerParity
-from lightning_cp.strategies.resume import ResumesExactly
-from lightning_cp.strategies.saves_trainer import TrainerSaves
+from lightning_cp.strategies.trainer_checkpoints import TrainerCheckpoints
 from lightning_cp.strategies.undeclared import asking_at_once, of_trainer
-from lightning_cp.strategies.watch import WatchedTrainerSteps
+from lightning_cp.watchdog.phase import Phase, Position
 
-# The Trainer's strategy before its first batch: processes, mesh, attention, model, loaders; and its end.
+HOOK_ORDER = ("watch", "resume", "checkpoints", "lightning")
+"""Order of the components within a hook, on the way in; on the way out it is reversed."""
 
 
-class TrainerSetup(
-    WatchedTrainerSteps, ResumesExactly, TrainerSaves, ContextParallelFront, DDPStrategy
-):
-    """Methods that the Trainer calls before training and after it."""
+class UlyssesRingStrategy(ContextParallelStrategy, DDPStrategy):
+    __doc__ = ContextParallelStrategy.__doc__
 
-    _callback: ContextParallelCallback | None = None
-    _callback_is_given = False
-    """The user's own, which stays with the Trainer."""
-    _announced: weakref.ref[LightningModule] | None = None
-    parity: TrainerParity
+    _made_for = "lightning.pytorch.Trainer; for Fabric take lightning_cp.fabric.UlyssesRingStrategy"
 
+    @override
+    def _make_own_components(self) -> None:
+        self.checkpoint_io = self._checkpoint_io
+        self._checkpoints = TrainerCheckpoints(self._manager, self.engine, self.runtime)
+        self._resume = TrainerResume()
+        self._log = RunLog(self.runtime)
+        self.parity = TrainerParity(self.runtime, self.engine)
+        self._callback = ContextParallelCallback()
+        self._callback_is_given = False
+        """The callback is the user's, and stays with the Trainer."""
+        self._announced: weakref.ref[LightningModule] | None = None
+
+    @override
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_model": self._lightning_module}  # not as it is wrapped
+
+    # -- processes -----------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        self._launcher = reporting(self._launcher)
 
     @override
     def set_world_ranks(self) -> None:
@@ -71,60 +96,84 @@ class TrainerSetup(
         super().set_world_ranks()
         self._hide_library_warnings()
 
+    def tell_rank(self) -> None:
+        """Tell Lightning the rank of a worker, before it prints anything as the first one."""
+        self.set_world_ranks()
+
     @override
     def setup_environment(self) -> None:
         """Connect the processes and, if its sizes are known, make the mesh."""
         module = self.lightning_module
-        # Without a Trainer somebody connects the processes alone.
-        trainer = None if module is None else module._trainer
+        trainer = None if module is None else module._trainer  # None: processes alone are connected
         if trainer is not None:
             self._attach_callback(trainer)
         self._check_launcher()
         with going_on():
             super().setup_environment()
         self._check_world()
-        self._begin_watch(trainer)
+        self._begin_watch(self.precision_plugin, trainer)
         self._build_mesh()
         if self.data_parallel_size == 1 and trainer is not None:
             leave_samplers_alone(trainer)
 
     @override
+    def setup_distributed(self) -> None:
+        connect(self)
+        super().setup_distributed()
+
+    # -- model, optimizers, loaders --------------------------------------------------------------------
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """With ``empty_init`` models are built without memory, for engines that fill each rank's part."""
+        if not (empty_init and self.engine.shards):
+            with super().tensor_init_context(empty_init):
+                yield
+            return
+        with torch.device("meta"), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         """Swap attention, fix how batches are read and what is logged, and wrap the model."""
-        module = self.lightning_module
-        assert module is not None
+        module, fitting = self._module, trainer.state.fn == TrainerFn.FITTING
         require_same_model(module)
-        options = options_of(module)
-        needs_labels = trainer.state.fn != TrainerFn.PREDICTING
-        try:
-            self._build_mesh(module, options.get("num_heads"))
-            swapped = self._core.attach(module, options, needs_labels=needs_labels)
-        except UndeclaredError as error:
-            raise of_trainer(error, trainer, options, self._core.settings) from None
-        if self._core.enabled:
+        swapped = self._bind(trainer, module)
+        if self.runtime.enabled:
             refuse_dataloader_iter(module)
-        if trainer.state.fn == TrainerFn.FITTING:
-            if self._engine.shards:
-                refuse_averages(trainer, self._engine.name)
-            self._core.check_trains()
-        self.parity = TrainerParity(self._core, self._engine)
+        if fitting:
+            if self.engine.shards:
+                refuse_averages(trainer, self.engine.name)
+            if self.runtime.enabled:
+                self.runtime.binding.check_trains()
+        self.parity = TrainerParity(self.runtime, self.engine)
         self._guard.look = self.parity.before_step
-        self._place_profiles(trainer)
+        place_profiles(trainer, self._settings, self.runtime.records.recorder)
         self._announce(module, swapped)
-        self._watch_precision()
+        self._patch_precision_plugin()
         listen(trainer, self._guard)
         self._guard.yield_to(trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
-        assert self._callback is not None
-        self._callback.watch(trainer, module)
-        self._adopt_callbacks(trainer)
-        if self._engine.shards:
+        metrics = options_of(module).get("replicated_metrics", ())
+        self._log.begin(trainer, module, metrics)
+        self._checkpoints.adopt_callbacks(trainer)
+        if self.engine.shards:
             self._setup_sharded(trainer)
         else:
             self._load_whole(module)
             super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._core.clip_for(self.optimizers)
-            self._callback.watch(trainer, module)  # where nothing had to be watched without them
+        if fitting:
+            self.runtime.attach_clips(self.optimizers)
+            self._log.begin(trainer, module, metrics)  # where only the clips need it
+
+    def _bind(self, trainer: Trainer, module: LightningModule) -> list[str]:
+        """Make the mesh, if it had to wait for the model, and bind the model; return lines about it."""
+        options, needs_labels = options_of(module), trainer.state.fn != TrainerFn.PREDICTING
+        try:
+            self._build_mesh(module, options.get("num_heads"))
+            return self.runtime.attach(module, options, needs_labels=needs_labels)
+        except UndeclaredError as error:
+            raise of_trainer(error, trainer, options, self._settings) from None
 
     def _setup_sharded(self, trainer: Trainer) -> None:
         """As DDPStrategy does it, but the engine places the model, which is sharded at every stage."""
@@ -139,27 +188,8 @@ class TrainerSetup(
         if fitting:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
-                adopted(optimizer, self._engine.adopt)
+                adopted(optimizer, self.engine.adopt)
         self.setup_precision_plugin()
-
-    @override
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        super().setup_optimizers(trainer)
-        module = self.lightning_module
-        assert module is not None
-        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        require_same_optimizers(self.optimizers, module, schedulers)
-
-    @override
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """With ``empty_init`` models are built without memory, for engines that fill each rank's part."""
-        if not (empty_init and self._engine.shards):
-            with super().tensor_init_context(empty_init):
-                yield
-            return
-        with torch.device("meta"), self.precision_plugin.tensor_init_context():
-            yield
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
@@ -167,129 +197,36 @@ class TrainerSetup(
 
     @override
     def _register_ddp_hooks(self) -> None:
-        """Nothing: the engine has registered the hook, on every device, when it wrapped the model."""
+        """Do nothing: the engine registered the hook, on every device, when it wrapped the model."""
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        require_same_optimizers(self.optimizers, self._module, schedulers)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks that share a sample draw the same one."""
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_rank}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """A loader that all ranks go through together, its workers seeded by the data rank."""
         dataloader = unshared(dataloader)
-        self._seed_workers(dataloader, overwrite=False)  # the Trainer has not set one yet
+        # The Trainer has not set a seed yet.
+        self._loaders.seed_workers(dataloader, self.data_rank, overwrite=False)
         dataloader = super().process_dataloader(dataloader)
-        module = self.lightning_module
-        assert module is not None
-        training, limit = bool(module.trainer.training), module.trainer.limit_train_batches
+        trainer = self._module.trainer
+        training, limit = bool(trainer.training), trainer.limit_train_batches
         at_most = limit if training and isinstance(limit, int) else None
-        shared = self._share(dataloader, lambda: training, training=training, at_most=at_most)
-        self._follow_loader(shared, training=training)
+        how: dict[str, Any] = {"training": training, "at_most": at_most}
+        shared = self._loaders.share(dataloader, lambda: training, **how)
+        self._resume.follow_loader(shared, trainer, self.runtime.meshes, self.global_rank)
         return shared
 
-    def _follow_what_is_trained(self) -> bool:
-        """Wrap the model anew where layers were frozen or unfrozen since; whether they were."""
-        module = self.lightning_module
-        assert module is not None
-        assert self.model is not None
-        if self._engine.is_current(module):
-            return False
-        options = (self.mesh, self.root_device, self._ddp_options)
-        self.model = self._engine.follow(self.model, *options)
-        return True
-
-    def _complete(self, optimizer: Optimizer) -> None:
-        """Lightning divides each loss by the same number, also where an epoch ends within a window."""
-        module = self.lightning_module
-        assert module is not None
-        divided = module.trainer.accumulate_grad_batches if module.automatic_optimization else None
-        self._core.end_window(optimizer, divided)
-        number = module.trainer.global_step + 1
-        self._before_step(number, optimizer, module, self.precision_plugin)
-
-    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward on, weighted by this rank's share of the targets.
-
-        Raises:
-            ConfigError: backward would come through attention on some ranks only, or it is not known what
-                the loss is a mean over.
-        """
-        assert self.lightning_module is not None
-        automatic = self.lightning_module.automatic_optimization
-        scaled = self._core.scale_loss(loss, self.optimizers, automatic=automatic)
-        self.parity.after_loss(loss)
-        return scaled
-
-    def _watch_precision(self) -> None:
-        """Come before the hooks of a batch; between hooks and autograd; and before gradients are clipped."""
-
-        def follow(loss: torch.Tensor) -> None:
-            assert self.model is not None
-            if self._follow_what_is_trained():  # frozen or unfrozen in the step, or by a hook
-                self._engine.rejoin(self.model, loss)
-            elif self._engine.shards:
-                self._engine.expect(loss)
-
-        self._replaced.undo()
-        before_hooks_of_batch(self._replaced, self.precision_plugin, self._begins_batch)
-        before_hooks_of_backward(self._replaced, self.precision_plugin, self._scaled)
-        before_autograd(self._replaced, self.precision_plugin, follow)
-        before_clipping(self._replaced, self.precision_plugin, self._complete)
-        if self._engine.shards:
-            clip_by(self._replaced, self.precision_plugin, self._engine)
-            after_toggling(self._replaced, self.lightning_module, self._follow_what_is_trained)
-
-    @override
-    def teardown(self) -> None:
-        self._core.detach()
-        if "parity" in vars(self):
-            self.parity.forget()
-        self._core.recorder.say_what_is_missing()
-        self._replaced.undo()
-        module = self.lightning_module
-        trainer = None if module is None else module._trainer
-        if trainer is not None and trainer.interrupted:  # or else their own teardown follows
-            self.detach_callbacks(trainer)
-        refused = module is not None and (
-            is_on_meta(module) or (self._whole and is_sharded(module))
-        )
-        if refused:  # nothing can be moved to the CPU
-            self._replaced.replace(module, "cpu", lambda _: lambda: module)
-        super().teardown()
-        self._replaced.undo()
-        self._library_warnings.show()
-
-    # -- helpers ---------------------------------------------------------------------------------
-
-    def _place_profiles(self, trainer: Trainer) -> None:
-        """Where the Trainer logs, unless the user said where."""
-        settings = self._core.settings
-        if not settings.profiled_steps:
-            return
-        folder = place_of_profiles(trainer, settings.profile)
-        if settings.profile_folder is None:
-            self._core.recorder.folder = folder
-
-    def _announce(self, module: LightningModule, swapped: list[str]) -> None:
-        """Say once of each model, not at every stage, where its attention was swapped."""
-        if swapped and (self._announced is None or self._announced() is not module):
-            rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
-            self._announced = weakref.ref(module)
-
-    def _attach_callback(self, trainer: Any) -> None:
-        callbacks: list[Any] = trainer.callbacks
-        given = list(callbacks)
-        self._callback = callback_among(callbacks)
-        self._callback_is_given = self._callback in given
-        self._callback.connect(self._core)
-
-    def detach_callbacks(self, trainer: Any) -> None:
-        """The run has ended: its callbacks are those of the user again, in a new list."""
-        listen_no_more(trainer)
-        if not self._callback_is_given:
-            trainer.callbacks = [each for each in trainer.callbacks if each is not self._callback]
-
-
-class UlyssesRingStrategy(TrainerSetup):
-    __doc__ = ContextParallelFront.__doc__
-
-    _made_for = "lightning.pytorch.Trainer; for Fabric take lightning_cp.fabric.UlyssesRingStrategy"
+    # -- a step, in the order of its data ------------------------------------------------------------------
 
     @override
     def batch_to_device(
@@ -297,14 +234,15 @@ class UlyssesRingStrategy(TrainerSetup):
     ) -> Any:
         """This rank's part of a batch, after the user's own transforms."""
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        module = self.lightning_module
-        assert self._callback is not None
-        assert module is not None
+        module = self._module
         training = module.trainer.training
-        with asking_at_once(self._core.settings):
+        with asking_at_once(self._settings):
+            by_callback = self._callback.shards_batches
             if training:
-                self.parity.before_batch(module, batch, self._callback)
-            part = self._callback.shard_batch(batch, needs_labels=training)
+                name = type(self._callback).__name__ if by_callback else ""
+                self.parity.before_batch(module, batch, name)
+            shard = self._callback.shard_batch if by_callback else self.runtime.shard
+            part = shard(batch, needs_labels=training)
         if training:
             self.parity.after_batch()
         return part
@@ -312,50 +250,92 @@ class UlyssesRingStrategy(TrainerSetup):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step on this rank's tokens; callbacks read one process's loss."""
-        self._follow_what_is_trained()
-        self._core.begin_step()  # ends in on_train_batch_end: backward may recompute
+        runtime, module = self.runtime, self._module
+        self._rewrap_if_requires_grad_changed()
+        runtime.begin_step()  # ends in on_train_batch_end: backward may recompute
         shown: list[torch.Tensor] = []
-        with self._logging_together():
+        with self._log.during_step():
+            counted = module.trainer.global_step if module.automatic_optimization else None
+            self._position.begin_micro_batch(counted)
             output = super().training_step(*args, **kwargs)
             loss = self._loss_of(output)
-            if loss is not None and self._callback is not None:
-                self._callback.note_loss(loss, shown.append)
+            if loss is not None:
+                self._log.note_loss(loss, shown.append)
         if self._goes_backward:
-            self._core.require_loss(loss)
+            runtime.step.check_connected(loss)
             if output is None or (loss is not None and not shown):
                 raise ConfigError(_SKIPPED)
         if loss is not None and shown:
-            seen = self._core.shown_loss(loss, shown[0]) if self._goes_backward else shown[0]
+            seen = runtime.step.shown_loss(loss, shown[0]) if self._goes_backward else shown[0]
             output = {**output, "loss": seen} if isinstance(output, Mapping) else seen
-        self._core.check_step()
+        runtime.check_step()
         return output
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step(), self._logging_together():
-            return super().validation_step(*args, **kwargs)
+    @property
+    def _goes_backward(self) -> bool:
+        """True if Lightning calls backward on what steps return: not in manual optimization."""
+        return self._module.automatic_optimization and self.runtime.enabled
 
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step(), self._logging_together():
-            return super().test_step(*args, **kwargs)
+    def _loss_of(self, output: Any) -> torch.Tensor | None:
+        """Return the loss that callbacks are going to read, out of the result of a step."""
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        return loss if self.runtime.enabled and isinstance(loss, torch.Tensor) else None
 
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step():  # predict_step may not log
-            output = super().predict_step(*args, **kwargs)
-        assert self._callback is not None
-        dims = options_of(self.lightning_module).get("output_dims") or {}
-        return self._callback.unshard_output(output, dims)
+    def _patch_precision_plugin(self) -> None:
+        """Act before the hooks of a batch, between hooks and autograd, and before gradients are clipped."""
+        patches, plugin = self._patches, self.precision_plugin
+        patches.undo()
+        before_hooks_of_batch(patches, plugin, self._begin_batch)
+        before_hooks_of_backward(patches, plugin, self._scale_loss)
+        before_autograd(patches, plugin, self._before_autograd)
+        before_clipping(patches, plugin, self._finalize_gradients)
+        if self.engine.shards:
+            clip_by(patches, plugin, self.engine)
+            after_toggling(patches, self._module, self._rewrap_if_requires_grad_changed)
+
+    def _begin_batch(self) -> None:
+        """Note that a loop has read a batch."""
+        trainer = self._module.trainer
+        if trainer.training:
+            self._resume.begins_batch(trainer, self.root_device)
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        self._position.enter(Phase.BACKWARD)
         super().pre_backward(closure_loss)
         self._note_loss(closure_loss, self.optimizers)
 
+    def _scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss to call backward on, weighted by this rank's share of the targets.
+
+        Raises:
+            ConfigError: backward would come through attention on some ranks only, or it is not known what
+                the loss is a mean over.
+        """
+        automatic = self._module.automatic_optimization
+        scaled = self.runtime.step.scale_loss(loss, self.optimizers, automatic=automatic)
+        self.parity.after_loss(loss)
+        return scaled
+
+    def _before_autograd(self, loss: torch.Tensor) -> None:
+        assert self.model is not None
+        if self._rewrap_if_requires_grad_changed():  # in the step, or by a hook
+            self.engine.rejoin(self.model, loss)
+        elif self.engine.shards:
+            self.engine.expect(loss)
+
+    def _rewrap_if_requires_grad_changed(self) -> bool:
+        """Wrap the model again if layers were frozen or unfrozen since; return True if they were."""
+        assert self.model is not None
+        if self.engine.is_current(self._module):
+            return False
+        options = (self.mesh, self.root_device, self._ddp_options)
+        self.model = self.engine.follow(self.model, *options)
+        return True
+
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Look at what backward has brought.
+        """Check the gradients of backward.
 
         Raises:
             ConfigError: no gradient came to parameters that are trained.
@@ -363,9 +343,24 @@ class UlyssesRingStrategy(TrainerSetup):
             RankFailure: that happened on another rank.
         """
         assert self.model is not None
-        self._engine.require_averaged()
-        self._core.after_backward(self.model.parameters())
+        self.engine.require_averaged()
+        self.runtime.step.after_backward(self.model.parameters())
         super().post_backward(closure_loss)
+
+    @override
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """A block whose gradients stay on their ranks until a later backward."""
+        assert self.model is not None
+        return self.engine.accumulating(self.model)
+
+    def _finalize_gradients(self, optimizer: Optimizer) -> None:
+        """Give gradients their final size, and let ranks compare them, once after a backward."""
+        module = self._module
+        # Lightning divides each loss by the same number, also where an epoch ends within a window.
+        divided = module.trainer.accumulate_grad_batches if module.automatic_optimization else None
+        self.runtime.end_window(optimizer, divided)
+        number = module.trainer.global_step + 1
+        self._check_finite(number, optimizer, module, self.precision_plugin)
 
     @override
     def optimizer_step(
@@ -380,30 +375,28 @@ class UlyssesRingStrategy(TrainerSetup):
         Raises:
             NonFiniteError: on every rank, if some loss or gradient is not finite; nothing has changed.
         """
+        in_optimizer = ExitStack()  # an optimizer draws for parameters, not for tokens
 
-        after = ExitStack()  # an optimizer draws for parameters, not for tokens
-
-        def to_the_end() -> Any:  # what reads gradients comes after it: hooks, clipping
-            after.close()
+        def closure_then_finalize() -> (
+            Any
+        ):  # hooks and clipping, which read gradients, come after it
+            in_optimizer.close()
             if not self._goes_backward or isinstance(optimizer, LBFGS):
-                result = self._core.closure_value(closure, optimizer)
+                result = self.runtime.closure_value(closure, optimizer)
             else:
                 result = closure()
-            self._complete(optimizer)
-            after.enter_context(without_token_draws())
+            self._finalize_gradients(optimizer)
+            in_optimizer.enter_context(without_token_draws())
+            self._position.enter(Phase.OPTIMIZER)
             return result
 
-        with after:
-            stepped = super().optimizer_step(optimizer, to_the_end, model, **kwargs)
-        self._engine.after_step()
-        self._core.recorder.end()
+        with in_optimizer:
+            stepped = super().optimizer_step(optimizer, closure_then_finalize, model, **kwargs)
+            self._resume.steps()
+            self._position.end_step()
+        self.engine.after_step()
+        self.runtime.records.recorder.end()
         return stepped
-
-    @override
-    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """A block whose gradients stay on their ranks until a later backward."""
-        assert self.model is not None
-        return self._engine.accumulating(self.model)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -411,34 +404,192 @@ class UlyssesRingStrategy(TrainerSetup):
             group = self.mesh.group(group)
         if group is not None and group.size() == 1:
             return tensor  # what is logged without data parallelism
-        group = self._counted_once(group, reduce_op)
+        group = self._group_of_sum(group, reduce_op)
         return super().reduce(in_floating_point(tensor, reduce_op), group, reduce_op)
 
-    # -- helpers ---------------------------------------------------------------------------------
+    # -- evaluation and prediction -----------------------------------------------------------------------
 
-    @property
-    def _goes_backward(self) -> bool:
-        """Lightning takes the losses that steps return backward; in manual optimization steps did so."""
-        assert self.lightning_module is not None
-        return self.lightning_module.automatic_optimization and self._core.enabled
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_step(Phase.VALIDATION), self._log.during_step():
+            return super().validation_step(*args, **kwargs)
 
-    def _loss_of(self, output: Any) -> torch.Tensor | None:
-        """The loss among what a step has returned, which callbacks are going to read."""
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        return loss if self._core.enabled and isinstance(loss, torch.Tensor) else None
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_step(Phase.TEST), self._log.during_step():
+            return super().test_step(*args, **kwargs)
 
-    def _logging_together(self) -> AbstractContextManager[None]:
-        assert self._callback is not None
-        return self._callback.logging_together()
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_step(Phase.PREDICTION):  # predict_step may not log
+            output = super().predict_step(*args, **kwargs)
+        dims = options_of(self._module).get("output_dims") or {}
+        if self._callback.unshards_outputs:
+            return self._callback.unshard_output(output, dims)
+        return self.runtime.step.unshard_output(output, dims)
 
     @contextmanager
-    def _step(self) -> Iterator[None]:
-        self._core.begin_step()
+    def _evaluation_step(self, phase: Phase) -> Iterator[None]:
+        self.runtime.begin_step()
         try:
+            self._position.enter(phase)
             yield
-            self._core.check_step()
+            self.runtime.check_step()
         finally:
-            self._core.end_step()
+            self.runtime.end_step()
+
+    # -- checkpoints; see HOOK_ORDER -----------------------------------------------------------------------
+
+    @property
+    @override
+    def checkpoint_io(self) -> Any:
+        """A user's plugin, which has full checkpoints; else what Lightning moves weights with."""
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = checked_io(io, self._settings.checkpoint)
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self._checkpoints.loads_after_setup
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Save the Trainer's state; called on every rank, or where there are none: before and after a run.
+
+        Raises:
+            CheckpointError: on every rank: it cannot be written; or this rank leaves with an error, and the
+                others are not going to take part.
+        """
+        module, meshes = self._module, self.runtime.meshes
+        with self._position.during(Phase.SAVE):
+            checkpoint = {**checkpoint}  # the one that hooks saw is theirs
+            if module._trainer is not None and meshes.sizes:
+                self._resume.add_to(checkpoint, module._trainer, meshes, self.root_device)
+            if not dist.is_initialized() and not self.is_global_zero:
+                return  # ranks do not know each other yet, and would all write the file
+            elsewhere = writer_for(self._checkpoint_io, filepath, storage_options)
+            self._checkpoints.save(checkpoint, filepath, module, self.optimizers, elsewhere)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Verify a checkpoint and read it; in ``fit`` the run continues where it was saved.
+
+        Args:
+            checkpoint_path: the checkpoint.
+            weights_only: ``False`` makes objects of a file that you trust, which runs code of it.
+
+        Raises:
+            CheckpointError: on every rank: it is missing, damaged or no checkpoint.
+        """
+        module = self.lightning_module
+        with self._position.during(Phase.LOAD):
+            opened = open_anywhere(self._checkpoint_io, checkpoint_path, weights_only)
+            checkpoint = self._checkpoints.read(opened, module, self.optimizers)
+            if module is not None and module._trainer is not None:
+                self._resume.take_from(checkpoint, module._trainer)
+            return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        precision = self.precision_plugin.precision
+        self._checkpoints.load_model(
+            checkpoint, self._module, self.optimizers, precision, strict=strict
+        )
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._checkpoints.load_optimizers(checkpoint, self._module, self.optimizers)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, after the one that replaces it is complete; called on every rank."""
+        self._manager.remove(filepath, self._checkpoint_io)
+
+    # -- begin and end of loops, and of the run ------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._checkpoints.begin_training()
+        self._resume.begins_training(self._module.trainer, self.root_device)
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._resume.ends_validation()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._checkpoints.end_training()
+
+    def keep_from_saving(self, trainer: Trainer) -> None:
+        """Prevent saves after an error of some rank, as the other ranks would have to take part."""
+        if self.runtime.watch.failed:
+            self.save_no_more(trainer)
+
+    def save_no_more(self, trainer: Trainer) -> None:
+        """Prevent saves by callbacks and by anybody else until the Trainer's teardown."""
+        prevent_saves(self._patches, trainer)
+
+    def detach_callbacks(self, trainer: Any) -> None:
+        """Give the Trainer the user's callbacks again, in a new list: the run has ended."""
+        listen_no_more(trainer)
+        if not self._callback_is_given:
+            trainer.callbacks = [each for each in trainer.callbacks if each is not self._callback]
+
+    @override
+    def teardown(self) -> None:
+        self.runtime.detach()
+        self.parity.forget()
+        self.runtime.records.recorder.say_what_is_missing()
+        self._patches.undo()
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        if trainer is not None and trainer.interrupted:  # or else their own teardown follows
+            self.detach_callbacks(trainer)
+        whole = not self.engine.shards
+        if module is not None and (is_on_meta(module) or (whole and is_sharded(module))):
+            # Nothing can be moved to the CPU.
+            self._patches.replace(module, "cpu", lambda _: lambda: module)
+        self.runtime.end_watch()
+        self._checkpoints.teardown()
+        super().teardown()
+        self._patches.undo()
+        self._library_warnings.show()
+
+    # -- helpers ---------------------------------------------------------------------------------------
+
+    @property
+    def _module(self) -> LightningModule:
+        """The user's module, which a Trainer has given."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _position(self) -> Position:
+        return self.runtime.watch.position
+
+    def _announce(self, module: LightningModule, swapped: list[str]) -> None:
+        """Print once for each model, not at every stage, where its attention was swapped."""
+        if swapped and (self._announced is None or self._announced() is not module):
+            rank_zero_info(f"context parallel attention in: {', '.join(swapped)}")
+            self._announced = weakref.ref(module)
+
+    def _attach_callback(self, trainer: Any) -> None:
+        callbacks: list[Any] = trainer.callbacks
+        given = list(callbacks)
+        self._callback = callback_among(callbacks)
+        self._callback_is_given = self._callback in given
+        self._callback.connect(self.runtime, self._log)
 
 
 _SKIPPED = (

@@ -22,7 +22,7 @@ from lightning_cp.batch import BatchRules, CountedBatch, read_batch
 from lightning_cp.errors import ConfigError, ShapeError
 from lightning_cp.models.structure import expected_heads
 from lightning_cp.models.swap import config_value, hf_models
-from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.runtime.runtime import ContextParallelRuntime
 from lightning_cp.throughput.options import ThroughputOptions
 from lightning_cp.throughput.work import (
     AttentionCall,
@@ -184,19 +184,19 @@ class RepeatedLayers:
 
 
 class CountedModel:
-    """Reads batches and attention calls of one model, from a strategy's core or by itself.
+    """Reads batches and attention calls of one model, from a strategy's runtime or by itself.
 
     Args:
         model: the user's module.
-        core: the core of this package's strategy; ``None`` under another strategy.
+        runtime: the runtime of this package's strategy; ``None`` under another strategy.
         options: the user's options.
     """
 
     def __init__(
-        self, model: nn.Module, core: ContextParallelCore | None, options: ThroughputOptions
+        self, model: nn.Module, runtime: ContextParallelRuntime | None, options: ThroughputOptions
     ) -> None:
         self._model = model
-        self._core = core if core is not None and core.enabled else None
+        self._runtime = runtime if runtime is not None and runtime.enabled else None
         self._active = options.active_parameters
         self._trained: tuple[bool, ...] = ()
         self._multiplied = ActiveParameters()
@@ -205,12 +205,12 @@ class CountedModel:
         self._tokens = 0
         self.work = StepWork()
         dims = dict(options.sequence_dims or {})
-        if core is not None:
-            dims = {**core.rules.sequence_dims, **dims}
+        if runtime is not None:
+            dims = {**runtime.binding.rules.sequence_dims, **dims}
         self._rules = BatchRules(sequence_dims=dims, reads_masks=bool(hf_models(model)))
         self._undo: Callable[[], None]
-        if self._core is not None:
-            self._undo = self._core.listen(self._note_shared)
+        if self._runtime is not None:
+            self._undo = self._runtime.listen(self._note_shared)
         else:
             self._undo = observe_calls(model, self._note)
 
@@ -248,7 +248,7 @@ class CountedModel:
         return self.work.reason
 
     def begin(self, batch: Any) -> None:
-        """Begin a micro-batch of training, sharded by a core or not sharded.
+        """Begin a micro-batch of training, sharded by a runtime or not sharded.
 
         Raises:
             ConfigError: its tokens cannot be counted.
@@ -284,8 +284,8 @@ class CountedModel:
 
     def _read(self, batch: Any) -> tuple[CountedBatch, int]:
         """Return the counted batch, and this rank's number of (padded) tokens."""
-        if self._core is not None:
-            part = self._core.part
+        if self._runtime is not None:
+            part = self._runtime.part
             if part is None:
                 raise ConfigError(
                     "the tokens of a batch are counted once it was sharded: with Fabric, "
@@ -314,9 +314,9 @@ class CountedModel:
 
     def _with_heads(self, call: AttentionCall, tp_size: int) -> AttentionCall:
         """Return the call with the heads of all tensor-parallel ranks, which may be sharded or replicated."""
-        assert self._core is not None
+        assert self._runtime is not None
         expected = expected_heads(self._model)
-        heads = self._core.settings.num_heads or (None if expected is None else expected.query)
+        heads = self._runtime.settings.num_heads or (None if expected is None else expected.query)
         if heads not in (call.heads, call.heads * tp_size):
             return call._replace(mask=None)
         return call._replace(heads=heads)

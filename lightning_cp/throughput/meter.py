@@ -11,7 +11,7 @@ from lightning.fabric.utilities.throughput import Throughput
 from torch import nn
 
 from lightning_cp.throughput.flops import CountedModel
-from lightning_cp.throughput.options import Peak, RunRanks, ThroughputOptions, core_of, ranks_of
+from lightning_cp.throughput.options import Peak, RunRanks, ThroughputOptions, ranks_of, runtime_of
 from lightning_cp.throughput.work import Work
 
 Metrics = dict[str, float]
@@ -144,7 +144,7 @@ class Meter:
         self._ranks: RunRanks = ranks_of(strategy)
         self._options, self._peak = options, peak
         self.watch = Stopwatch(clock, _waits_for(device))
-        self.model = CountedModel(model, core_of(strategy), options)
+        self.model = CountedModel(model, runtime_of(strategy), options)
         self._rates = Rates(self._ranks.devices, peak.flops)
         self._own = Work()
         """This rank's work since the last sum over ranks."""

@@ -21,7 +21,7 @@ from lightning_cp.comm.reduce import all_sum
 from lightning_cp.engines.checks import precision_of
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout.axes import Flat
-from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.runtime.runtime import ContextParallelRuntime
 from lightning_cp.throughput.work import Work
 
 _LIMB = 2**40
@@ -52,10 +52,10 @@ class RunRanks:
         return Work(int(tokens), int(high) * _LIMB + int(low), int(unknown)), mean
 
 
-def core_of(strategy: Any) -> ContextParallelCore | None:
-    """Return the core of this package's strategy, ``None`` for another strategy."""
-    core = getattr(strategy, "_core", None)
-    return core if isinstance(core, ContextParallelCore) else None
+def runtime_of(strategy: Any) -> ContextParallelRuntime | None:
+    """Return the runtime of this package's strategy, ``None`` for another strategy."""
+    runtime = getattr(strategy, "runtime", None)
+    return runtime if isinstance(runtime, ContextParallelRuntime) else None
 
 
 _PLAIN = (
@@ -72,7 +72,7 @@ def check_countable(strategy: object) -> None:
     Raises:
         ConfigError: it is unknown which ranks share a sample, or parameters.
     """
-    if core_of(strategy) is None and not isinstance(strategy, _PLAIN):
+    if runtime_of(strategy) is None and not isinstance(strategy, _PLAIN):
         raise ConfigError(
             f"throughput is not counted under {type(strategy).__name__}: it is not known which of its ranks "
             "share a sample, and parameters may be in parts. What works: strategy='ulysses_ring' (with "
@@ -82,10 +82,10 @@ def check_countable(strategy: object) -> None:
 
 def ranks_of(strategy: Any) -> RunRanks:
     """Return the ranks of a strategy whose process group is initialised."""
-    core, devices = core_of(strategy), getattr(strategy, "world_size", 1)
-    if core is not None:
-        group = core.mesh.control_group(Flat.LOSS) if devices > 1 else None
-        return RunRanks(devices, core.mesh.sample_rank == 0, group, torch.device("cpu"))
+    runtime, devices = runtime_of(strategy), getattr(strategy, "world_size", 1)
+    if runtime is not None:
+        group = runtime.mesh.control_group(Flat.LOSS) if devices > 1 else None
+        return RunRanks(devices, runtime.mesh.sample_rank == 0, group, torch.device("cpu"))
     group = dist.group.WORLD if devices > 1 else None
     return RunRanks(devices, True, group, strategy.root_device)
 
@@ -174,8 +174,8 @@ def peak_of(
 
 def dtype_of(precision: Any, strategy: Any, model: nn.Module) -> torch.dtype:
     """Return the dtype of matrix products."""
-    core = core_of(strategy)
-    cast = None if core is None else precision_of(core.settings.mixed_precision).param_dtype
+    runtime = runtime_of(strategy)
+    cast = None if runtime is None else precision_of(runtime.settings.mixed_precision).param_dtype
     if cast is not None:
         return cast
     asked = _plugin_to_compute_dtype(precision)

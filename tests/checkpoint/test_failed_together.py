@@ -18,7 +18,7 @@ from lightning_cp.checkpoint import atomic as durable
 from lightning_cp.checkpoint import sharded
 from lightning_cp.checkpoint import sharded as notes
 from lightning_cp.checkpoint.atomic import discard, discard_shared, sweep, temporary_path
-from lightning_cp.checkpoint.manager import Saver
+from lightning_cp.checkpoint.manager import CheckpointManager
 from lightning_cp.checkpoint.manifest import SaveInfo
 from lightning_cp.errors import CheckpointError
 from tests.checkpoint.meshes import mesh_of
@@ -40,7 +40,7 @@ def slowly(path: Path, *_: Any) -> Any:
 def told_and_left(world: int, patch: pytest.MonkeyPatch) -> tuple[str, list[str]]:
     """What a save in the background that fails says on this rank, and the names in its folder."""
     spread = distribute_tensor(torch.arange(8.0), mesh_of(world), [Shard(0)])
-    saver = Saver("sharded", in_background=True)
+    saver = CheckpointManager("sharded", in_background=True)
     try:
         saver.save({"w": spread}, "a", SaveInfo(1), {})
         with pytest.raises(CheckpointError) as raised:

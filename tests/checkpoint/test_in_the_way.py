@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 
 from lightning_cp.checkpoint.latest import latest_checkpoint
-from lightning_cp.checkpoint.manager import Saver
+from lightning_cp.checkpoint.manager import CheckpointManager
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.errors import CheckpointError, ConfigError
@@ -62,7 +62,7 @@ def test_nor_by_a_link(tmp_path: Path) -> None:
     save_checkpoint(state_of(1), tmp_path / "new")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(CheckpointError, match=r"last\.ckpt is a folder"):
-        Saver("full", in_background=False).link(tmp_path / "new", folder)
+        CheckpointManager("full", in_background=False).link(tmp_path / "new", folder)
     assert sorted(tmp_path.rglob("*")) == before
 
 

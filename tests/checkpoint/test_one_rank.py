@@ -18,7 +18,7 @@ from lightning_cp.checkpoint import manager as saver_module
 from lightning_cp.checkpoint import read, tensors
 from lightning_cp.checkpoint.atomic import discard, temporary_path
 from lightning_cp.checkpoint.full import FullSave
-from lightning_cp.checkpoint.manager import Saver
+from lightning_cp.checkpoint.manager import CheckpointManager
 from lightning_cp.checkpoint.manifest import SaveInfo
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.save import BackgroundSave, plan_save, save_checkpoint
@@ -155,7 +155,7 @@ def test_a_rank_that_cannot_take_its_values() -> None:
 
 
 def links_badly(rank: int, world: int, background: bool) -> list[str]:
-    saver = Saver("full", in_background=background)
+    saver = CheckpointManager("full", in_background=background)
     saver.save(state_of(1), Path("a").absolute(), SaveInfo(1), {})
     faults = [(saver_module, "replace_link", fails)]
 
@@ -179,7 +179,7 @@ def test_a_link_that_cannot_be_made(background: bool) -> None:
 def test_what_cannot_be_removed_is_said_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saver = Saver("full", in_background=False)
+    saver = CheckpointManager("full", in_background=False)
     save_checkpoint(state_of(1), tmp_path / "a")
     monkeypatch.setattr(saver_module, "remove", fails)
     with pytest.warns(UserWarning, match=r"a cannot be removed: Input/output error \(a\)"):
@@ -194,7 +194,7 @@ def test_a_save_that_may_last_is_said_once(
 ) -> None:
     tree, saver = (
         {"state_dict": {"a": torch.zeros(2, 10**8, device="meta")}},
-        Saver("full", in_background=False),
+        CheckpointManager("full", in_background=False),
     )
     monkeypatch.setattr(saver_module, "plan_save", lambda *_, **__: (None, []))
     monkeypatch.setattr(saver_module, "finish_save", lambda _: None)

@@ -15,7 +15,7 @@ from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.restore import templates_for
 from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.errors import CheckpointError
-from lightning_cp.strategies.saves_fabric import _restore
+from lightning_cp.strategies.fabric_checkpoints import _restore
 from tests.checkpoint.states import same
 
 

@@ -16,13 +16,13 @@ from lightning_cp import UlyssesRingStrategy
 from lightning_cp.checkpoint.atomic import local_path
 from lightning_cp.checkpoint.checkpoint_io import PlainCheckpointIO
 from lightning_cp.checkpoint.full import load_file
-from lightning_cp.checkpoint.manager import Saver
+from lightning_cp.checkpoint.manager import CheckpointManager
 from lightning_cp.checkpoint.read import open_checkpoint
 from lightning_cp.checkpoint.restore import check_same_tensors, load_module
 from lightning_cp.checkpoint.save import save_checkpoint
 from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.fabric import UlyssesRingStrategy as FabricStrategy
-from lightning_cp.strategies.saves_fabric import _restore
+from lightning_cp.strategies.fabric_checkpoints import _restore
 from tests.checkpoint.states import same, state_of
 
 
@@ -229,7 +229,7 @@ def test_settings_are_checked(kind: Any) -> None:
 
 
 def test_only_checkpoints_are_removed(tmp_path: Path) -> None:
-    saver = Saver("sharded", in_background=False)
+    saver = CheckpointManager("sharded", in_background=False)
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "data").write_text("x")
     with pytest.warns(UserWarning, match=r"precious is not removed: it has no manifest.json"):

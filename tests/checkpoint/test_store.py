@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_cp.checkpoint.checkpoint_io import open_anywhere
 from lightning_cp.checkpoint.full import manifest_of_file
 from lightning_cp.checkpoint.latest import latest_checkpoint
-from lightning_cp.checkpoint.manager import Saver
+from lightning_cp.checkpoint.manager import CheckpointManager
 from lightning_cp.checkpoint.manifest import SaveInfo
 from lightning_cp.checkpoint.store import put_in_store, remove_from_store
 from lightning_cp.errors import CheckpointError
@@ -43,7 +43,7 @@ def _empty() -> Any:
 
 def save(step: int, path: str = URL, form: str = "full", **options: Any) -> None:
     elsewhere = lambda tree, about: put_in_store(tree, about, path, options)  # noqa: E731
-    Saver(form, in_background=False).save(
+    CheckpointManager(form, in_background=False).save(
         state_of(step), path, SaveInfo(step), {}, elsewhere=elsewhere
     )
 

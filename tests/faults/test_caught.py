@@ -38,7 +38,7 @@ def _fail_and_forget(rank: int, world_size: int) -> tuple[bool, bool]:
         with patch.dict(os.environ, {SWITCH: "1"}):
             trainer.fit(module, text())
     except NonFiniteError:
-        failed = strategy._core.watch.failed
+        failed = strategy.runtime.watch.failed
     del strategy, trainer, module
     gc.collect()
     return failed, known() is None

@@ -102,7 +102,7 @@ def test_stages_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy: Any = fabric.UlyssesRingStrategy()
     strategy.cluster_environment = _Environment()
     strategy._launcher = None
-    monkeypatch.setattr(strategy._core.watch, "begin", lambda *_, **__: None)
+    monkeypatch.setattr(strategy.runtime.watch, "begin", lambda *_, **__: None)
     monkeypatch.setattr(console, "_seat", None)
     registry: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
     strategy._begin_watch()

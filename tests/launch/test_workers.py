@@ -96,7 +96,7 @@ def test_what_spawned_workers_are_sent_can_be_pickled(callbacks: list[Any]) -> N
     strategy = UlyssesRingStrategy(start_method="spawn", **settings)
     trainer = pl.Trainer(strategy=strategy, devices=2, callbacks=callbacks, **QUIET)
     sent: Any = pickle.loads(pickle.dumps((trainer, Declared())))[0]
-    assert sent.strategy._core.settings == strategy._core.settings
+    assert sent.strategy.runtime.settings == strategy.runtime.settings
     assert sum(isinstance(one, ContextParallelCallback) for one in sent.callbacks) == len(callbacks)
 
 

@@ -17,7 +17,7 @@ from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError
 from lightning_cp.memory.chunked_logits import ChunkedLogits
 from lightning_cp.runtime.model_binding import patches_of
-from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.runtime.runtime import ContextParallelRuntime
 from tests.length.sizes import Largest
 from tests.models.later import BLOOMS_LOSS, transformers_version
 from tests.models.matrix import whole_sequence
@@ -31,10 +31,10 @@ FLOAT32 = {"cohere"}
 CHUNK = 5
 
 
-def labelled(core: ContextParallelCore, case: Case, model: Any) -> tuple[Any, Any]:
+def labelled(runtime: ContextParallelRuntime, case: Case, model: Any) -> tuple[Any, Any]:
     """Output of the model, called with labels in a step that has begun, and its batch."""
-    local = core.shard(make_batch(case), needs_labels=True)
-    core.begin_step()
+    local = runtime.shard(make_batch(case), needs_labels=True)
+    runtime.begin_step()
     given = {key: local[key] for key in ("attention_mask", "position_ids") if key in local}
     return model(input_ids=local["input_ids"], labels=local["labels"], **given), local
 
@@ -42,12 +42,12 @@ def labelled(core: ContextParallelCore, case: Case, model: Any) -> tuple[Any, An
 def parallel(rank: int, world_size: int, case: Case, ulysses: int, ring: int) -> Outcome:
     """One step with the loss in chunks; the most numbers of any tensor are in place of the calls."""
     model = make_model(case)
-    core = start(ulysses, ring, model, chunked_loss=CHUNK, labels="auto")
+    runtime = start(ulysses, ring, model, chunked_loss=CHUNK, labels="auto")
     try:
         with Largest() as found:
-            output, local = labelled(core, case, model)
-            core.scale_loss(output.loss).backward()
-        core.after_backward(model.parameters())
+            output, local = labelled(runtime, case, model)
+            runtime.step.scale_loss(output.loss).backward()
+        runtime.step.after_backward(model.parameters())
         assert isinstance(output.logits, ChunkedLogits)
         assert output.logits.shape == (*local["input_ids"].shape, VOCAB)
         gradients: dict[str, torch.Tensor] = {}
@@ -56,13 +56,13 @@ def parallel(rank: int, world_size: int, case: Case, ulysses: int, ring: int) ->
                 if world_size > 1:
                     dist.all_reduce(p.grad)
                 gradients[name] = p.grad / world_size
-        loss = float(core.average(output.loss).detach())
-        core.end_step()
+        loss = float(runtime.step.average(output.loss).detach())
+        runtime.end_step()
         assert "forward" not in vars(model.get_output_embeddings())
         assert not isinstance(model(input_ids=local["input_ids"].clone()).logits, ChunkedLogits)
         return Outcome(loss, gradients, torch.empty(0), found.numel)
     finally:
-        core.detach()
+        runtime.detach()
 
 
 @lru_cache(maxsize=32)
@@ -134,14 +134,14 @@ def sizes_of(rank: int, world_size: int, chunked: bool) -> int:
         "num_hidden_layers": 1,
     }
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
-    core = start(1, 2, model, chunked_loss=CHUNK if chunked else False, labels="auto")
+    runtime = start(1, 2, model, chunked_loss=CHUNK if chunked else False, labels="auto")
     try:
         with Largest() as found:
-            output, _ = labelled(core, Case(), model)
-            core.scale_loss(output.loss).backward()
+            output, _ = labelled(runtime, Case(), model)
+            runtime.step.scale_loss(output.loss).backward()
         return found.numel
     finally:
-        core.detach()
+        runtime.detach()
 
 
 def test_no_tensor_is_as_large_as_the_logits() -> None:

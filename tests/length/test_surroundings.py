@@ -47,19 +47,19 @@ def parallel(
 ) -> tuple[Outcome, dict[str, int]]:
     """One step, and how often parts of it ran: tiles, attention exchanged in forward and recomputation."""
     model = make_model(case)
-    core = start(ulysses, ring, model, **options)
+    runtime = start(ulysses, ring, model, **options)
     seen = Counted()
     try:
         with seen:
-            got = run_step(core, model, world_size, make_batch(case), partial(step, case))
-            core.end_step()
+            got = run_step(runtime, model, world_size, make_batch(case), partial(step, case))
+            runtime.end_step()
         swapped = sys.modules[
             "transformers"
         ].PreTrainedModel  # has a forward of ours until that is undone
         own = [part for part in model.modules() if "forward" in vars(part)]
         assert all(isinstance(part, swapped) for part in own)
     finally:
-        core.detach()
+        runtime.detach()
     assert not any("forward" in vars(part) for part in model.modules())
     return got, seen.counts
 

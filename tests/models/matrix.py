@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from lightning_cp.config import StrategyConfig
 from lightning_cp.models.hf.positions import parameters_of
-from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.runtime.runtime import ContextParallelRuntime
 from tests.models.litgpt_zoo import LITGPT_FAMILIES
 from tests.models.steps import (
     CUTS,
@@ -126,13 +126,13 @@ def worst(got: Outcome, want: Outcome) -> float:
 
 def ranks(rank: int, world_size: int, case: Case, ulysses: int, ring: int) -> Outcome:
     """One step on the ranks of one cp group."""
-    model, core = make_model(case), _core(case, ulysses, ring)
-    core.build_mesh(world_size, "cpu", None, model)
-    core.attach(model, {}, needs_labels=True)
+    model, runtime = make_model(case), _runtime(case, ulysses, ring)
+    runtime.meshes.build(world_size, "cpu", None, model)
+    runtime.attach(model, {}, needs_labels=True)
     try:
-        return step_of(core, case, model, world_size)
+        return step_of(runtime, case, model, world_size)
     finally:
-        core.detach()
+        runtime.detach()
 
 
 @lru_cache(maxsize=8)
@@ -142,23 +142,23 @@ def whole_sequence(case: Case) -> Outcome:
 
 
 def alone(rank: int, world_size: int, case: Case) -> Outcome:
-    model, core = make_model(case), _Alone(_settings(case, 1, 1, kernel="reference"))
-    core.build_mesh(1, "cpu", None, model)
-    core.attach(model, {}, needs_labels=True)
+    model, runtime = make_model(case), _Alone(_settings(case, 1, 1, kernel="reference"))
+    runtime.meshes.build(1, "cpu", None, model)
+    runtime.attach(model, {}, needs_labels=True)
     try:
-        return step_of(core, case, model, 1)
+        return step_of(runtime, case, model, 1)
     finally:
-        core.detach()
+        runtime.detach()
 
 
-class _Alone(ContextParallelCore):
+class _Alone(ContextParallelRuntime):
     """Swaps attention although nobody shares the sequence."""
 
     enabled = True  # type: ignore[assignment]
 
 
-def _core(case: Case, ulysses: int, ring: int) -> ContextParallelCore:
-    return ContextParallelCore(_settings(case, ulysses, ring))
+def _runtime(case: Case, ulysses: int, ring: int) -> ContextParallelRuntime:
+    return ContextParallelRuntime(_settings(case, ulysses, ring))
 
 
 def _settings(case: Case, ulysses: int, ring: int, **more: Any) -> StrategyConfig:

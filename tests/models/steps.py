@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_cp import ContextParallelMesh, keep_attention
 from lightning_cp.config import StrategyConfig
 from lightning_cp.models.hf.labels import label_alignment
-from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.runtime.runtime import ContextParallelRuntime
 from tests.models.litgpt_zoo import LITGPT_ZOO
 from tests.models.zoo import ZOO
 
@@ -231,50 +231,52 @@ def one_process(case: Case) -> Outcome:
     return Outcome(float(loss.detach()), gradients, logits.detach())
 
 
-def start(ulysses: int, ring: int, model: Any, **settings: Any) -> ContextParallelCore:
-    """A core that has swapped the model's attention."""
+def start(ulysses: int, ring: int, model: Any, **settings: Any) -> ContextParallelRuntime:
+    """A runtime that has swapped the model's attention."""
     if label_alignment(model) == "shift":
         settings.setdefault("labels", "shift")  # most steps here compute the loss themselves
-    core = ContextParallelCore(StrategyConfig(ulysses_size=ulysses, ring_size=ring, **settings))
-    core.build_mesh(ulysses * ring, "cpu", None, model)
-    core.attach(model, {}, needs_labels=True)
-    return core
+    runtime = ContextParallelRuntime(
+        StrategyConfig(ulysses_size=ulysses, ring_size=ring, **settings)
+    )
+    runtime.meshes.build(ulysses * ring, "cpu", None, model)
+    runtime.attach(model, {}, needs_labels=True)
+    return runtime
 
 
 def parallel(rank: int, world_size: int, case: Case, ulysses: int, ring: int) -> Outcome:
     """The same step on the ranks of one cp group; gradients are averaged as an engine does."""
     model = make_model(case)
-    core = start(ulysses, ring, model)
+    runtime = start(ulysses, ring, model)
     try:
-        return step_of(core, case, model, world_size)
+        return step_of(runtime, case, model, world_size)
     finally:
-        core.detach()  # after a refusal too: the ranks live on
+        runtime.detach()  # after a refusal too: the ranks live on
 
 
-def step_of(core: ContextParallelCore, case: Case, model: Any, world_size: int) -> Outcome:
-    """One step of an attached core."""
-    return run_step(core, model, world_size, make_batch(case), partial(step, case))
+def step_of(runtime: ContextParallelRuntime, case: Case, model: Any, world_size: int) -> Outcome:
+    """One step of an attached runtime."""
+    return run_step(runtime, model, world_size, make_batch(case), partial(step, case))
 
 
 def run_step(
-    core: ContextParallelCore,
+    runtime: ContextParallelRuntime,
     model: Any,
     world_size: int,
     batch: dict[str, torch.Tensor],
     step: Callable[[Any, dict[str, torch.Tensor]], tuple[Any, torch.Tensor]],
 ) -> Outcome:
-    """One step of an attached core, of any model; ``step`` gives (loss, logits)."""
-    local = core.shard(batch, needs_labels=True)
-    core.begin_step()
+    """One step of an attached runtime, of any model; ``step`` gives (loss, logits)."""
+    local = runtime.shard(batch, needs_labels=True)
+    runtime.begin_step()
     loss, logits = step(model, local)
-    core.check_step()
-    core.scale_loss(loss).backward()
-    core.after_backward(model.parameters())
+    runtime.check_step()
+    runtime.step.scale_loss(loss).backward()
+    runtime.step.after_backward(model.parameters())
     gradients = mean_gradients(model, world_size)
-    whole = core.unshard(logits.detach(), {})
-    state = core._handle.state if core._handle else None
+    whole = runtime.step.unshard_output(logits.detach(), {})
+    state = runtime.binding.handle.state if runtime.binding.handle else None
     calls = state.calls if state is not None else 0
-    return Outcome(float(core.average(loss).detach()), gradients, whole, calls)
+    return Outcome(float(runtime.step.average(loss).detach()), gradients, whole, calls)
 
 
 def mean_gradients(model: nn.Module, world_size: int) -> dict[str, torch.Tensor]:

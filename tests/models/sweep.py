@@ -8,7 +8,7 @@ import torch
 
 from lightning_cp.config import StrategyConfig
 from lightning_cp.models.hf.labels import label_alignment
-from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.runtime.runtime import ContextParallelRuntime
 from tests.models.steps import Case, Outcome, make_batch, run_step
 from tests.models.zoo import LATENT
 
@@ -124,10 +124,10 @@ def some_ranks(
     model = make_tiny(name)
     labels = "auto" if label_alignment(model) else "aligned"
     settings = StrategyConfig(ulysses_size=ulysses_size, ring_size=ring_size, labels=labels)
-    core = ContextParallelCore(settings)
-    core.build_mesh(world_size, "cpu", None, model)
+    runtime = ContextParallelRuntime(settings)
+    runtime.meshes.build(world_size, "cpu", None, model)
     try:
-        core.attach(model, {}, needs_labels=True)
-        return run_step(core, model, world_size, batch(), step)
+        runtime.attach(model, {}, needs_labels=True)
+        return run_step(runtime, model, world_size, batch(), step)
     finally:
-        core.detach()
+        runtime.detach()

@@ -31,14 +31,14 @@ def late_document(case: Case) -> Batch:
 
 def refused(rank: int, world_size: int, case: Case, what: str) -> None:
     model = make_model(case)
-    core = start(1, 2, model)
+    runtime = start(1, 2, model)
     try:
         batch = late_document(case) if case.batch == "packed" else make_batch(case)
-        local = core.shard(batch, needs_labels=True)
-        core.begin_step()
+        local = runtime.shard(batch, needs_labels=True)
+        runtime.begin_step()
         CALLS[what](rank, model, local)
     finally:
-        core.detach()
+        runtime.detach()
 
 
 def plainly(rank: int, model: Any, batch: Batch) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import Unsupported
 
-from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.runtime.runtime import ContextParallelRuntime
 from lightning_cp.utils.tracing import FirstCompile
 from tests.models.steps import Case, Outcome, make_model, one_process, start, step_of
 from tests.pool import run_ranks
@@ -52,22 +52,22 @@ def parallel(
     torch._dynamo.utils.counters.clear()
     model = make_model(case)
     ulysses, ring = MODES[mode]
-    core: ContextParallelCore = start(ulysses, ring, model, **settings)
+    runtime: ContextParallelRuntime = start(ulysses, ring, model, **settings)
     said: list[str] = []
-    core._first_compile = FirstCompile(lambda: said.append("it takes minutes"))
+    runtime._first_compile = FirstCompile(lambda: said.append("it takes minutes"))
     try:
         called = compiled(model, how, backend)
-        step_of(core, case, called, world_size)
+        step_of(runtime, case, called, world_size)
         assert len(said) == bool(torch._dynamo.utils.counters["frames"]["total"])
         said.append("again")
         model.zero_grad()
-        outcome = step_of(core, case, called, world_size)
+        outcome = step_of(runtime, case, called, world_size)
         assert said.pop() == "again"
         prefix = "_orig_mod."
         outcome.gradients = {k.removeprefix(prefix): v for k, v in outcome.gradients.items()}
         return outcome, torch._dynamo.utils.counters["stats"]["unique_graphs"]
     finally:
-        core.detach()
+        runtime.detach()
         torch._dynamo.reset()
         assert not callback_handler.start_callbacks
 
@@ -135,14 +135,14 @@ def as_one_graph(rank: int, world_size: int) -> str:
     """What is asked for cannot be: attention leaves the graph. The error, which not every version pickles."""
     case = Case(use_cache=False)
     model = make_model(case)
-    core = start(1, 2, model)
+    runtime = start(1, 2, model)
     try:
         called = torch.compile(model, backend="eager", fullgraph=True)
         with pytest.raises(Unsupported) as raised:
-            step_of(core, case, called, world_size)
+            step_of(runtime, case, called, world_size)
         return str(raised.value)
     finally:
-        core.detach()
+        runtime.detach()
         torch._dynamo.reset()
 
 

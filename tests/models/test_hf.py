@@ -126,11 +126,11 @@ def copied(rank: int, world_size: int) -> bool:
     """A copy that is made within a step, as callbacks make them of averaged weights."""
     case = Case()
     model = make_model(case)
-    core = start(1, 2, model)
-    core.shard(make_batch(case), needs_labels=True)
-    core.begin_step()
+    runtime = start(1, 2, model)
+    runtime.shard(make_batch(case), needs_labels=True)
+    runtime.begin_step()
     twin = copy.deepcopy(model)
-    core.detach()
+    runtime.detach()
     with torch.no_grad():
         want = model(**make_batch(case)).loss
         for parameter in model.parameters():
@@ -146,15 +146,15 @@ def call_copy(rank: int, world_size: int, within: bool) -> None:
     """By zigzag positions one rank of two would take its tokens for packed, and refuse them alone."""
     case = Case()
     model = make_model(case)
-    core = start(1, 2, model)
+    runtime = start(1, 2, model)
     try:
         twin = copy.deepcopy(model)
-        local = core.shard(make_batch(case), needs_labels=True)
-        core.begin_step()
+        local = runtime.shard(make_batch(case), needs_labels=True)
+        runtime.begin_step()
         twin = copy.deepcopy(model) if within else twin
         twin(**local)
     finally:
-        core.detach()
+        runtime.detach()
 
 
 @pytest.mark.parametrize("within", [True, False])
@@ -179,16 +179,16 @@ def whole_block(rank: int, world_size: int) -> float:
 
     case = Case()
     model = make_model(case)
-    core = start(1, 2, model)
-    local = core.shard(make_batch(case), needs_labels=True)
-    core.begin_step()
+    runtime = start(1, 2, model)
+    local = runtime.shard(make_batch(case), needs_labels=True)
+    runtime.begin_step()
     forward: Callable[..., Any] = lambda ids: model(input_ids=ids).logits.tanh()  # noqa: E731
     logits: Any = checkpoint(forward, local["input_ids"], use_reentrant=False)
     loss = F.cross_entropy(logits.flatten(0, 1), local["shift_labels"].flatten())
-    core.scale_loss(loss).backward()
-    core.after_backward(model.parameters())
-    average = float(core.average(loss))
-    core.detach()
+    runtime.step.scale_loss(loss).backward()
+    runtime.step.after_backward(model.parameters())
+    average = float(runtime.step.average(loss))
+    runtime.detach()
     return average
 
 
@@ -206,17 +206,17 @@ def test_a_checkpoint_around_everything() -> None:
 def refused(rank: int, world_size: int, what: str) -> None:
     case = Case(use_cache=False)
     model = make_model(case)
-    core = start(1, 2, model)
+    runtime = start(1, 2, model)
     try:
         batch = make_batch(case)
         if what == "dense mask in the batch":
             length = batch["input_ids"].shape[1]
             batch["attention_mask"] = torch.ones(3, 1, length, length)
-        local = core.shard(batch, needs_labels=True)
-        core.begin_step()
+        local = runtime.shard(batch, needs_labels=True)
+        runtime.begin_step()
         STEPS[what](model, local)
     finally:
-        core.detach()
+        runtime.detach()
 
 
 def fewer_labels(model: Any, batch: dict[str, torch.Tensor]) -> None:
@@ -297,14 +297,14 @@ def own_targets(rank: int, world_size: int) -> float:
     """The step shifts by itself, from the targets it was given."""
     case = Case()
     model = make_model(case)
-    core = start(1, 2, model)
-    local = core.shard(make_batch(case), needs_labels=True)
-    core.begin_step()
+    runtime = start(1, 2, model)
+    local = runtime.shard(make_batch(case), needs_labels=True)
+    runtime.begin_step()
     targets = local["shift_labels"]
     targets = torch.where(targets == 7, 8, targets)  # as many as before
     loss = model(input_ids=local["input_ids"], labels=local["labels"], shift_labels=targets).loss
-    average = float(core.average(loss))
-    core.detach()
+    average = float(runtime.step.average(loss))
+    runtime.detach()
     return average
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_cp.config import StrategyConfig
-from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.runtime.runtime import ContextParallelRuntime
 from tests.models.steps import LENGTH, ROWS, VOCAB, Case, make_batch, make_model, start
 from tests.pool import run_ranks
 from tests.strategies.plain_llama import PlainLlama
@@ -43,17 +43,17 @@ CHANGED = [(0, 0), (0, 5), (0, 14), (0, 29), (1, 10), (1, 17), (1, 18), (2, 6), 
 """(row, token): first, middle and last ones of documents, and padding."""
 
 
-def started(name: str, model: Any, sizes: Sizes) -> ContextParallelCore:
-    """A core that has swapped the model's attention."""
+def started(name: str, model: Any, sizes: Sizes) -> ContextParallelRuntime:
+    """A runtime that has swapped the model's attention."""
     ring, ulysses = sizes.get("ring_size", 1), sizes.get("ulysses_size", 1)
     more = {k: v for k, v in sizes.items() if k not in ("ring_size", "ulysses_size")}
     if name == "hf":
         return start(ulysses, ring, model, **more)
     how = StrategyConfig(ulysses_size=ulysses, ring_size=ring, labels="aligned", **more)
-    core = ContextParallelCore(how)
-    core.build_mesh(ulysses * ring, "cpu", None, model)
-    core.attach(model, {}, needs_labels=True)
-    return core
+    runtime = ContextParallelRuntime(how)
+    runtime.meshes.build(ulysses * ring, "cpu", None, model)
+    runtime.attach(model, {}, needs_labels=True)
+    return runtime
 
 
 def case_of(rows: str) -> Case:
@@ -68,19 +68,19 @@ def make(name: str, rows: str) -> Any:
     return PlainLlama(VOCAB, num_heads=4, num_kv_heads=2).double()
 
 
-def logits_of(name: str, model: Any, core: ContextParallelCore, batch: Any) -> torch.Tensor:
+def logits_of(name: str, model: Any, runtime: ContextParallelRuntime, batch: Any) -> torch.Tensor:
     """The logits [ROWS, LENGTH, VOCAB] of all tokens."""
-    local = core.shard(batch, needs_labels=True)
-    core.begin_step()
+    local = runtime.shard(batch, needs_labels=True)
+    runtime.begin_step()
     if name == "hf":
         given = {x: local[x] for x in ("position_ids", "attention_mask") if x in batch}
         logits = model(input_ids=local["input_ids"], **given).logits
     else:
         logits = model(local["input_ids"], local["position_ids"])
-    core.check_step()
-    core.scale_loss(logits.sum()).backward()
-    core.after_backward(model.parameters())
-    return core.unshard(logits.detach(), {})
+    runtime.check_step()
+    runtime.step.scale_loss(logits.sum()).backward()
+    runtime.step.after_backward(model.parameters())
+    return runtime.step.unshard_output(logits.detach(), {})
 
 
 def forward_all(
@@ -90,16 +90,16 @@ def forward_all(
     model, batch = make(name, rows), make_batch(case_of(rows))
     if rows == "packed" and name == "plain":  # sees documents by these, not by what it is given
         batch["cu_seqlens"] = padded_cuts()
-    core = started(name, model, sizes)
+    runtime = started(name, model, sizes)
     try:
-        found = [logits_of(name, model, core, dict(batch))]
+        found = [logits_of(name, model, runtime, dict(batch))]
         for row, token in CHANGED:
             ids = batch["input_ids"].clone()
             ids[row, token] = (ids[row, token] + 7) % VOCAB
-            found.append(logits_of(name, model, core, {**batch, "input_ids": ids}))
+            found.append(logits_of(name, model, runtime, {**batch, "input_ids": ids}))
         return found
     finally:
-        core.detach()
+        runtime.detach()
 
 
 def padded_cuts() -> torch.Tensor:

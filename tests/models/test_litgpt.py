@@ -113,11 +113,11 @@ def recomputed(rank: int, world_size: int, case: Case, reentrant: bool) -> Outco
     kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
     wrapper: Any = partial(checkpoint_wrapper, checkpoint_impl=kind)
     apply_activation_checkpointing(model, wrapper, lambda part: isinstance(part, block))
-    core = start(1, world_size, model, labels="shift")
+    runtime = start(1, world_size, model, labels="shift")
     try:
-        got = step_of(core, case, model, world_size)
+        got = step_of(runtime, case, model, world_size)
     finally:
-        core.detach()
+        runtime.detach()
     got.gradients = {
         name.replace("_checkpoint_wrapped_module.", ""): x for name, x in got.gradients.items()
     }
@@ -136,12 +136,12 @@ def test_blocks_may_be_run_again(model: str, reentrant: bool) -> None:
 def compiled(rank: int, world_size: int, case: Case) -> Outcome:
     """The model is compiled, and cut at attention."""
     model = make_model(case)
-    core = start(1, world_size, model, labels="shift")
+    runtime = start(1, world_size, model, labels="shift")
     model.gpt.compile(backend="aot_eager")
     try:
-        return step_of(core, case, model, world_size)
+        return step_of(runtime, case, model, world_size)
     finally:
-        core.detach()
+        runtime.detach()
         torch._dynamo.reset()
 
 
@@ -162,12 +162,12 @@ def rows_given(rank: int, world_size: int, kind: str) -> tuple[torch.Tensor, tor
     def note(part: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         given.append(kwargs["cos"])
 
-    core = start(1, world_size, model, labels="shift", layout=kind)
+    runtime = start(1, world_size, model, labels="shift", layout=kind)
     model.gpt.transformer.h[-1].attn.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        step_of(core, case, model, world_size)
+        step_of(runtime, case, model, world_size)
     finally:
-        core.detach()
+        runtime.detach()
     layout = SequenceLayout(LENGTH, ring_size=world_size, ulysses_size=1, kind=kind)  # type: ignore[arg-type]
     at = layout.positions(rank)
     return given[0][0, at < LENGTH], model.gpt.cos[at[at < LENGTH]]
@@ -176,15 +176,15 @@ def rows_given(rank: int, world_size: int, kind: str) -> tuple[torch.Tensor, tor
 def after_a_shorter_one(rank: int, world_size: int, case: Case) -> Outcome:
     """A step, after one of other positions."""
     model = make_model(case)
-    core = start(1, world_size, model, labels="shift")
+    runtime = start(1, world_size, model, labels="shift")
     short = {key: x[:, :21] for key, x in make_batch(case).items()}
     try:
-        local = core.shard(short, needs_labels=True)
-        core.begin_step()
+        local = runtime.shard(short, needs_labels=True)
+        runtime.begin_step()
         model.gpt(local["input_ids"])
-        return step_of(core, case, model, world_size)
+        return step_of(runtime, case, model, world_size)
     finally:
-        core.detach()
+        runtime.detach()
 
 
 def test_every_step_looks_its_rows_up() -> None:

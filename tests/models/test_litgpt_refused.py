@@ -50,13 +50,13 @@ def in_a_step(
     model = make_model(case)
     if prepare is not None:
         prepare(model)
-    core = start(1, world_size, model, labels="shift")
+    runtime = start(1, world_size, model, labels="shift")
     try:
-        local = core.shard(make_batch(Case(model=case.model, batch=batch)), needs_labels=True)
-        core.begin_step()
+        local = runtime.shard(make_batch(Case(model=case.model, batch=batch)), needs_labels=True)
+        runtime.begin_step()
         (call or _whole)(model, local)
     finally:
-        core.detach()
+        runtime.detach()
 
 
 def _whole(model: Any, batch: dict[str, torch.Tensor]) -> None:

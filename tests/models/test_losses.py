@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError
-from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.runtime.runtime import ContextParallelRuntime
 from tests.models.steps import Case, make_batch, make_model, start
 from tests.models.zoo import make
 from tests.pool import expect_on_every_rank, run_ranks
@@ -56,17 +56,17 @@ def model_of(name: str) -> Any:
 def step(rank: int, world_size: int, name: str, call: str, labels: str) -> float:
     """The loss of one step; ``labels`` as it is given to the strategy."""
     model = model_of(name)
-    core = ContextParallelCore(StrategyConfig(ulysses_size=1, ring_size=2, labels=labels))
-    core.build_mesh(2, "cpu", None, model)
+    runtime = ContextParallelRuntime(StrategyConfig(ulysses_size=1, ring_size=2, labels=labels))
+    runtime.meshes.build(2, "cpu", None, model)
     try:
-        core.attach(model, {}, needs_labels=True)
-        local = core.shard(make_batch(Case()), needs_labels=True)
-        core.begin_step()
+        runtime.attach(model, {}, needs_labels=True)
+        local = runtime.shard(make_batch(Case()), needs_labels=True)
+        runtime.begin_step()
         loss = CALLS[call](model, local)
-        core.check_step()
-        return float(core.average(loss))
+        runtime.check_step()
+        return float(runtime.step.average(loss))
     finally:
-        core.detach()
+        runtime.detach()
 
 
 def own_loss(model: Any, batch: Batch) -> torch.Tensor:
@@ -232,22 +232,22 @@ def test_what_works_equals_one_process(name: str, call: str, labels: str) -> Non
 def evaluate(rank: int, world_size: int, what: str) -> None:
     """A step that is not training: in evaluation mode, and attached as the Trainer does."""
     model = model_of("llama").eval()
-    core = ContextParallelCore(StrategyConfig(ulysses_size=1, ring_size=2))
-    core.build_mesh(2, "cpu", None, model)
+    runtime = ContextParallelRuntime(StrategyConfig(ulysses_size=1, ring_size=2))
+    runtime.meshes.build(2, "cpu", None, model)
     try:
-        core.attach(model, {}, needs_labels=what != "predict")
+        runtime.attach(model, {}, needs_labels=what != "predict")
         batch = make_batch(Case())
         if what == "no labels":
             del batch["labels"]
-        local = core.shard(batch, needs_labels=False)
-        core.begin_step()
+        local = runtime.shard(batch, needs_labels=False)
+        runtime.begin_step()
         with torch.inference_mode():
             labels = {"labels": local["labels"]} if what == "with labels" else {}
             called = model.model if what == "inside" else model
             called(input_ids=local["input_ids"], **labels)
-        core.check_step()
+        runtime.check_step()
     finally:
-        core.detach()
+        runtime.detach()
 
 
 @pytest.mark.parametrize("what", ["without labels", "inside"])
@@ -276,13 +276,13 @@ class Holder(nn.Module):
 def replaced(rank: int, world_size: int) -> tuple[bool, bool]:
     holder = Holder()
     fresh = "_loss_function" in vars(holder.model)
-    core = start(1, 2, holder, labels="shift")
-    core.shard(make_batch(Case()), needs_labels=True)
-    core.begin_step()
+    runtime = start(1, 2, holder, labels="shift")
+    runtime.shard(make_batch(Case()), needs_labels=True)
+    runtime.begin_step()
     inside = "_loss_function" in vars(holder.model)
-    core.end_step()
+    runtime.end_step()
     after = "_loss_function" in vars(holder.model)
-    core.detach()
+    runtime.detach()
     assert not fresh
     return inside, after
 

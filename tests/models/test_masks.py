@@ -264,16 +264,16 @@ def changed(rank: int, world_size: int, what: str, is_compiled: bool) -> None:
     case = Case()
     model = make_model(case)
     CHANGES[what][0](model)
-    core = start(1, 2, model)
+    runtime = start(1, 2, model)
     try:
-        local = core.shard(make_batch(case), needs_labels=True)
-        core.begin_step()
+        local = runtime.shard(make_batch(case), needs_labels=True)
+        runtime.begin_step()
         called = torch.compile(model, backend="eager") if is_compiled else model
         called(input_ids=local["input_ids"])
     finally:
         torch._dynamo.reset()
         modeling_llama.create_causal_mask = create
-        core.detach()
+        runtime.detach()
 
 
 @pytest.mark.quick("a prefix-compiled", "no mask-", "an addition-", "a prefix-")

@@ -75,16 +75,16 @@ def within_a_step(
 ) -> torch.Tensor | None:
     torch.manual_seed(3)
     model = MODELS[name]().double()
-    core = start(1, 2, model, labels="aligned")
+    runtime = start(1, 2, model, labels="aligned")
     try:
-        local = core.shard(make_batch(Case()), needs_labels=not predicts)
-        core.begin_step()
-        core.takes_own_weights()
+        local = runtime.shard(make_batch(Case()), needs_labels=not predicts)
+        runtime.begin_step()
+        runtime.step.mark_loss_weighted()
         with torch.set_grad_enabled(not predicts):
             output = call(model, local)
-        return None if output is None else core.unshard(output[0].detach(), {})
+        return None if output is None else runtime.step.unshard_output(output[0].detach(), {})
     finally:
-        core.detach()
+        runtime.detach()
 
 
 def after_a_failed_call(model: Any, batch: Batch) -> Any:

@@ -67,7 +67,7 @@ def call_model(rank: int, world_size: int, case: Case, what: str) -> None:
         model.config._attn_implementation_internal = (
             case.attention
         )  # not installed here: never called
-    core = start(1, 2, model)
+    runtime = start(1, 2, model)
     try:
         both = case.batch == "both marks"  # packed, and an attention_mask that says nothing
         late = case.batch == "late document"  # rank 1 holds a part of the first document alone
@@ -76,11 +76,11 @@ def call_model(rank: int, world_size: int, case: Case, what: str) -> None:
             batch["position_ids"] = restarting([0, 30, 37]).repeat(3, 1)
         if both:
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-        local = core.shard(batch, needs_labels=True)
-        core.begin_step()
+        local = runtime.shard(batch, needs_labels=True)
+        runtime.begin_step()
         CALLS[what](model, local)
     finally:
-        core.detach()
+        runtime.detach()
 
 
 def plainly(model: Any, batch: dict[str, Any]) -> None:
@@ -190,15 +190,15 @@ def test_bidirectional_models_say_that_documents_are_isolated(name: str) -> None
 def boundaries(rank: int, world_size: int) -> None:
     case = Case(use_cache=False)
     model = make_model(case)
-    core = start(1, 2, model)
+    runtime = start(1, 2, model)
     try:
         batch = {name: x[:1] for name, x in make_batch(case).items()}
         batch["position_ids"] = restarting([0, 5, 20, 37])[None]
-        local = core.shard(batch, needs_labels=True)
-        core.begin_step()
+        local = runtime.shard(batch, needs_labels=True)
+        runtime.begin_step()
         model(**local, cu_seq_lens_q=torch.tensor([0, 5, 20, 37], dtype=torch.int32))
     finally:
-        core.detach()
+        runtime.detach()
 
 
 def test_boundaries_that_agree_are_accepted() -> None:
@@ -242,13 +242,13 @@ def stacked_batch() -> dict[str, torch.Tensor]:
 def evaluate_stacked(rank: int, world_size: int, ulysses: int, layout: str) -> torch.Tensor:
     """As in validation, prediction and Fabric's loops: nothing is compared beforehand."""
     model = make_vl()
-    core = start(ulysses, world_size // ulysses, model, layout=layout)
+    runtime = start(ulysses, world_size // ulysses, model, layout=layout)
     try:
-        local = core.shard(stacked_batch(), needs_labels=False)
-        core.begin_step()
-        return core.unshard(model(**local).logits.detach(), {})
+        local = runtime.shard(stacked_batch(), needs_labels=False)
+        runtime.begin_step()
+        return runtime.step.unshard_output(model(**local).logits.detach(), {})
     finally:
-        core.detach()
+        runtime.detach()
 
 
 @pytest.mark.quick("3-1-contiguous", "2-2-auto")
@@ -270,13 +270,13 @@ def test_packed_rows_with_several_positions_a_token(ranks: int, ulysses: int, la
 
 def call_without_text(rank: int, world_size: int) -> None:
     model = make_vl()
-    core = start(1, 2, model)
+    runtime = start(1, 2, model)
     try:
-        local = core.shard(stacked_batch(), needs_labels=False)
-        core.begin_step()
+        local = runtime.shard(stacked_batch(), needs_labels=False)
+        runtime.begin_step()
         model(input_ids=local["input_ids"], position_ids=local["position_ids"][1:])
     finally:
-        core.detach()
+        runtime.detach()
 
 
 def test_a_step_that_drops_the_positions_of_the_text_is_refused() -> None:

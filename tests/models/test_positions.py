@@ -43,17 +43,17 @@ def with_positions(rank: int, world_size: int) -> torch.Tensor:
     """RoBERTa with the positions that it would have made."""
     case = Case(model="roberta")
     model = make_model(case)
-    core = start(1, 2, model)
+    runtime = start(1, 2, model)
     try:
         batch = make_batch(case)
         batch["input_ids"] = batch["input_ids"].clamp(min=3)  # none is padding
         batch["position_ids"] = torch.arange(1, 38).expand(3, -1)
-        local = core.shard(batch, needs_labels=True)
-        core.begin_step()
+        local = runtime.shard(batch, needs_labels=True)
+        runtime.begin_step()
         logits = model(input_ids=local["input_ids"], position_ids=local["position_ids"]).logits
-        return core.unshard(logits.detach(), {})
+        return runtime.step.unshard_output(logits.detach(), {})
     finally:
-        core.detach()
+        runtime.detach()
 
 
 def test_positions_of_the_batch_are_taken() -> None:
@@ -68,10 +68,10 @@ def call_with(rank: int, world_size: int, what: str) -> None:
     """What the step makes of a rank's own tokens."""
     case = Case(model="gpt2", batch="packed" if what == "rows" else "plain", use_cache=False)
     model = make_model(case)
-    core = start(1, 2, model)
+    runtime = start(1, 2, model)
     try:
-        local = core.shard(make_batch(case), needs_labels=True)
-        core.begin_step()
+        local = runtime.shard(make_batch(case), needs_labels=True)
+        runtime.begin_step()
         ids = local["input_ids"]
         counted = torch.arange(ids.shape[1])
         given: dict[str, torch.Tensor | None] = {
@@ -82,7 +82,7 @@ def call_with(rank: int, world_size: int, what: str) -> None:
         ids = torch.cat([ids, ids]) if what == "rows" else ids
         model(input_ids=ids, position_ids=given[what])
     finally:
-        core.detach()
+        runtime.detach()
 
 
 @pytest.mark.parametrize("what", ["counted", "counted for each row"])
@@ -105,13 +105,13 @@ def both_ways(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def joined(rank: int, world_size: int, model: str) -> torch.Tensor:
     case = Case(model=model)
     module = make_model(case)
-    core = start(1, 2, module)
+    runtime = start(1, 2, module)
     try:
-        local = core.shard(make_batch(case), needs_labels=True)
-        core.begin_step()
-        return core.unshard(both_ways(module, local).detach(), {})
+        local = runtime.shard(make_batch(case), needs_labels=True)
+        runtime.begin_step()
+        return runtime.step.unshard_output(both_ways(module, local).detach(), {})
     finally:
-        core.detach()
+        runtime.detach()
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
@@ -139,13 +139,13 @@ def decoder(name: str) -> Any:
 
 def call_decoder(rank: int, world_size: int, name: str) -> None:
     model = decoder(name)
-    core = start(1, 2, model)
+    runtime = start(1, 2, model)
     try:
-        local = core.shard(make_batch(Case()), needs_labels=True)
-        core.begin_step()
+        local = runtime.shard(make_batch(Case()), needs_labels=True)
+        runtime.begin_step()
         model(input_ids=local["input_ids"], use_cache=False)
     finally:
-        core.detach()
+        runtime.detach()
 
 
 @pytest.mark.quick("Bart", "PLBart", "Pegasus")

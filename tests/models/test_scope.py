@@ -18,7 +18,7 @@ from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import SequenceLayout
 from lightning_cp.models import StepState, SwapHandle, swap_attention
-from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.runtime.runtime import ContextParallelRuntime
 from tests.models.steps import Case, Outcome, make_model, run_step
 from tests.pool import run_ranks
 from tests.strategies.plain_llama import Block, RMSNorm
@@ -105,15 +105,15 @@ def declared(model: Any, how: str) -> dict[str, Any]:
 def parallel(rank: int, world_size: int, sizes: tuple[int, int], how: str, again: str) -> Outcome:
     model = captions(again)
     ulysses, ring = sizes
-    core = ContextParallelCore(
+    runtime = ContextParallelRuntime(
         StrategyConfig(ulysses_size=ulysses, ring_size=ring, labels="aligned")
     )
-    core.build_mesh(ulysses * ring, "cpu", None, model)
+    runtime.meshes.build(ulysses * ring, "cpu", None, model)
     try:
-        core.attach(model, declared(model, how), needs_labels=True)
-        return run_step(core, model, world_size, captions_batch(), captions_step)
+        runtime.attach(model, declared(model, how), needs_labels=True)
+        return run_step(runtime, model, world_size, captions_batch(), captions_step)
     finally:
-        core.detach()
+        runtime.detach()
 
 
 @pytest.mark.quick("sizes0-*", "sizes1-local-checkpoint", "sizes1-listed-reentrant")

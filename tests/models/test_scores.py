@@ -124,14 +124,14 @@ def only(outcome: Outcome, seen: torch.Tensor) -> Outcome:
 
 
 def explained(rank: int, world_size: int) -> tuple[str, str]:
-    """What a core says before and after a step; its strategies hand it on."""
+    """What a runtime says before and after a step; its strategies hand it on."""
     case = Case(model="gemma2_capped", window=5)
     model = make_model(case)
-    core = start(1, 2, model)
-    before = core.explain()
-    steps.step_of(core, case, model, world_size)
-    core.detach()
-    return before, core.explain()
+    runtime = start(1, 2, model)
+    before = runtime.binding.explain()
+    steps.step_of(runtime, case, model, world_size)
+    runtime.detach()
+    return before, runtime.binding.explain()
 
 
 def test_a_step_explains_its_kernels() -> None:

@@ -56,7 +56,7 @@ def said_by(rank: int, world_size: int, metric: str, ulysses: int, shifted: bool
     """What two steps that train and two that do not are told of, and where."""
     case = Case()
     model = make_model(case)
-    core = start(ulysses, world_size // ulysses, model)
+    runtime = start(ulysses, world_size // ulysses, model)
     batch = make_batch(case)
     if shifted:
         batch["labels"] = shift(batch["input_ids"])
@@ -65,12 +65,12 @@ def said_by(rank: int, world_size: int, metric: str, ulysses: int, shifted: bool
         try:
             for gradients in (True, True, False, False):
                 with torch.set_grad_enabled(gradients):
-                    local = core.shard(batch, needs_labels=gradients)
-                    core.begin_step()
+                    local = runtime.shard(batch, needs_labels=gradients)
+                    runtime.begin_step()
                     METRICS[metric](model(**local).logits, local)
-                    core.end_step()
+                    runtime.end_step()
         finally:
-            core.detach()
+            runtime.detach()
     assert torch.Tensor.__getitem__ is torch._C.TensorBase.__getitem__
     return [(str(one.message), getline(one.filename, one.lineno).strip()) for one in seen]
 
@@ -98,7 +98,7 @@ def test_labels_that_are_shifted_already_are_told_once() -> None:
     first, second = run_ranks(2, said_by, "right", 1, True)
     ((message, line),) = first
     assert TWICE in message
-    assert line == "local = core.shard(batch, needs_labels=gradients)"
+    assert line == "local = runtime.shard(batch, needs_labels=gradients)"
     assert second == []
 
 

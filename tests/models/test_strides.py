@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_cp.config import StrategyConfig
-from lightning_cp.runtime.runtime import ContextParallelCore
+from lightning_cp.runtime.runtime import ContextParallelRuntime
 from tests.pool import run_ranks
 
 
@@ -44,15 +44,15 @@ def batch() -> dict[str, torch.Tensor]:
 def viewed(rank: int, world_size: int, ulysses: int, ring: int, *kind: Any) -> torch.Tensor:
     model = Viewing(*kind)
     settings = StrategyConfig(ulysses_size=ulysses, ring_size=ring, labels="aligned")
-    core = ContextParallelCore(settings)
-    core.build_mesh(2, "cpu", None, model)
+    runtime = ContextParallelRuntime(settings)
+    runtime.meshes.build(2, "cpu", None, model)
     try:
-        core.attach(model, {}, needs_labels=True)
-        local = core.shard(batch(), needs_labels=True)
-        core.begin_step()
-        return core.unshard(model(local["inputs_embeds"]), {})
+        runtime.attach(model, {}, needs_labels=True)
+        local = runtime.shard(batch(), needs_labels=True)
+        runtime.begin_step()
+        return runtime.step.unshard_output(model(local["inputs_embeds"]), {})
     finally:
-        core.detach()
+        runtime.detach()
 
 
 @pytest.mark.quick("1-2-4-True")

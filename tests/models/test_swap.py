@@ -242,12 +242,12 @@ def lonely_forward(rank: int, world_size: int) -> tuple[float, float]:
 
     case = Case()
     model = make_model(case)
-    core = start(1, 2, model)
-    core.shard(make_batch(case), needs_labels=True)
-    core.begin_step()
-    core.end_step()
+    runtime = start(1, 2, model)
+    runtime.shard(make_batch(case), needs_labels=True)
+    runtime.begin_step()
+    runtime.end_step()
     loss = float(model(**make_batch(case)).loss.detach()) if rank == 0 else 0.0
-    core.detach()
+    runtime.detach()
     return loss, float(make_model(case)(**make_batch(case)).loss.detach())
 
 

@@ -13,7 +13,7 @@ SPREAD = "tests/checkpoint/test_spread.py"
 CHECKPOINT_MUTANTS = (
     Mutant(
         "a refused load keeps the weights",
-        "lightning_cp/strategies/saves_trainer.py",
+        "lightning_cp/strategies/trainer_checkpoints.py",
         "            if before is not None:",
         "            if before is None:",
         ("tests/strategies/test_loads.py::test_refused_loads_change_nothing[ddp-by_trainer]",),
@@ -127,7 +127,7 @@ CHECKPOINT_MUTANTS = (
     ),
     Mutant(
         "a refused place is found after the weights are loaded",
-        "lightning_cp/strategies/saves_fabric.py",
+        "lightning_cp/strategies/fabric_checkpoints.py",
         "        if isinstance(obj, RunState):",
         "        if not obj:",
         ("tests/strategies/resume/test_fabric.py::test_more_loaders_than_were_saved_are_refused",),
@@ -135,7 +135,7 @@ CHECKPOINT_MUTANTS = (
     ),
     Mutant(
         "callbacks compared as weights are",
-        "lightning_cp/strategies/saves_trainer.py",
+        "lightning_cp/strategies/trainer_checkpoints.py",
         "            may_differ=_MAY_DIFFER,\n",
         "",
         ("tests/strategies/test_monitors_apart.py",),

@@ -118,7 +118,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "steps along gradients that stayed on their ranks",
         "lightning_cp/strategies/fabric.py",
-        "            self._refuse_kept_back(optimizer)\n",
+        "            self._check_reduced(optimizer)\n",
         "",
         (
             "tests/strategies/test_fabric_kept_back.py"

@@ -99,7 +99,7 @@ FAULT_MUTANTS = (
     Mutant(
         "who ends well in a forked process does not say so",
         "lightning_cp/strategies/base.py",
-        "            Finalize(self, self._core.watch.stop, exitpriority=1)\n",
+        "            Finalize(self, runtime.watch.stop, exitpriority=1)\n",
         "",
         (
             "tests/launch/test_workers.py"

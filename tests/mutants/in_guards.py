@@ -42,16 +42,17 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "closures return the plain mean of ranks",
-        "lightning_cp/runtime/step_context.py",
-        "        mean, is_known = self._averaged(own) if one_batch else self._alike(own)\n        if",
+        "lightning_cp/runtime/runtime.py",
+        "        mean, is_known = self.step.weighted_mean(own) if one_batch else self._equal_sum(own)\n"
+        "        if",
         "        mean, is_known = side_by_side([own], self.mesh)[0].mean(0), True\n        if",
         (f"{CLOSURES}a_search_along_a_closure_is_one_process_s[ring3-fabric]",),
         "A line search goes along another loss than that of its gradients.",
     ),
     Mutant(
         "data ranks weigh the same in what a closure returns",
-        "lightning_cp/runtime/step_context.py",
-        "mean * self._loss.data_weight",
+        "lightning_cp/runtime/runtime.py",
+        "mean * loss.data_weight",
         "mean",
         (f"{CLOSURES}ranks_with_other_samples_search_alike[tensor]",),
         "A line search goes along another loss than that of its gradients.",
@@ -82,9 +83,9 @@ GUARD_MUTANTS = (
     ),
     Mutant(
         "factors of losses by hand are not compared",
-        "lightning_cp/runtime/step_context.py",
-        "            factors = factors_of(loss, self._loss.tokens)\n",
-        "            pass\n",
+        "lightning_cp/loss/review.py",
+        "    factors = factors_of(loss, weight.tokens) if follows and not is_known else None\n",
+        "    factors = None\n",
         (f"{LATER}a_factor_that_ranks_do_not_share_is_compared_with_one_process[2-OfAMask]",),
         "A mask that leaves out tokens in a later batch trains on, silently.",
     ),
@@ -131,18 +132,18 @@ GUARD_MUTANTS = (
     Mutant(
         "a loop that ends leaves its step open",
         "lightning_cp/strategies/fabric_loops.py",
-        "            core.close_step()\n",
+        "            runtime.close_step()\n",
         "            pass\n",
         (f"{ENDS}models_are_plain_after_a_loop[ring]",),
         "A model that no run knows attends over the ranks.",
     ),
     Mutant(
         "a declared loss clears others",
-        "lightning_cp/runtime/step_context.py",
-        "            self._look_at(self._loss, is_known or passes)\n",
-        "            self._look_at(self._loss, is_known or passes)\n"
-        "            if self._loss.is_declared:\n"
-        "                self.clear_unknown()\n",
+        "lightning_cp/loss/review.py",
+        "        is_clear = _is_known(means) or passes\n",
+        "        is_clear = _is_known(means) or passes\n"
+        "        if weight.is_declared:\n"
+        "            self.note_exact()\n",
         (f"{KINDS}a_declared_loss_clears_none_that_is_not_declared[3-declared once]",),
         "After one step that declares, any loss by hand trains on, silently.",
     ),
@@ -184,7 +185,7 @@ GUARD_MUTANTS = (
     Mutant(
         "finite after clipping only",
         "lightning_cp/strategies/trainer.py",
-        "before_clipping(self._replaced, self.precision_plugin, self._complete)",
+        "before_clipping(patches, plugin, self._finalize_gradients)",
         "pass",
         (f"{TRAINER}[manual-infinite gradient]",),
         "Clipping by value makes a number of an infinite gradient, and weights step along it.",

@@ -53,8 +53,8 @@ RESUME_MUTANTS = (
     Mutant(
         "random numbers of a window taken after the hooks of its first batch",
         "lightning_cp/strategies/trainer.py",
-        "before_hooks_of_batch(self._replaced, self.precision_plugin, self._begins_batch)",
-        "before_autograd(self._replaced, self.precision_plugin, lambda _: self._begins_batch())",
+        "before_hooks_of_batch(patches, plugin, self._begin_batch)",
+        "before_autograd(patches, plugin, lambda _: self._begin_batch())",
         (f"{WINDOWS}[hooks that draw]",),
         "A replayed batch is masked otherwise than it was.",
     ),

@@ -247,7 +247,7 @@ def set_up_later(rank: int, world_size: int) -> list[dict[str, list[float]]]:
     loop.fabric.setup(nn.Linear(2, 2))
     loop.run(batch_of(0))
     loop.step()
-    loop.strategy._core.detach()
+    loop.strategy.runtime.detach()
     assert not any(x._forward_pre_hooks for x in loop.model.module.blocks)
     return clip.steps
 

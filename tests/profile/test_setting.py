@@ -51,5 +51,5 @@ def test_contradictions(settings: dict[str, Any], match: str) -> None:
 
 
 def test_a_folder_may_be_a_path() -> None:
-    recorder = UlyssesRingStrategy(profile=1, profile_folder=Path("there"))._core.recorder  # type: ignore[arg-type]
+    recorder = UlyssesRingStrategy(profile=1, profile_folder=Path("there")).runtime.records.recorder  # type: ignore[arg-type]
     assert recorder.folder == Path("there")

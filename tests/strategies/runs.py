@@ -252,5 +252,5 @@ class Recorder(pl.Callback):
         targets = batch.get("shift_labels", batch["labels"])
         self.result.empty_ranks += int((targets != -100).sum() == 0)
         if isinstance(trainer.strategy, UlyssesRingStrategy):
-            part = trainer.strategy._core._part
+            part = trainer.strategy.runtime.part
             self.result.layouts.append(layout_name(part.layout) if part is not None else "")

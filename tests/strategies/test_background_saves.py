@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_cp.checkpoint import manager as saver_module
-from lightning_cp.checkpoint.manager import Saver
+from lightning_cp.checkpoint.manager import CheckpointManager
 from lightning_cp.checkpoint.manifest import SaveInfo
 from lightning_cp.checkpoint.save import BackgroundSave
 from tests.pool import run_ranks
@@ -37,7 +37,7 @@ def waits(rank: int, world_size: int, folder: Path) -> tuple[bool, bool]:
                 until(gone_on)
             super()._run(planned, limit)  # type: ignore[arg-type]
 
-    class SlowSaver(Saver):
+    class SlowSaver(CheckpointManager):
         def _link(self, target: Path, link: Path) -> bool:
             until(gone_on)
             return super()._link(target, link)

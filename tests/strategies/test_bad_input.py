@@ -303,9 +303,9 @@ def test_settings_of_later_features_are_taken_at_their_one_value() -> None:
         "tensor_parallel_size": 1,
         "data_parallel_replicate_size": 1,
     }
-    assert UlyssesRingStrategy(**names)._core.settings == UlyssesRingStrategy()._core.settings
+    assert UlyssesRingStrategy(**names).runtime.settings == UlyssesRingStrategy().runtime.settings
     for off in ("off", None, False):  # YAML reads a bare off as False
-        assert UlyssesRingStrategy(parity_check=off)._core.settings.parity_check == "off"  # type: ignore[arg-type]
+        assert UlyssesRingStrategy(parity_check=off).runtime.settings.parity_check == "off"  # type: ignore[arg-type]
 
 
 def fit_with(rank: int, world_size: int, settings: dict[str, Any]) -> None:

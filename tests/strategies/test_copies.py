@@ -73,7 +73,7 @@ def fit(rank: int, world_size: int, settings: Settings) -> tuple[torch.Tensor, .
     found = [weights(module), weights(again)]
     for made in (copy.deepcopy(trainer), pickled(trainer), copy.deepcopy(callback)):
         of_it: Any = getattr(made, "trainer", made)
-        assert of_it.strategy._core is not trainer.strategy._core
+        assert of_it.strategy.runtime is not trainer.strategy.runtime
         copied = of_it.lightning_module
         assert torch.equal(weights(copied), found[0])
         of_it.fit_loop.max_epochs = 3
@@ -103,8 +103,8 @@ def fabric(rank: int, world_size: int, settings: Settings) -> int:
     assert torch.equal(weights(copied), weights(module))
     own: Any = made.strategy
     other: Any = copy.deepcopy(made).strategy
-    assert other._core is not own._core
-    assert other._core.ask_for_counts == own._core.ask_for_counts
+    assert other.runtime is not own.runtime
+    assert other.runtime.losses.question == own.runtime.losses.question
     return len(list(copied.parameters()))
 
 

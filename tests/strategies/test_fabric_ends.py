@@ -69,7 +69,7 @@ class Ending(Loop):
 
     def core_is_left(self) -> bool:
         strategy: Any = self.fabric.strategy
-        return self.parallel and strategy._core.is_left
+        return self.parallel and strategy.runtime.step.is_left
 
     def calls_of_stranger(self, row: Batch) -> list[torch.Tensor]:
         with torch.no_grad():

@@ -289,9 +289,9 @@ def loop(
             optimizer.step()
         except NonFiniteError as error:
             same = equal(snapshot(plain, optimizer.optimizer), before)
-            return str(error), spoilt.fired, same, strategy._core.in_step
+            return str(error), spoilt.fired, same, strategy.runtime.in_step
         optimizer.zero_grad()
-    return "", spoilt.fired, False, strategy._core.in_step
+    return "", spoilt.fired, False, strategy.runtime.in_step
 
 
 @pytest.mark.quick(

@@ -98,7 +98,7 @@ def fabric_loop(rank: int, world_size: int, layout: str) -> tuple[torch.Tensor, 
         batch = loop.shard(whole)
         ids, segments, mask = batch["input_ids"], batch["segment_ids"], None
         if layout:
-            kinds.append(strategy._core._part.layout.kind)
+            kinds.append(strategy.runtime.part.layout.kind)
         else:
             mask = (segments[:, :, None] == segments[:, None, :]).tril()
         logits = loop.model(ids, batch["position_ids"], mask)
@@ -252,7 +252,7 @@ def cost_of(rank: int, world_size: int) -> tuple[int, int]:
     fabric: Any = fabric_of(world_size, {"ring_size": 2, "ulysses_size": 2})
     fabric.launch()
     fabric.setup(model)
-    cost = fabric.strategy._core._rule.cost
+    cost = fabric.strategy.runtime.binding.layout_rule.cost
     return cost.key, cost.hop
 
 

@@ -200,7 +200,7 @@ def different(rank: int, world_size: int, own: tuple[int, ...]) -> None:
     model: Any = fabric.setup(module.model)
     batch = {key: x[None].clone() for key, x in samples(1)[0].items()}
     strategy.shard_batch(batch)
-    strategy._core.end_step()
+    strategy.runtime.end_step()
     if rank in own:
         batch["input_ids"][0, 3] += 1
     strategy.shard_batch({key: x.clone() for key, x in batch.items()})

@@ -290,7 +290,7 @@ def failing(rank: int, world_size: int, where: str) -> bool:
     with pytest.raises(ZeroDivisionError, match=where):
         trainer.fit(module, loader(4), loader(2))
     strategy = strategy_of(trainer)
-    assert not strategy._core.in_step
+    assert not strategy.runtime.in_step
     assert "log" not in module.__dict__
     assert F.scaled_dot_product_attention is before
     if rank == 0:  # alone, and therefore without any communication

@@ -88,14 +88,14 @@ def calls_of(rank: int, world: int, name: str) -> tuple[Counter[Any], Counter[An
     end()
     step(case, model, batch)
     shared: Counter[Any] = Counter()
-    core = start(1, 1, model, token_weighting="global")
-    core.listen(lambda plan, q, out: shared.update([facts_of(shared_call(plan, q, out, 1))]))
+    runtime = start(1, 1, model, token_weighting="global")
+    runtime.listen(lambda plan, q, out: shared.update([facts_of(shared_call(plan, q, out, 1))]))
     try:
-        local = core.shard(batch, needs_labels=True)
-        core.begin_step()
+        local = runtime.shard(batch, needs_labels=True)
+        runtime.begin_step()
         step(case, model, local)
     finally:
-        core.detach()
+        runtime.detach()
     return plain, shared
 
 

@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_cp.checkpoint.atomic import local_path
-from lightning_cp.checkpoint.checkpoint_io import open_anywhere, writer_for
+from lightning_cp.checkpoint.checkpoint_io import WriteFunction
 from lightning_cp.checkpoint.consistency import check_same_states
 from lightning_cp.checkpoint.lazy_tree import Remainder
-from lightning_cp.checkpoint.manager import CheckpointingStrategy
+from lightning_cp.checkpoint.manager import CheckpointManager, check_models_complete
 from lightning_cp.checkpoint.manifest import SaveInfo
 from lightning_cp.checkpoint.optimizers import (
     fit_state,
@@ -24,34 +24,51 @@ from lightning_cp.checkpoint.optimizers import (
     names_as_saved,
     names_of,
 )
+from lightning_cp.checkpoint.read import Checkpoint
 from lightning_cp.checkpoint.restore import load_module, templates_for
 from lightning_cp.comm.consensus import World
 from lightning_cp.errors import CheckpointError, ConfigError
 from lightning_cp.resume.fabric import RunState
+from lightning_cp.runtime.runtime import ContextParallelRuntime
 
 State = dict[str, Any]
 Filter = Mapping[str, Callable[[str, Any], bool]]
 _STEPS = ("global_step", "step", "iteration", "iter_num")
 
 
-class FabricSaves(CheckpointingStrategy):
-    """Comes before Fabric's ``DDPStrategy``: ``fabric.save`` and ``fabric.load`` end up here."""
+class FabricCheckpoints:
+    """Saves and loads of one run: ``fabric.save`` and ``fabric.load`` end up here.
 
-    def save_checkpoint(
-        self: Any,
+    Args:
+        manager: writes checkpoints.
+        runtime: of the run.
+    """
+
+    def __init__(self, manager: CheckpointManager, runtime: ContextParallelRuntime) -> None:
+        self._manager, self._runtime = manager, runtime
+
+    def save(
+        self,
         path: str | Path,
         state: State,
-        storage_options: Any = None,
-        filter: Filter | None = None,
+        models: nn.ModuleList,
+        elsewhere: WriteFunction | None,
+        convert: Callable[[], dict[str, Any]],
     ) -> None:
-        """Save modules, optimizers and whatever else is in ``state``; called on every rank.
+        """Save modules, optimizers and all else in ``state``; called on every rank.
+
+        Args:
+            path: of the checkpoint.
+            state: the user's.
+            models: that were set up.
+            elsewhere: writes to a store or by a plugin.
+            convert: returns the state with objects replaced by their states.
 
         Raises:
             CheckpointError: on every rank: it cannot be written, ranks have different states, or a model's
                 weights are not all there.
             ConfigError: ``state`` is no dictionary.
         """
-        elsewhere = writer_for(self._checkpoint_io, path, storage_options)
         check_same_states(
             World(),
             local_path(path) if elsewhere is None else Path(path),
@@ -59,45 +76,36 @@ class FabricSaves(CheckpointingStrategy):
             (nn.Module, Optimizer, _Stateful),
         )
         modules, optimizers = _modules(state), _optimizers(state)
-        self._require_complete(modules.values() or self._models)
-        named = named_parameters(modules or {"": _unwrapped(self._models)})
+        check_models_complete(modules.values() or models)
+        named = named_parameters(modules or {"": _unwrapped(models)})
         names = {key: names_of(optimizer, named) for key, optimizer in optimizers.items()}
-        tree = self._convert_stateful_objects_in_state(state, filter=dict(filter or {}))
+        tree = convert()
         for run in (obj for obj in state.values() if isinstance(obj, RunState)):
             run.take_back(tree, modules)
         step = next((state[k] for k in _STEPS if type(state.get(k)) is int), None)
-        sizes = self._core.mesh_sizes if modules else {}
-        about = SaveInfo(step, sizes, self._core.settings.data_parallel)
+        sizes = self._runtime.meshes.sizes if modules else {}
+        about = SaveInfo(step, sizes, self._runtime.settings.data_parallel)
         kinds = {key: kinds_of(optimizer) for key, optimizer in optimizers.items()}
-        self._saver.save(
+        self._manager.save(
             tree, path, about, {"parameters": names, "kinds": kinds}, elsewhere=elsewhere
         )
 
-    def load_checkpoint(
-        self: Any,
-        path: str | Path,
-        state: Any = None,
-        strict: bool = True,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """Verify a checkpoint and load it, all or nothing; called on every rank.
+    def load(self, opened: Checkpoint, state: Any, *, strict: bool) -> dict[str, Any]:
+        """Load a verified checkpoint, all or nothing; called on every rank.
 
         Args:
-            path: the checkpoint.
+            opened: the checkpoint.
             state: a dictionary of objects to be restored; one module or optimizer if the file is that one's
                 state; or nothing: then the whole of it is returned.
             strict: every key of ``state`` must be in the checkpoint, and names of modules must be the same.
-            weights_only: ``False`` makes objects of a file that you trust, which runs code of it.
 
         Returns:
-            What was not restored into ``state``: read when it is looked at, so that no rank need hold a
+            The entries that were not restored into ``state``, read on access, so that no rank need hold a
             model or an optimizer whole.
 
         Raises:
-            CheckpointError: on every rank: it is missing, damaged or does not fit; ``state`` is as it was.
+            CheckpointError: on every rank: it is damaged or does not fit; ``state`` is as it was.
         """
-        self._saver.finish()
-        opened = open_anywhere(self._checkpoint_io, path, weights_only)
         if not state:
             return opened.read()
         if isinstance(state, (nn.Module, Optimizer)):

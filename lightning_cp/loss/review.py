@@ -1,0 +1,159 @@
+"""Review of losses: each has its weight by a known rule, is looked at by a check, or is refused."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.loss.counts import ProbeLoss, TargetCounts
+from lightning_cp.loss.terms import LossTerms, factors_of, ignores_label, loss_terms
+from lightning_cp.loss.weighting import StepLoss
+from lightning_cp.utils.labels import IGNORED_LABEL
+
+_Zeros = tuple[bool, ...]
+"""One flag per factor of a loss: it is 0."""
+
+
+class LossReview(Protocol):
+    """Review of the losses of a run or of a probe."""
+
+    @property
+    def counts(self) -> TargetCounts:
+        """Notes about losses, which ranks compare before a weight changes."""
+        ...
+
+    def check(
+        self, loss: torch.Tensor, weight: StepLoss, *, padding_asked: bool, is_shared: bool
+    ) -> None:
+        """Check a loss that goes backward; raises ``ConfigError`` and ``RankFailure``."""
+        ...
+
+
+class RunLosses:
+    """Losses of a run: which kinds were found exact, and notes about the others."""
+
+    def __init__(self) -> None:
+        self.counts = TargetCounts()
+        self.probe = ProbeLoss(TargetCounts())
+        """Facts of the loss of the last probe step."""
+        self.question: str | None = None
+        """Text of the error about a loss of no known kind; ``None``: a parity check looks at the first."""
+        self.exact_zeros: set[_Zeros] = set()
+        """Zero factors of losses of no known kind that equalled one process's; others with the same pass."""
+        self.follows_factors = True
+        """Ranks compare factors of losses by hand; no check found that they may differ."""
+
+    def forget_model(self) -> None:
+        """Forget the checks of another model's steps."""
+        self.exact_zeros.clear()
+        self.follows_factors = True
+
+    def check(
+        self, loss: torch.Tensor, weight: StepLoss, *, padding_asked: bool, is_shared: bool
+    ) -> None:
+        """Compare what a loss counts with its weight; refuse a loss of no known kind, or have it looked at.
+
+        Raises:
+            ConfigError: saying what to declare.
+            RankFailure: another rank's loss is refused, and this rank's is not.
+        """
+        if not weight.depends_on_counts:
+            return
+        means = loss_terms(loss)
+        self.counts.note(means, weight.targets)
+        passes = self.passes(loss, weight)
+        _note(
+            *(self.counts, loss, weight, means),
+            passes=passes,
+            padding_asked=padding_asked,
+            follows=is_shared and self.follows_factors,
+        )
+        is_clear = _is_known(means) or passes
+        if self.question is None:
+            self.counts.asks |= not (is_clear or weight.is_muted) and is_shared
+        else:
+            weight.check_known(None if is_clear else ConfigError(self.question))
+
+    def passes(self, loss: torch.Tensor, weight: StepLoss) -> bool:
+        """Return True for a declared loss, and for one like a loss that a check found exact."""
+        if weight.is_declared or not self.exact_zeros or self.passes_all:
+            return weight.is_declared or bool(self.exact_zeros)
+        return any(map(factors_of(loss, weight.tokens).have, self.exact_zeros))
+
+    @property
+    def passes_all(self) -> bool:
+        """True if a loss with all its terms was found exact."""
+        return any(not any(zeros) for zeros in self.exact_zeros)
+
+    def refuse_unknown(self, why: str) -> None:
+        """Refuse a loss of no known kind, before the optimizer's step.
+
+        Raises:
+            ConfigError: saying what to declare.
+        """
+        raise ConfigError(f"{why}{self.question}")
+
+    def note_exact(self, zeros: _Zeros = ()) -> None:
+        """Note a loss of no known kind as exact: others pass whose factors are 0 at least there."""
+        self.exact_zeros.add(zeros)
+
+
+class ProbeLosses:
+    """Losses of probe steps: facts for the check that made the step; nothing is refused."""
+
+    def __init__(self, run: RunLosses) -> None:
+        self._run = run
+
+    @property
+    def counts(self) -> TargetCounts:
+        """Notes about the probe's loss."""
+        return self._run.probe.counts
+
+    def check(
+        self, loss: torch.Tensor, weight: StepLoss, *, padding_asked: bool, is_shared: bool
+    ) -> None:
+        """Keep the facts of a loss."""
+        if not weight.depends_on_counts:
+            return
+        means = loss_terms(loss)
+        self._run.probe = _facts_of(loss, means, weight)
+        passes = self._run.passes(loss, weight)
+        _note(
+            *(self.counts, loss, weight, means),
+            passes=passes,
+            padding_asked=padding_asked,
+            follows=is_shared,
+        )
+
+
+def _note(
+    counts: TargetCounts,
+    loss: torch.Tensor,
+    weight: StepLoss,
+    means: LossTerms,
+    *,
+    passes: bool,
+    padding_asked: bool,
+    follows: bool,
+) -> None:
+    is_known = _is_known(means)
+    counts.note_padding(*weight.padding(by_hand=not is_known, asked=padding_asked))
+    factors = factors_of(loss, weight.tokens) if follows and not is_known else None
+    counts.note_shared(weight.targets, None if passes else means, factors)
+
+
+def _facts_of(loss: torch.Tensor, means: LossTerms, weight: StepLoss) -> ProbeLoss:
+    counts = TargetCounts()
+    counts.note(means, weight.targets, aside=True)
+    shared = means.joined or means.gathered
+    zeros = factors_of(loss, weight.tokens).zeros if shared or not _is_known(means) else ()
+    if _is_known(means) or weight.is_muted:
+        return ProbeLoss(counts, zeros=zeros)
+    leaves, declared = ignores_label(loss, IGNORED_LABEL), weight.is_declared
+    return ProbeLoss(counts, False, is_declared=declared, zeros=zeros, leaves_out=leaves)
+
+
+def _is_known(means: LossTerms) -> bool:
+    return not (means.other_terms or means.own_factor)
