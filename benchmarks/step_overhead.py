@@ -54,6 +54,7 @@ from lightning_cp.models import handle
 from lightning_cp.models.hf import swap as hf
 from lightning_cp.models.hf.forward import CallCheck
 from lightning_cp.models.hf.labels import LossWatch
+from lightning_cp.runtime.runtime import ContextParallelRuntime
 from lightning_cp.strategies.trainer import UlyssesRingStrategy
 from lightning_cp.utils import console as table
 from lightning_cp.utils.command_help import argument_parser
@@ -136,7 +137,7 @@ NAMES = (LOADER, SHARDING, MESSAGES, CALLS, LOGGING, STEP)
 _WATCHED: tuple[tuple[Any, str, str | None], ...] = (
     (SynchronizedIterator, "__next__", LOADER),
     (SynchronizedIterator, "_fetch", None),  # the user's loader
-    (ContextParallelCallback, "shard_batch", SHARDING),
+    (ContextParallelRuntime, "shard", SHARDING),
     (agreement, "gather_vectors", MESSAGES),
     (ranks, "gather_vectors", MESSAGES),
     (dist, "all_reduce", MESSAGES),
@@ -157,7 +158,7 @@ _WATCHED: tuple[tuple[Any, str, str | None], ...] = (
         for method in ("batch_to_device", "training_step", "backward", "optimizer_step", "reduce")
         for pair in ((UlyssesRingStrategy, method, STEP), (DDPStrategy, method, None))
     ),
-    (UlyssesRingStrategy, "_complete", STEP),
+    (UlyssesRingStrategy, "_finalize_gradients", STEP),
 )
 """The strategy's functions in a training step, by purpose.
 
