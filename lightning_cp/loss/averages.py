@@ -94,3 +94,11 @@ def stage_means(trainer: Any) -> MeansByKey:
     """Return the means of a stage; Lightning resets them when an epoch ends, as a module's own metrics."""
     results = trainer._results
     return {} if results is None else results.__dict__.setdefault("_token_means", {})
+
+
+NO_LOSS = (
+    "average was given a value that is none of the losses which went backward, in a step that declared "
+    "several counts, so that it is not known which targets it is a mean over. Average each loss by itself, "
+    "between its count_targets and its backward, or after that as it was given to it, and add up the "
+    "averages; average other values before the next count_targets."
+)

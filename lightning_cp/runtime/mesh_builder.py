@@ -14,7 +14,6 @@ from lightning_cp.layout import CostModel
 from lightning_cp.layout.auto import DEFAULT_COST
 from lightning_cp.layout.axes import Factors, divisors, factorise, join_with_or
 from lightning_cp.mesh import ContextParallelMesh
-from lightning_cp.models.swap import num_heads_of
 
 # Sizes of the mesh, of what was asked for and of the ranks and heads that there are.
 
@@ -40,6 +39,8 @@ def known_heads(
     if cp_size == 1:
         return heads
     if heads is None and model is not None:
+        from lightning_cp.models.swap import num_heads_of  # loads all kinds of models
+
         try:
             heads = num_heads_of(model)
         except UndeclaredError as unknown:

@@ -10,10 +10,10 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -22,7 +22,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_cp import error_display as console
 from lightning_cp.batch import ShardedBatch, completed
-from lightning_cp.batch.sharder import already_sharded, shard_batch_checked
+from lightning_cp.batch.sharder import Sharding, already_sharded, shard_batch_checked
 from lightning_cp.batch.step_state import StepState
 from lightning_cp.comm.reduce import all_sum
 from lightning_cp.config import StrategyConfig
@@ -31,21 +31,23 @@ from lightning_cp.layout import LayoutChoice
 from lightning_cp.layout.axes import Flat
 from lightning_cp.logging.reduce import equal, side_by_side
 from lightning_cp.loss.accumulation import AccumulatedTokens, Unreduced
-from lightning_cp.loss.averages import as_logged, zero_where_uncounted
+from lightning_cp.loss.averages import NO_LOSS, as_logged, zero_where_uncounted
 from lightning_cp.loss.review import ProbeLosses, RunLosses
 from lightning_cp.mesh import ContextParallelMesh
-from lightning_cp.models.handle import Listener
 from lightning_cp.profile.recorder import StepRecorder
 from lightning_cp.randomness.token_draws import StepTokens
 from lightning_cp.runtime.mesh_builder import MeshBuilder
-from lightning_cp.runtime.model_binding import ModelBinding
 from lightning_cp.runtime.records import RunRecords
-from lightning_cp.runtime.step_context import NO_LOSS, StepContext
 from lightning_cp.utils.containers import tensors_of
 from lightning_cp.utils.labels import are_shifted
 from lightning_cp.utils.tracing import FirstCompile, profile_range
 from lightning_cp.watchdog.phase import Position, ProgressHooks
 from lightning_cp.watchdog.watch import RunWatch
+
+if TYPE_CHECKING:
+    from lightning_cp.models.handle import Listener
+    from lightning_cp.runtime.model_binding import ModelBinding
+    from lightning_cp.runtime.step_context import StepContext
 
 _log = logging.getLogger("lightning_cp")
 _COMPILES = "torch.compile begins: the first steps take longer, often by minutes"
@@ -70,13 +72,29 @@ class ContextParallelRuntime:
         self.listeners: list[Listener] = [recorder.note] if settings.profiled_steps else []
         """Callbacks of every attention call."""
         self.meshes = MeshBuilder(settings)
-        progress = self.watch.position.progress
-        self.binding = ModelBinding(settings, self.meshes, progress, self.listeners, self)
         self.losses = RunLosses()
-        self.step = self._plain_step()
-        """The current step, or the last one."""
+        self._step: StepContext | None = None
         self._is_single = False
         self._first_compile = FirstCompile(partial(rank_zero_info, _COMPILES))
+
+    @cached_property
+    def binding(self) -> ModelBinding:
+        """The model of the run, its swapped attention and the rules for its batches."""
+        from lightning_cp.runtime.model_binding import ModelBinding  # loads all kinds of models
+
+        progress = self.watch.position.progress
+        return ModelBinding(self.settings, self.meshes, progress, self.listeners, self)
+
+    @property
+    def step(self) -> StepContext:
+        """The current step, or the last one."""
+        if self._step is None:
+            self._step = self._new_step()
+        return self._step
+
+    @step.setter
+    def step(self, step: StepContext) -> None:
+        self._step = step
 
     @property
     def mesh(self) -> ContextParallelMesh:
@@ -103,7 +121,8 @@ class ContextParallelRuntime:
     @property
     def in_step(self) -> bool:
         """True if a context-parallel step is current."""
-        return self.binding.handle is not None and self.binding.handle.active
+        handle = self.binding.handle
+        return handle is not None and handle.active
 
     @property
     def is_probe(self) -> bool:
@@ -137,12 +156,13 @@ class ContextParallelRuntime:
     def detach(self) -> None:
         """Restore the model's own attention; forget its optimizers."""
         self._forget_steps()
-        self.binding.detach()
+        if "binding" in vars(self):
+            self.binding.detach()
 
     def _forget_steps(self) -> None:
         self.records.recorder.abandon()
         self._first_compile.end()
-        self.step = self._plain_step()
+        self._step = None
 
     def listen(self, listener: Listener) -> Callable[[], None]:
         """Call ``listener`` with every attention call, of later models too; return its end."""
@@ -173,7 +193,7 @@ class ContextParallelRuntime:
         if not self.enabled:
             self.watch.position.progress()
             return completed(batch, self.binding.rules, positions=self.binding.adds_positions)
-        before, self.step = self.step, self._plain_step()  # no batch, if this one is refused
+        before, self.step = self.step, self._new_step()  # no batch, if this one is refused
         self.step = self.prepare(batch, needs_labels=needs_labels, before=before.part)
         return self.step.batch
 
@@ -210,11 +230,14 @@ class ContextParallelRuntime:
         self._note_layout(sharding.choice)
         self._warn_if_shifted_twice(batch)
         records.batches += 1
-        losses = ProbeLosses(self.losses) if records.is_probe else self.losses
-        return StepContext(self.meshes, binding, losses, records, sharding)
+        return self._new_step(sharding)
 
-    def _plain_step(self) -> StepContext:
-        return StepContext(self.meshes, self.binding, self.losses, self.records)
+    def _new_step(self, sharding: Sharding | None = None) -> StepContext:
+        """Make the step of a batch, or a plain one for code outside of steps."""
+        from lightning_cp.runtime.step_context import StepContext
+
+        losses = ProbeLosses(self.losses) if self.is_probe else self.losses
+        return StepContext(self.meshes, self.binding, losses, self.records, sharding)
 
     def begin_step(self) -> None:
         """Begin the step of the current batch: attention is intercepted from here on.
@@ -317,7 +340,7 @@ class ContextParallelRuntime:
     def use_records(self, records: RunRecords) -> Iterator[None]:
         """A block whose steps leave their traces in other records."""
         own, self.records = (self.step, self.records), records
-        self.step = self._plain_step()
+        self.step = self._new_step()
         try:
             yield
         finally:
@@ -326,7 +349,7 @@ class ContextParallelRuntime:
     @contextmanager
     def as_one_process(self) -> Iterator[None]:
         """A block in which nothing is shared: a step has the values of one process."""
-        own, self.step = self.step, self._plain_step()
+        own, self.step = self.step, self._new_step()
         self._is_single = True
         try:
             yield

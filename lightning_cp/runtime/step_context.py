@@ -18,6 +18,7 @@ from lightning_cp.batch.step_state import PositionInfo, StepState
 from lightning_cp.errors import ConfigError
 from lightning_cp.logging.pending import PendingFindings
 from lightning_cp.logging.reduce import equal, side_by_side, weighted_mean
+from lightning_cp.loss.averages import NO_LOSS
 from lightning_cp.loss.counts import TRAINS
 from lightning_cp.loss.review import LossReview
 from lightning_cp.loss.terms import declared_count, divisor
@@ -374,11 +375,4 @@ class StepContext:
 _NO_BATCH = (
     "a context-parallel step began without a sharded batch. Let the strategy move the batch (do not override "
     "transfer with a step that takes dataloader_iter)."
-)
-
-NO_LOSS = (
-    "average was given a value that is none of the losses which went backward, in a step that declared "
-    "several counts, so that it is not known which targets it is a mean over. Average each loss by itself, "
-    "between its count_targets and its backward, or after that as it was given to it, and add up the "
-    "averages; average other values before the next count_targets."
 )
