@@ -19,10 +19,6 @@ from lightning_cp.batch.read import labels_per_row
 from lightning_cp.batch.rules import KNOWN_DIMS
 from lightning_cp.config import StrategyConfig
 from lightning_cp.errors import ConfigError, ShapeError, UndeclaredError
-from lightning_cp.models.guards.token_mixing import check_no_mixing
-from lightning_cp.models.sdpa import observe_sdpa
-from lightning_cp.models.swap import hf_models, unswapped_hf_models
-from lightning_cp.runtime.model_binding import label_kind
 from lightning_cp.utils.containers import tensors_of
 from lightning_cp.utils.labels import are_shifted
 
@@ -79,6 +75,10 @@ def of_run(
     Raises:
         ConfigError: layers that cannot be shared, whatever is declared.
     """
+    from lightning_cp.models.guards.token_mixing import check_no_mixing
+    from lightning_cp.models.swap import hf_models, unswapped_hf_models
+    from lightning_cp.runtime.model_binding import label_kind
+
     check_no_mixing(model, unswapped_hf_models(model, options.get("modules")))
     errors, said = [first], settings.with_sequence_dims(options.get("sequence_dims") or {})
     key = options.get("label_key") or settings.label_key
@@ -161,6 +161,8 @@ def _first_batch(trainer: Trainer) -> Any:
 
 def _heads_of_step(module: Any, batch: Any, *, training: bool) -> Any:
     """Query heads that a small model's step gives to PyTorch's attention; ``...``: not known."""
+    from lightning_cp.models.sdpa import observe_sdpa
+
     seen: list[int] = []
     if sum(p.numel() for p in module.parameters()) > _SMALL:
         return ...
